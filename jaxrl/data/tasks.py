@@ -311,7 +311,7 @@ def check_ids(sources: Sequence[Tasks]) -> None:
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
             raise ValueError(
                 f"{place}: the id {task.id!r} is that of {where} already; make ids unique, for "
-                "instance by the data set's name before them (data_source of each of several "
+                "instance with the dataset's name as a prefix (data_source of each of several "
                 "sources), or leave out 'id' everywhere."
             )
 
@@ -330,7 +330,7 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
         if task.data_source in RESERVED:
             raise ValueError(
                 f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
-                "what the evaluation calls its summary over data sets; rename it in that file."
+                "what the evaluation calls its summary over datasets; rename it in that file."
             )
 
 

@@ -1,4 +1,4 @@
-"""Progress on the terminal."""
+"""Progress display on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl.utils.text import printable
 
 
 class Display:
-    """Progress on the terminal: a live line where there is one, else a line now and then."""
+    """Progress display: a live line on a terminal, otherwise a line from time to time."""
 
     def __init__(
         self, *, every_s: float = 5.0, activity_every_s: float = 30.0, is_shown: bool = True
@@ -25,32 +25,32 @@ class Display:
         """Open the terminal.
 
         Args:
-            every_s: Seconds between two lines of steps without a terminal.
+            every_s: Seconds between step lines without a terminal.
             activity_every_s: Seconds of silence before a line about an activity.
-            is_shown: False to print nothing.
+            is_shown: True to print; False to print nothing.
         """
         self.console = Console(highlight=False, quiet=not is_shown)
         errors = Console(highlight=False, quiet=not is_shown, stderr=True)
-        # On a terminal that shows both, only the console of the live line can print above it.
+        # If a terminal shows both streams, only the live line's console can print above it.
         self._is_shared = self.console.is_terminal and errors.is_terminal
         self._warnings = self.console if self._is_shared else errors
         self._every_s, self._activity_every_s = every_s, activity_every_s
         self._last = -math.inf
-        self._spoken = time.monotonic()  # the last line of any kind
+        self._spoken = time.monotonic()  # time of the last line of any kind
         self._spinner = Spinner("dots", style="status.spinner")
-        self._status: Live | None = None  # the live line outside of a stage
-        self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
+        self._status: Live | None = None  # the live line outside a stage
+        self._first: tuple[int, float] | None = None  # a stage's first step and its end time
         self._progress: Progress | None = None
         self.moved_at, self.doing = time.monotonic(), ""
 
     def _move(self, text: str) -> None:
-        """Note progress for `runtime.watchdog`."""
+        """Record progress for `runtime.watchdog`."""
         self.moved_at, self.doing = time.monotonic(), text
 
     def log(self, text: str) -> None:
-        """Print a line; one that begins with `warning:` goes to stderr.
+        """Print a line above the live line. A line that starts with `warning:` goes to stderr.
 
-        It stays above the live line. Foreign text in it cannot control the terminal.
+        Control characters are escaped, so untrusted text cannot control the terminal.
         """
         self._end_activity()
         self._move(text)
@@ -59,7 +59,7 @@ class Display:
         console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Begin a stage of `num_steps` steps, of which `first_step` are done."""
+        """Start a stage of `num_steps` steps, with `first_step` steps already done."""
         self._end_activity()
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
@@ -67,7 +67,7 @@ class Display:
             self._progress = Progress(
                 TextColumn("{task.description} {task.completed}/{task.total}"),
                 *([BarColumn()] if self.console.width >= 140 else []),
-                # Where there is little room, the numbers go on below rather than the time be cut.
+                # On a narrow terminal, wrap the numbers rather than cut off the time.
                 TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
                 TextColumn(
                     "{task.fields[activity]}", markup=False, table_column=Column(no_wrap=False)
@@ -75,7 +75,7 @@ class Display:
                 TimeRemainingColumn(compact=True),
                 console=self.console,
                 redirect_stderr=self._is_shared,
-                speed_estimate_period=3600,  # of half a minute by default, too short for one step
+                speed_estimate_period=3600,  # the default, 30 s, is too short for one step
             )
             self._progress.start()
             self._bar = self._progress.add_task(
@@ -83,9 +83,9 @@ class Display:
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show the numbers after a step of the stage."""
+        """Show a step's numbers."""
         self._move(f"{self._stage} {step}/{self._num_steps}")
-        # Three digits, or a whole number with its thousands apart.
+        # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
         if self._progress is not None:
@@ -93,7 +93,7 @@ class Display:
             return
         now = time.monotonic()
         if self._first is None:
-            self._first = (step, now)  # speeds count from here on: the first step compiles
+            self._first = (step, now)  # measure speed from here, since the first step compiles
         if now - self._last < self._every_s and step < self._num_steps:
             return
         self._last = now
@@ -107,7 +107,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def activity(self, text: str) -> None:
-        """Show an activity in a step or before the first one."""
+        """Show an activity within a step or before the first one."""
         text = printable(text)
         self._move(text)
         if self._progress is not None:
@@ -127,7 +127,7 @@ class Display:
             self.log(text)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a callback that shows an activity's progress, done of total."""
+        """Return a callback `(done, total)` that shows an activity's progress."""
         return lambda done, total: self.activity(f"{what} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:

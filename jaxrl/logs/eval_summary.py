@@ -1,7 +1,7 @@
-"""Measures of answers to held-out tasks, with intervals, as metrics and as text.
+"""Evaluation measures on held-out tasks, with intervals, as metrics and as text.
 
-`docs/evaluate.md` defines every number. Trajectories may come from anywhere, as long as they
-are in the order of the tasks.
+`docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
+order.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jaxrl.types import Group, Trajectory, members
 from jaxrl.utils.text import printable
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""Measures that are counted rather than averaged, and have no interval."""
+"""Measures that are counts rather than means, and have no interval."""
 
 OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
 
 RELIABILITY = ("precision", "reliability")
-"""Measures that follow from the shares of right answers and of abstentions."""
+"""Measures derived from the shares of correct answers and of abstentions."""
 
 CONTROLS = ("empty_search", "random_search")
-"""Suites in which something else answers in place of the search engine."""
+"""Suites in which a control engine replaces the search engine."""
 
 ATTRIBUTED = (
     "answer_in_results",
@@ -48,20 +48,20 @@ ATTRIBUTED = (
     "right_without_evidence",
     "redundant_searches",
 )
-"""Measures that `attribution` takes of the samples."""
+"""Measures that `attribution` computes from the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Measures of one suite, by data set and measure.
+    """Measures of one suite, by dataset and measure.
 
-    The data set `all` is every question; `mean` is the mean over several data sets.
+    The dataset `all` is every question; `mean` is the mean over several datasets.
 
     Attributes:
-        num_samples: Samples per question.
+        num_samples: Number of samples per question.
         means: Means over questions; NaN if there is nothing to average.
         intervals: 95% bootstrap intervals of the means; None for NaN.
-        weights: Weight of every part of the reward, those above 0 first.
+        weights: Weight of every reward part, nonzero weights first.
     """
 
     num_samples: int
@@ -80,28 +80,30 @@ def summarize(
     seed: int,
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Summary:
-    """Return means over questions with their intervals, by data set.
+    """Return means over questions and their intervals, by dataset.
 
-    Samples with an environment error are counted and left out. Questions without any other sample
-    are not in the means, and those with fewer than k others not in pass@k and maj@k.
+    Samples with an environment error are counted but otherwise excluded. A question without scored
+    samples is not in the means, and one with fewer than k scored samples is not in pass@k and
+    maj@k.
 
     Args:
-        questions: Samples of each question, equally many.
+        questions: Samples of each question, the same number for all.
         has_python: True to count calls of Python.
-        has_results: True to relate the results of tools to the answers.
+        has_results: True to attribute the answers to tool results.
         ks: See `subset_sizes`.
         num_resamples: Number of bootstrap resamples.
         seed: Random seed of the bootstrap.
-        weights: Weights of the parts of the reward.
+        weights: Weights of the reward parts.
     """
     sizes = sorted({len(question.trajectories) for question in questions})
     if len(sizes) != 1:
         raise ValueError(
-            f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected as many of "
-            "each one."
+            f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected the same "
+            "number for each."
         )
     [num_samples] = sizes
     ks = subset_sizes(num_samples, ks)
+    # One row of measures per question; NaN for a measure that does not apply.
     measured = []
     for question in questions:
         measures = _measures(question, ks, has_python)
@@ -111,6 +113,7 @@ def summarize(
         measured.append(measures)
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
+    # Means and bootstrap resamples of each dataset and of all questions.
     sources = [question.trajectories[0].task.data_source for question in questions]
     sets = {
         source: [row for row, name in enumerate(sources) if name == source]
@@ -134,7 +137,7 @@ def summarize(
         means["mean"] = np.mean([means[name] for name in sets], axis=0)
         resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
         counts["mean"] = counts["all"]
-    # All parts that the samples have: first those with weight, as they were given.
+    # All measured parts, first those with nonzero weight in the order of `weights`.
     parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
     weighed = [part for part, weight in weights.items() if weight and part in parts]
     return Summary(
@@ -152,7 +155,10 @@ def summarize(
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`, or verl's: the powers of two below `num_samples`, and it; () for one sample."""
+    """Return `ks`, or verl's default: the powers of two below `num_samples`, and `num_samples`.
+
+    Returns () for one sample.
+    """
     if num_samples == 1:
         return ()
     powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
@@ -160,7 +166,7 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """Return the measures of one question's samples; NaN if there are too few of them."""
+    """Return the measures of one question's samples; NaN if there are too few samples."""
     scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -185,7 +191,7 @@ def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str,
 
 
 def attribution(trajectory: Trajectory) -> dict[str, float]:
-    """Relate the results of tools to a sample's answer, and to its exact match if it has one."""
+    """Attribute a sample's answer to tool results, using its exact match if it has one."""
     origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
@@ -198,8 +204,8 @@ def attribution(trajectory: Trajectory) -> dict[str, float]:
 def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Append `RELIABILITY` to means `[.., M]` if there is an exact match.
 
-    With accuracy a and the share r of abstentions, precision is a / (1 - r), NaN if nothing was
-    answered, and reliability (1 - r) * precision + r * a, that is a + r * a.
+    With accuracy a and share r of abstentions, precision is a / (1 - r), or NaN if nothing was
+    answered. Reliability is (1 - r) * precision + r * a = a + r * a.
     BAPO (https://arxiv.org/abs/2601.11037).
     """
     if "exact_match" not in names:
@@ -243,7 +249,7 @@ def is_unscored(summary: Summary) -> bool:
 
 
 def one_line(suite: str, summary: Summary) -> str:
-    """Return the scores of a suite in one line."""
+    """Format the scores of a suite in one line."""
     if is_unscored(summary):
         count = summary.means["all"]["environment_errors"]
         return f"{suite}: nothing could be scored ({count} environment errors)"
@@ -259,12 +265,12 @@ def one_line(suite: str, summary: Summary) -> str:
 def as_text(
     step: int, stage: str, summaries: Mapping[str, Summary], *, weights_step: int | None = None
 ) -> str:
-    """Return tables of all suites for people, 80 columns wide."""
+    """Format tables of all suites, 80 columns wide."""
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
     if weights_step not in (None, step):
         title += f"\nstopped early: the weights are those of step {weights_step}"
     text = "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
-    return printable(text)  # data sets have names of the user's
+    return printable(text)  # users choose the names of datasets
 
 
 SCORES = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}
@@ -274,7 +280,7 @@ BEHAVIOUR = {
     "sampled_tokens": "tokens",
     "environment_errors": "errors",
 }
-"""Measures in the tables, and their heads."""
+"""Measures in the main tables, and their column heads."""
 
 MORE = {
     "searched": "searched",
@@ -282,7 +288,7 @@ MORE = {
     "precision": "precision",
     "reliability": "reliability",
 }
-"""Measures in a table of their own, each where it tells something."""
+"""Measures in a further table, each shown only if it is informative."""
 
 EVIDENCE = {
     "answer_in_results": "in results",
@@ -290,7 +296,7 @@ EVIDENCE = {
     "right_without_evidence": "right without",
     "redundant_searches": "redundant searches",
 }
-"""Measures of where answers come from, in a table of their own."""
+"""Attribution measures, in a separate table."""
 
 DIGITS = {
     "searches": 2,
@@ -299,11 +305,11 @@ DIGITS = {
     "sampled_tokens": 1,
     **dict.fromkeys(COUNTS, 0),
 }
-"""Decimals of measures that are no shares."""
+"""Decimal places of measures that are not shares."""
 
 
 def _suite_text(suite: str, summary: Summary) -> str:
-    # Of a single data set, `all` says everything.
+    # With a single dataset, `all` says everything.
     names = list(summary.means) if "mean" in summary.means else ["all"]
     measured = summary.means["all"]
 
@@ -321,7 +327,7 @@ def _suite_text(suite: str, summary: Summary) -> str:
         ]
         tables.append(_table(("", "reward part", "weight", "mean"), rows))
     tables.append(table("", BEHAVIOUR))
-    # Without any abstention, precision and reliability are the exact match.
+    # Without abstentions, precision and reliability equal the exact match.
     depends_on = dict.fromkeys(RELIABILITY, "abstained")
     more = {
         name: head
@@ -345,7 +351,7 @@ def _suite_text(suite: str, summary: Summary) -> str:
 
 
 def _cell(summary: Summary, name: str, measure: str) -> str:
-    """Return a number, with its interval if the table has room for one."""
+    """Format a number, with its interval if the table has room for it."""
     value = summary.means[name][measure]
     if math.isnan(value):
         return "-"

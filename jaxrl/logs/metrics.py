@@ -1,4 +1,4 @@
-"""Metrics of rollouts, and numbers as records hold them."""
+"""Rollout metrics, and conversion of metrics to JSON numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxrl.types import Trajectory
 def rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int, *, has_python: bool = False
 ) -> dict[str, float]:
-    """Means over the trajectories that could be scored, under verl's names where it has one.
+    """Return means over the scored trajectories, under verl's names if it has them.
 
-    Where none could, they are NaN: an environment error is no reward of 0. Calls of Python are
-    counted where there is that tool.
+    Without scored trajectories they are NaN, since an environment error is not a reward of 0.
+    Python calls are counted if `has_python`.
     """
     scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
@@ -50,9 +50,9 @@ def rollout_metrics(
 
 
 def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
-    """Sources and waiting times of the search engine's answers; nothing without any.
+    """Return counts by source and waiting times of search answers; {} without searches.
 
-    All of it depends on the clock: which of two calls comes first, and finds the other's result.
+    Not reproducible: timing decides which of two equal calls is first, and which reuses its result.
     """
     searches = [record for record in records if record.tool is None]
     if not searches:
@@ -73,18 +73,18 @@ def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """Metrics as JSON has them; see `plain_number`."""
+    """Convert metrics to JSON numbers. See `plain_number`."""
     return {name: plain_number(value) for name, value in metrics.items()}
 
 
 def plain_number(value: Any) -> float | int | None:
-    """A number as JSON has it; None for one that is not finite, and for None."""
+    """Convert a number or scalar array to a JSON number; None if it is None or not finite."""
     value = np.asarray(value).item()
     return value if value is not None and math.isfinite(value) else None
 
 
 def num_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """Number of suites without a single question that could be scored, from all `as_metrics`."""
+    """Return the number of suites without any scored question, given all `as_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
     return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

@@ -1,4 +1,4 @@
-"""Trajectories as readable records, for people: numbers are rounded, images are named."""
+"""Human-readable records of trajectories, with rounded numbers and names of images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RARE = (
     *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),
     *("is_abstention", "is_well_formed", "opener"),
 )
-"""Fields of a trajectory that a record holds where they differ from their default."""
+"""Fields of a trajectory that are in its record only if they differ from the default."""
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory of training, as `trajectories/` holds it.
+    """Convert a training trajectory to its record in `trajectories/`.
 
-    With the rounded numbers, advantages and losses can be computed again from it.
+    Advantages and losses can be recomputed from it, up to rounding.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(trajectory)}
     rare = {name: getattr(trajectory, name) for name in RARE}
@@ -62,17 +62,17 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
-    """Rounds numbers to six digits behind the point, or to six significant ones.
+    """Round numbers to six decimal places, or to six significant digits.
 
     Args:
-        values: float [L].
-        is_relative: six significant digits, for numbers that may be small, as weights of tokens.
+        values: Numbers, float [L].
+        is_relative: True for significant digits, for numbers that may be small, such as weights.
     """
     return [float(f"{x:.6g}") if is_relative else round(float(x), 6) for x in values]
 
 
 def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Numbers by token that a step has noted of a trajectory; see `logs.tokens.make_notes`."""
+    """Round the per-token arrays of a trajectory for JSON. See `logs.tokens.make_notes`."""
     return {
         name: rounded(values, is_relative=not name.endswith("logprobs"))
         for name, values in fields.items()
@@ -80,16 +80,16 @@ def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
-    """Images by their digests; those of no file of their own are in the workdir."""
+    """Return digest and file of each image. An image without a file is in the workdir."""
     return [
         {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
     ]
 
 
 def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
-    """A trajectory of an evaluation, readable, as the evaluation's file holds it.
+    """Convert an evaluation trajectory to its record in the evaluation's file.
 
-    `error` is the text of its environment error, "" without one.
+    `error` is the text of its environment error, or "".
     """
     return {
         "task_id": trajectory.task_id,

@@ -1,7 +1,4 @@
-"""Pass@k and votes over several samples of a question, and intervals of a mean over questions.
-
-Plain numbers on the host; `evaluate` applies them.
-"""
+"""Pass@k and majority votes over samples of a question, and bootstrap intervals of means."""
 
 from __future__ import annotations
 
@@ -14,26 +11,26 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that k of n samples, drawn without replacement, hold a correct one.
+    """Return the probability that k of n samples, without replacement, include a correct one.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate for the policy
+    1 - C(n - c, k) / C(n, k), an unbiased estimate for the policy
     (https://arxiv.org/abs/2107.03374, equation 1), with c correct samples and k from 1 to n.
-    Integers up to the division, so nothing overflows or cancels.
+    Integer arithmetic up to the division, so nothing overflows or cancels.
     """
     ways = math.comb(num_samples, k)
     return (ways - math.comb(num_samples - num_correct, k)) / ways
 
 
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
-    """Return the chance that the majority's answer of k samples is correct.
+    """Return the probability that the plurality answer of k samples is correct.
 
-    The mean over all subsets of k of the plurality vote of https://arxiv.org/abs/2203.11171. Tied
-    answers win with equal chances. A blank answer is no vote; a subset without votes is wrong.
-    (verl draws with replacement and lets the first of the tied answers win.)
+    The plurality vote of https://arxiv.org/abs/2203.11171, averaged over all subsets of size k.
+    Tied answers win with equal probability. A blank answer is not a vote; a subset without votes is
+    wrong. (verl samples with replacement and lets the first of the tied answers win.)
 
     Args:
         answers: The n normalized final answers.
-        is_correct: KernelCheck on each; if equal answers differ, the share of correct ones counts.
+        is_correct: Correctness of each sample. If equal answers differ, their mean counts.
         k: Number of voters, 1 to n.
     """
     votes = Counter(answer for answer in answers if answer)
@@ -52,13 +49,14 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
 @functools.lru_cache(maxsize=100_000)
 def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
-    """Return the chance that an answer given `own` times wins the vote among k of all samples.
+    """Return the probability that an answer with `own` samples wins the vote among k samples.
 
-    `ways[t, d]` counts the subsets with d samples of the `rivals` (counts of other answers) seen so
-    far, of which t have as many votes as the answer and none more. A rival is a polynomial in t and
-    d, and rivals multiply. All terms are positive, so floats lose nothing.
+    `rivals` are the counts of the other answers. `ways[t, d]` counts the subsets with d samples of
+    the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
+    a polynomial in t and d, and polynomials multiply. All terms are positive, so floats lose
+    nothing.
     """
-    from scipy.signal import convolve2d  # late: it takes a second, and few evaluations vote
+    from scipy.signal import convolve2d  # imported late: it takes a second and is rarely needed
 
     total = 0.0
     for votes in range(1, min(own, k) + 1):
@@ -77,7 +75,7 @@ def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) 
 
 
 def column_means(values: np.ndarray) -> np.ndarray:
-    """Return the means of the columns without NaN, float `[M]` of `[Q, M]`; NaN if none is left."""
+    """Return the column means of values [Q, M] without NaN, float [M]; NaN for empty columns."""
     return _means_of_sums(_with_presence(values).sum(axis=0))
 
 
@@ -87,8 +85,8 @@ def bootstrap_means(
     """Return `column_means` of resampled rows, float [B, M].
 
     Args:
-        values: float [Q, M], a row per question; NaN if a question has no value.
-        num_resamples: Number of resamples, B.
+        values: One row per question, float [Q, M]; NaN if a question has no value.
+        num_resamples: Number of resamples B.
         rng: Random generator.
     """
     num_rows, with_presence = len(values), _with_presence(values)
@@ -101,7 +99,7 @@ def bootstrap_means(
 
 
 def _with_presence(values: np.ndarray) -> np.ndarray:
-    """Return the values with 0 for NaN, and beside them, `[Q, 2M]`, a mask of what is present."""
+    """Return the values with 0 for NaN, concatenated with their presence mask, [Q, 2M]."""
     is_present = ~np.isnan(values)
     return np.hstack([np.where(is_present, values, 0.0), is_present])
 
@@ -114,9 +112,9 @@ def _means_of_sums(sums: np.ndarray) -> np.ndarray:
 def percentile_interval(
     resampled: np.ndarray, *, confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Return the interval of resampled means; None if there are none.
+    """Return the percentile bootstrap interval of resampled means; None if there are none.
 
-    The percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
+    Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
     """
     values = resampled[~np.isnan(resampled)]
     if not len(values):

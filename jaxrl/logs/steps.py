@@ -1,4 +1,4 @@
-"""Metrics of a training step: its times, its updates, and the policy's entropy by difficulty."""
+"""Metrics of a training step: timing, updates, and entropy by difficulty."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SHOWN = {
     "spent": "perf/ledger/total/cost",
     "GiB": "perf/max_memory_gib",
 }
-"""Numbers that the display shows of a training step, and the metric of each."""
+"""Numbers that the display shows after a training step, and their metrics."""
 
 
 @dataclass(kw_only=True)
 class Clock:
-    """Times of the parts of a step."""
+    """Timer for the parts of a step."""
 
     started: float = field(default_factory=time.perf_counter)
     sampling_s: float = 0.0
@@ -47,17 +47,17 @@ class Clock:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Times the sampling of trajectories, of this step or of the next."""
+        """Measure the time of sampling trajectories, for this step or the next."""
         began = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - began
 
     def updated(self) -> None:
-        """Marks the end of the update, when the sampler has its weights."""
+        """Mark the end of the update, when the sampler has the new weights."""
         self.updated_at = time.perf_counter()
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Durations in seconds, and tokens a second."""
+        """Return durations in seconds, and tokens per second."""
         step_s = self.updated_at - self.started
         return {
             "timing_s/gen": self.sampling_s,
@@ -68,7 +68,7 @@ class Clock:
 
 
 def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
-    """Work of the samplers of all processes since this one's counters stood at `before`."""
+    """Return the work of all processes' samplers since the counters in `before`."""
     now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     of_this = {name: now[name] - past[name] for name in now}
     cache_use = engine.most_pages / engine.num_pages
@@ -86,35 +86,35 @@ def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
 
 
 def wait_metrics(engine: Sampler) -> dict[str, float]:
-    """Seconds by cause that devices waited for replies; of each the most that a process waited."""
+    """Return the seconds that devices waited for replies by cause, the maximum over processes."""
     parts = distributed.gather({name: engine.waits[name] for name in WAITS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAITS}
 
 
 def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-    """Updates between the policy that sampled a step's tokens and the one that is updated."""
+    """Return the mean number of updates between the sampling policy and the updated policy."""
     versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
     return {"rollout/lag": mean((policy_version - versions).tolist())}
 
 
 def memory_metrics() -> dict[str, float]:
-    """The most memory so far, GiB: on one of this process's devices, or, on CPUs, of the process.
+    """Return the peak memory so far in GiB, of this process's fullest device.
 
-    A CPU's own memory is the process's: what is resident, programs and files in memory included.
+    On CPUs it is the peak resident memory of the process, including programs and mapped files.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [used["peak_bytes_in_use"] for used in stats if "peak_bytes_in_use" in used]
     if not peaks and jax.default_backend() == "cpu":
-        # Linux counts in KiB, macOS in bytes.
+        # Linux reports KiB, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         peaks = [unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
     return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
 
 
 def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates, each by its reduction.
+    """Reduce the metrics of a step's updates, each by its own reduction.
 
-    Without an update there are none; where one of an update is NaN, the others count.
+    Returns {} without updates. NaN values of single updates are ignored.
     """
     if not update_metrics:
         return {}
@@ -133,7 +133,7 @@ def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
-    """Padding of the rows, tokens that sequences share, and the imbalance of the devices."""
+    """Return the share of tokens shared by sequences, row padding, and device imbalance."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(one.num_shared for one in minibatches) / max(num_tokens, 1),
@@ -143,7 +143,7 @@ def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
 
 
 def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dict[str, float]:
-    """The KL coefficient of a step, and the divergence that was measured in it, nats a token."""
+    """Return the KL coefficient of a step, and its measured divergence in nats per token."""
     return {
         "actor/kl_coef": controllers.kl_coef(kl),
         "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),
@@ -151,13 +151,16 @@ def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dic
 
 
 def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
-    """Tokens of high window entropy, and response lengths, in all and by difficulty."""
+    """Return the numbers of tokens with high window entropy and the response lengths.
+
+    Overall and by difficulty, depending on the controllers.
+    """
     metrics: dict[str, float] = {}
     scored = [t for t in members(groups) if t.is_scored]
     if controllers.threshold is not None:
         metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
     if controllers.coefficients is not None:
-        # Of the groups with right and wrong answers, the share where a wrong one earns as much.
+        # Share of mixed groups in which a wrong answer has at least the reward of a correct one.
         inverted = []
         for group in groups:
             right = [t.reward for t in group.scored if t.is_correct]
@@ -181,7 +184,7 @@ def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def sample_fields(groups: Sequence[Group], controllers: Controllers) -> list[dict[str, Any]]:
-    """Further fields of each trajectory, for the file of a step's trajectories."""
+    """Return further fields of each trajectory for the step's trajectory file."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
         for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""Notes of what an update knows of each token, for the files of trajectories (`log.tokens`)."""
+"""Per-token numbers of an update for the trajectory files (`log.tokens`)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from jaxrl.types import Batch, Group, Params, Trajectory, members
 def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) -> TakeNotes:
     """Return `take_notes(groups, controllers, params, ref_params)`, called before a step's updates.
 
-    It returns `end`. After the updates, `end(params)` returns the numbers of each trajectory's
-    tokens: by name float32 [L], 0 for tokens without a loss; {} for a trajectory without one.
-    Logprobs are scored apart from the update, by one program in the same rows, so that those from
-    before and after differ by the parameters alone. The groups have their advantages.
+    The groups must have advantages. It returns `end`. After the updates, `end(params)` returns
+    per-token arrays of each trajectory: by name float32 [L], 0 outside the loss mask; {} for a
+    trajectory without a loss. Logprobs before and after the update are computed by the same
+    program in the same rows, so they differ by the parameters alone.
 
     Args:
-        count: Number of trajectories of a step that are scored; -1: all.
+        count: Number of trajectories per step to score; -1 for all.
         score: Function that computes logprobs.
         shape: Shape of a mini-batch.
-        method: Method of training.
+        method: Training method.
     """
     gather = jax.jit(lambda values: values, out_shardings=replicated(score.model.mesh))
 
     def take_notes(
         groups: Sequence[Group], controllers: Controllers, params: Params, ref_params: Params | None
     ) -> Notes:
+        # Weights and advantages, as the loss of each mini-batch uses them.
         notes: list[dict[str, np.ndarray]] = [{} for _ in members(groups)]
         trained: dict[int, Trajectory] = {}
         for kept, fields in split_minibatches(groups, controllers, method):
@@ -54,7 +55,7 @@ def make_notes(count: int, score: ScoreStep, shape: BatchShape, method: Method) 
 
         def add(name: str, policy: Params, *, is_reference: bool = False) -> None:
             def score_batch(batch: Batch, packed: Packed) -> list[jax.Array]:
-                if is_reference:  # with experts it routes by itself, not as was recorded
+                if is_reference:  # the reference routes experts itself, ignoring recorded routes
                     batch = score.model.without_recorded(batch)
                 return [gather(score(policy, batch, packed))]
 

@@ -1,4 +1,4 @@
-"""Mirrors of `metrics.jsonl`: event files of TensorBoard, and Weights & Biases."""
+"""Mirrors of `metrics.jsonl`: TensorBoard event files, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrl.training.settings import Settings
 
 
 def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a warning if files that records mention are missing, in a list."""
+    """Return a list with one warning if files of the records are missing, else []."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
@@ -45,7 +45,7 @@ def open_log(
     is_written: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """Open `metrics.jsonl` and its mirrors, and warn of lost records and missing files."""
+    """Open `metrics.jsonl` and its mirrors. Warn about lost records and missing files."""
     if not is_written:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
@@ -59,7 +59,7 @@ def open_log(
 
 
 class _Fallible:
-    """A mirror whose failure ends only the mirror."""
+    """Base class of mirrors that stop on failure without stopping the run."""
 
     name: str
 
@@ -72,21 +72,23 @@ class _Fallible:
             return
         try:
             action()
-        except Exception as error:  # training goes on, whatever fails here
+        except Exception as error:  # training continues, whatever fails here
             self._is_alive = False
-            self._log(f"warning: {self.name} failed and is left out from here on: {error!r}")
+            self._log(
+                f"warning: {self.name} failed and is disabled for the rest of the run: {error!r}"
+            )
 
 
 class TensorBoard(_Fallible):
-    """Event files, written again from the kept records, so that no later step remains.
+    """TensorBoard event files, rewritten from the records at the start to drop later steps.
 
-    No writer thread: that of tensorboardX dies with a full disk, and writers then wait forever.
+    Does not use tensorboardX's writer thread, which dies on a full disk and blocks writers forever.
     """
 
     name = "TensorBoard"
 
     def __init__(self, folder: Path, records: Iterable[Record], log: Callable[[str], None]):
-        """Replace the folder by one with `records`."""
+        """Replace the folder with one that contains `records`."""
         super().__init__(log)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -96,7 +98,7 @@ class TensorBoard(_Fallible):
         self._try(self._writer.flush)
 
     def write(self, index: int, record: Record) -> None:
-        """Append one event with the record's numbers."""
+        """Append an event with the record's numbers."""
         self._try(functools.partial(self._write, record))
         self._try(self._writer.flush)
 
@@ -115,10 +117,10 @@ class TensorBoard(_Fallible):
 
 
 class WandB(_Fallible):
-    """A run on Weights & Biases, which a restart in the same workdir continues.
+    """A Weights & Biases run, continued by a restart in the same workdir.
 
-    Its step is the record's number, since stages meet at a global step; `step` is the charts'
-    axis. Records repeated after a restart are the same and are not sent again.
+    The W&B step is the record's index, since stages share global steps; `step` is the x-axis of
+    charts. A restart repeats some records. They are the same, and are not sent again.
     """
 
     name = "W&B"
@@ -126,9 +128,13 @@ class WandB(_Fallible):
     def __init__(
         self, workdir: Path, project: str, config: Mapping[str, Any], log: Callable[[str], None]
     ):
-        """Start or continue the run; raise RuntimeError if W&B refuses, as without a key."""
+        """Start or continue the run.
+
+        Raises:
+            RuntimeError: W&B refuses, for example without an API key.
+        """
         super().__init__(log)
-        import wandb  # an extra: only who asks for it has it
+        import wandb  # an optional dependency
 
         id_file = workdir / "wandb" / "run_id"
         if not id_file.exists():
@@ -152,17 +158,17 @@ class WandB(_Fallible):
         self._sent = self._run.step
 
     def write(self, index: int, record: Record) -> None:
-        """Send a record unless W&B has it."""
+        """Send a record unless W&B already has it."""
         if index >= self._sent:
             self._try(lambda: self._run.log(dict(record), step=index))
 
     def close(self) -> None:
-        """Wait until everything is sent or, offline, written."""
+        """Wait until everything is sent, or written if offline."""
         self._try(self._run.finish)
 
 
 def check_mirrors(project: str) -> None:
-    """Raise ValueError if a W&B project is set without the package."""
+    """Raise a ValueError if a W&B project is set but wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"config.log.wandb_project is {project!r}, but wandb is not installed; "

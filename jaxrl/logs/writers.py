@@ -1,4 +1,4 @@
-"""Write `metrics.jsonl` with its mirrors, and trajectories."""
+"""Writers of `metrics.jsonl`, its mirrors, and trajectory files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrl.utils.json_io import parse_json
 
 
 class Mirror(Protocol):
-    """A copy of the records in another system; `metrics.jsonl` stays the truth."""
+    """A copy of the records in another system. `metrics.jsonl` stays authoritative."""
 
     def write(self, index: int, record: Record) -> None:
         """Write record number `index` of the run."""
@@ -32,7 +32,7 @@ class Mirror(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one object per record, `step` and `stage` first."""
+    """Writer of `metrics.jsonl`, one object per record with `step` and `stage` first."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class MetricsLog:
         is_later: Callable[[Record], bool] = lambda _: False,
         log: Callable[[str], None] = print,
     ):
-        """Open the log, cut back to its first `num_records` records.
+        """Open the log and truncate it to its first `num_records` records.
 
-        Lost records count too: what follows keeps its number.
+        Lost records count too, so later records keep their index.
 
         Args:
             path: Path of `metrics.jsonl`, which need not exist; None in processes that only count.
             num_records: Number of records of the run up to the checkpoint that it resumes from.
-            is_later: Function that returns True for a record after that checkpoint. Such records
-                may be among the first ones if others were lost.
-            log: Function that receives warnings about damaged or lost records.
+            is_later: Predicate: is a record newer than that checkpoint? If records were lost,
+                newer ones may be among the first `num_records`.
+            log: Callback for warnings about damaged or lost records.
         """
         self._path = path
         self.num_records = num_records
@@ -69,15 +69,16 @@ class MetricsLog:
                 out.writelines(line.decode("utf-8") + "\n" for line in kept)
             return kept
 
-        # A killed process may have left a last line that is not whole.
+        # A killed process may have left an incomplete last line.
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         lines = lines[:num_records]
         where = "the first ones are lost" if path.exists() else "it is missing"
         bad = [number for number, line in enumerate(lines, start=1) if parse_record(line) is None]
+        # Keep a copy of a damaged file before removing lines.
         if bad:
             aside = set_aside(path, is_copied=True)
             for number in bad:
-                log(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
+                log(f"warning: {path}:{number} is no record and is removed; {aside} keeps it")
         kept = cut_back(path, lines)
         if self._marks.exists():
             cut_back(self._marks, self._marks.read_bytes().splitlines())
@@ -87,23 +88,23 @@ class MetricsLog:
                 where = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
             log(
                 f"warning: {path} holds {len(kept)} of the {num_records} records that the run has "
-                f"written; {where}. What is lost is in no report"
+                f"written; {where}. Lost records are in no report"
             )
 
     def records(self) -> list[Record]:
-        """Return the records in the log."""
+        """Return the records in the file."""
         if self._path is None:
             return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def carry(self, name: str, value: float) -> None:
-        """Add to a metric of the next record what happens between two records."""
+        """Add a value to a metric of the next record."""
         self._carried[name] += value
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Append a record with null for numbers that are not finite.
+        """Append a record, with null for numbers that are not finite.
 
-        `timing_s/wall` is the time since the previous record, or since the log was opened.
+        `timing_s/wall` is the time since the previous record, or since opening the log.
         """
         now = time.perf_counter()
         metrics = {**metrics, **self._carried, "timing_s/wall": now - self._last}
@@ -118,7 +119,7 @@ class MetricsLog:
         self.num_records += 1
 
     def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Append a sign of an unsound step to `sentinel.jsonl`."""
+        """Append a sign of trouble to `sentinel.jsonl`."""
         if self._path is not None:
             line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
             del line["name"]
@@ -131,11 +132,11 @@ class MetricsLog:
 
 
 MARKS = "sentinel.jsonl"
-"""File of the signs of unsound steps."""
+"""Name of the file with the sentinel's signs."""
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of `metrics.jsonl`; return None if it is damaged."""
+    """Parse a line of `metrics.jsonl`. Return None if it is damaged."""
     try:
         record = parse_json(line, "")
     except ValueError:
@@ -150,14 +151,14 @@ def write_samples(
     trajectories: Sequence[Trajectory],
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write trajectories of a step, with further fields of each, and their images."""
+    """Write the trajectories of a step with further fields, and their images."""
     file = workdir / "trajectories" / f"step_{step:06d}.jsonl"
     write_trajectories(file, trajectories, fields)
     write_images(workdir, trajectories)
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write each image that has no file of its own once, by digest."""
+    """Write each image without a file to `images/<digest>`, once."""
     for trajectory in trajectories:
         for picture in trajectory.pictures:
             file = workdir / "images" / picture.digest
@@ -171,7 +172,7 @@ def write_trajectories(
     trajectories: Sequence[Trajectory],
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Replace a JSONL file by trajectories with text, turns, token arrays and further fields."""
+    """Write a JSONL file of trajectories with text, turns, token arrays and further fields."""
     with written_whole(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
             arrays = {name: x for name, x in more.items() if isinstance(x, np.ndarray)}

@@ -64,7 +64,7 @@ class TestLog:
             path.write_text("".join(lines[:kept]))
         log = MetricsLog(path, 9, log=said.append)
         head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
-        assert said == [f"{head}{where}. What is lost is in no report"]
+        assert said == [f"{head}{where}. Lost records are in no report"]
         assert log.num_records == 9  # as W&B counts them
         # Killed before the next checkpoint, the run goes on from the same one.
         log.write(9, "train", {})
@@ -78,7 +78,7 @@ class TestLog:
         path.write_text(text, errors="surrogateescape")
         log = MetricsLog(path, 3, log=said.append)
         aside = path.with_name("metrics.jsonl.damaged")
-        named = f"warning: {path}:2 is no record and is left out; {aside} keeps it"
+        named = f"warning: {path}:2 is no record and is removed; {aside} keeps it"
         assert said[0] == named
         assert "holds 2 of the 3 records" in said[1]
         assert aside.read_text(errors="surrogateescape") == text
@@ -180,7 +180,9 @@ class TestTensorBoard:
                 mirror.write(step, {"step": step, "x": 1.0})
             mirror.close()
         [warning] = said
-        assert warning.startswith("warning: TensorBoard failed and is left out from here on: OSErr")
+        assert warning.startswith(
+            "warning: TensorBoard failed and is disabled for the rest of the run: OSErr"
+        )
 
     def test_forgets_what_a_restart_takes_back(self, tmp_path):
         self.write(tmp_path, 0, [1, 2, 3, 4])
@@ -216,7 +218,9 @@ class TestWandB:
             mirror.write(index, {"step": index})
         mirror.close()
         assert run.sent == [1, 2]  # W&B had the first
-        assert said == ["warning: W&B failed and is left out from here on: ConnectionError('gone')"]
+        assert said == [
+            "warning: W&B failed and is disabled for the rest of the run: ConnectionError('gone')"
+        ]
 
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
