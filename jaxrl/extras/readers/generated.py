@@ -1,4 +1,4 @@
-"""Tasks that a program makes, each from its number: the data sets of reasoning-gym."""
+"""Reader of reasoning-gym datasets, which generate each task from its index."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from jaxrl.data.readers.base import Reader, Record, one_line, present
 def reasoning_gym(
     source: str, config_key: str, *, seed: int = 0, size: int = 1000, **settings: Any
 ) -> Reader:
-    """Return a reader of a data set of reasoning-gym.
+    """Return a reader of a reasoning-gym dataset.
 
     Args:
-        source: Name of the data set, such as `chain_sum`.
-        config_key: Configuration key of the name.
-        seed: Seed of the tasks; held-out tasks need another one.
+        source: Name of the dataset, such as `chain_sum`.
+        config_key: Config key of the name.
+        seed: Seed of the tasks. Held-out tasks need a different seed.
         size: Number of tasks.
-        settings: Settings of the data set, such as `min_terms`.
+        settings: Settings of the dataset, such as `min_terms`.
 
     Raises:
-        ValueError: The extra is missing, or there is no such data set or setting.
+        ValueError: The extra is not installed, or the dataset or a setting is unknown.
     """
     try:
         import reasoning_gym as gym
     except ImportError as error:
         raise ValueError(
-            f"{config_key} is {source!r}, a data set of reasoning-gym: {error}; install the "
+            f"{config_key} is {source!r}, a dataset of reasoning-gym: {error}; install the "
             "extra: pip install 'jaxrl[reasoning-gym]'."
         ) from error
     try:
@@ -41,7 +41,7 @@ def reasoning_gym(
 
 
 class _Generated(Reader):
-    """Tasks that are generated when they are read."""
+    """Tasks generated on access."""
 
     def __init__(self, tasks: Any, name: str):
         self._tasks, self._name = tasks, name
@@ -54,7 +54,7 @@ class _Generated(Reader):
         for index in indices:
             place, entry = self.place(index), self._tasks[index]
             record = present({"question": entry["question"], "metadata": entry["metadata"]}, place)
-            # Puzzles with many solutions have none to show; their own verifier reads the metadata.
+            # Puzzles with many solutions have no answer; their verifier reads the metadata.
             answer = str(entry["answer"] or "any that the verifier accepts")
             records.append(record | {"answers": answer, "id": place, "data_source": self._name})
         return records

@@ -1,4 +1,4 @@
-"""Folders that `datasets` wrote by `save_to_disk`, memory-mapped; nothing is looked up."""
+"""Reader of local folders written by `save_to_disk` of `datasets`, memory-mapped."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxrl.data.readers.base import Reader, Record, one_line, present
 def hugging_face(
     source: str, split: str, config_key: str, columns: Mapping[str, str] | None = None
 ) -> Reader:
-    """Return a reader of a data set, or of a split of a `DatasetDict`, from `save_to_disk`.
+    """Return a reader of a saved dataset, or of one split of a saved `DatasetDict`.
 
-    Columns that `columns` maps to "" are not read.
+    Columns that `columns` maps to "" are skipped.
 
     Raises:
-        ValueError: The extra or the split is missing, or the folder cannot be read.
+        ValueError: The extra is not installed, the split is missing, or the folder is unreadable.
     """
     try:
         import datasets
@@ -29,7 +29,7 @@ def hugging_face(
     folder = Path(source)
     try:
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # any of several libraries' own
+    except Exception as error:  # several libraries raise their own types
         raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
     name = str(folder)
     if isinstance(rows, datasets.DatasetDict):
@@ -45,7 +45,7 @@ def hugging_face(
 
 
 class _Rows(Reader):
-    """The rows of one data set; images and sound are the bytes that are stored."""
+    """Rows of one dataset. Images and sound are the stored bytes, not decoded."""
 
     fills_gaps = True
 

@@ -1,4 +1,4 @@
-"""Parquet by row group: the rows of one group are in memory at a time, or of a few small ones."""
+"""Parquet reader that keeps one row group in memory, or several small ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 from jaxrl.data.readers.base import Held, Reader, Record, one_line, open_files, present
 
 HELD_BYTES = 2**25
-"""Bytes of decoded row groups that are held; the last one read is, however large."""
+"""Maximum size of cached row groups in bytes. The last one read is cached at any size."""
 
 
 def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:
     """Return a reader of Parquet files: a file, a pattern such as `train-*.parquet`, or a folder.
 
-    Columns that `columns` maps to "" are not read.
+    Columns that `columns` maps to "" are skipped.
     """
     dropped = {name for name, field in (columns or {}).items() if field == ""}
     return open_files(
@@ -32,7 +32,7 @@ def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = No
 
 
 class _Parquet(Reader):
-    """One file of Parquet."""
+    """Reader of one Parquet file."""
 
     fills_gaps = True
 
@@ -56,7 +56,7 @@ class _Parquet(Reader):
         self._held.check()
         wanted = np.asarray(indices, np.int64)
         groups = np.searchsorted(self._ends, wanted, side="right")
-        # Consecutive rows are sliced: `Table.take` does not support Arrow's view types.
+        # Slice runs of consecutive rows, since `Table.take` does not support Arrow's view types.
         cuts = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(groups) != 0)) + 1
         rows: list[Record] = []
         for run, group in zip(np.split(wanted, cuts), groups[[0, *cuts]], strict=True):

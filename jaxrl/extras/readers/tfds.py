@@ -1,4 +1,4 @@
-"""Data sets that TensorFlow Datasets prepared as array_record, read without TensorFlow."""
+"""Reader of TensorFlow Datasets in array_record format, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jaxrl.utils.json_io import parse_json, read_object
 def tfds(source: str, split: str, config_key: str) -> Reader:
     """Return a reader of the examples of a split.
 
-    Empty texts and lists are dropped, since TFDS cannot leave out a feature. `metadata` may be a
-    text that holds a JSON object.
+    Empty strings and lists are dropped, since TFDS has no missing values. `metadata` may be a
+    string with a JSON object.
 
     Args:
-        source: Folder of one version of the data set.
+        source: Folder of one version of the dataset.
         split: A split, or a part of one such as `train[:90%]`.
-        config_key: Configuration key of the folder.
+        config_key: Config key of the folder.
 
     Raises:
-        ValueError: The folder is no data set, has another format, is damaged, lacks the split, or
+        ValueError: The folder is not a dataset, has another format, is damaged, lacks the split, or
             has images or sound.
     """
     folder = Path(source)
@@ -32,23 +32,23 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         hint = f" (it has the versions {', '.join(versions)})" if versions else ""
         raise ValueError(
             f"{str(folder)!r} has no dataset_info.json; set {config_key} to a JSONL file, or to "
-            "the folder of one version of a TFDS data set, as data/tfds/bridges/1.0.0"
+            "the folder of one version of a TFDS dataset, such as data/tfds/bridges/1.0.0"
             f"{hint}."
         )
-    # Data sets of before the field was introduced are TFRecord.
+    # Old datasets without this field are TFRecord.
     kind = read_object(file).get("fileFormat", "tfrecord")
     if kind != "array_record":
         raise ValueError(
-            f"{folder} holds {kind} files, of which TFDS would need TensorFlow or lose examples; "
-            "prepare it anew with file_format='array_record'."
+            f"{folder} holds {kind} files, for which TFDS would need TensorFlow or lose examples; "
+            "prepare it again with file_format='array_record'."
         )
-    import tensorflow_datasets  # late: it takes a second, and the folder may be none
+    import tensorflow_datasets  # imported late: it takes a second, and the folder may be invalid
 
     try:
         builder = tensorflow_datasets.builder_from_directory(folder)
-    except Exception as error:  # any of several libraries' own
+    except Exception as error:  # several libraries raise their own types
         raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
-    # TFDS would decode it by itself, in any format that Pillow knows, of any size.
+    # TFDS would decode images itself, in any format that Pillow knows and of any size.
     if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
         raise ValueError(
             f"{folder} has images or sound in {decoded[0]!r}, which are not read from TFDS; write "
@@ -70,7 +70,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
 
 
 def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
-    """Names of what TFDS would decode, in sequences and dictionaries too."""
+    """Yield the names of features that TFDS would decode, including nested ones."""
     if isinstance(feature, kinds.FeaturesDict):
         for key, inner in feature.items():
             yield from _decoded(inner, kinds, f"{name}{'/' if name else ''}{key}")
@@ -81,7 +81,7 @@ def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
 
 
 class _Examples(Reader):
-    """The examples of one split."""
+    """Examples of one split."""
 
     def __init__(self, examples: Any, folder: Path, split: str):
         self._examples, self._folder, self._split = examples, folder, split
@@ -100,7 +100,7 @@ class _Examples(Reader):
             plain = present(example, place)
             fields = {name: value for name, value in plain.items() if value not in ("", [])}
             messages, metadata = fields.get("messages"), fields.get("metadata")
-            if isinstance(messages, dict):  # a sequence of records comes as a record of sequences
+            if isinstance(messages, dict):  # TFDS returns a list of dicts as a dict of lists
                 rows = zip(*messages.values(), strict=True)
                 fields["messages"] = [dict(zip(messages, row, strict=True)) for row in rows]
                 if not fields["messages"]:

@@ -1,4 +1,4 @@
-"""The sentinel: judges each training step by what is measured of it, and says what is happening.
+"""Sentinel: detects training problems from measurements of each step, and explains them.
 
-`evidence.py` reduces a step to a few numbers, `signs.py` compares them with those of earlier steps.
+`evidence.py` reduces a step to a few numbers; `signs.py` compares them with those of earlier steps.
 """

@@ -1,4 +1,4 @@
-"""A training step as a few numbers: what the sentinel judges it by."""
+"""Evidence of a training step: the few numbers that the sentinel's rules use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.training.method import Method
 from jaxrl.types import Group, Trajectory, members
 
 SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")
-"""Estimators whose advantages add up to 0 in every group, whatever their settings."""
+"""Estimators with advantages that sum to 0 in every group, whatever their settings."""
 
 METRICS = {
     "gradient": "actor/grad_norm",
@@ -25,47 +25,50 @@ METRICS = {
     "gap_max": "rollout_corr/logprob_diff_max",
     "gap_k3": "rollout_corr/k3_kl",
 }
-"""Numbers that a step's record has already."""
+"""Numbers that the step's record already has, by metric."""
 
 MIN_LOOP_TOKENS = 32
-"""Sampled tokens from which on a response may count as going round in circles."""
+"""Minimum number of sampled tokens for a response to count as repetitive."""
 
-_GRAM = 4  # tokens in a row that are compared
-_LOOKED_AT = 128  # last sampled tokens of a response
-_DISTINCT = 0.4  # share of different grams below which it goes round in circles
+_GRAM = 4  # n of the n-grams that are compared
+_LOOKED_AT = 128  # number of final sampled tokens that are compared
+_DISTINCT = 0.4  # share of distinct n-grams below which a response is repetitive
 
 Evidence = dict[str, Any]
-"""Numbers of a step, None where it has no such number, and `twins`, see `twins_of`."""
+"""Numbers of a step, None for those that it lacks, and `twins`, see `twins_of`."""
 
 
 def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> Evidence:
-    """Measure a step. Shares are of the trajectories that were scored.
+    """Measure a step. Shares are fractions of the scored trajectories.
 
     Args:
         record: Metrics of the step.
-        groups: Groups that it trained on, with their advantages.
-        method: Method of training.
+        groups: Groups that the step trained on, with advantages.
+        method: Training method.
 
     Returns:
         reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
-        num, groups: Scored trajectories, and groups that have any.
-        correct: Share that the environment calls right.
-        is_constant: 1 if all rewards are equal.
+        num, groups: Number of scored trajectories, and of groups that have any.
+        correct: Share of correct trajectories.
+        is_constant: 1 if all rewards are equal, else 0.
         entropy: Mean entropy of a sampled token under the sampler, nats.
-        likelihood: Mean logprob of a sampled token with a positive advantage, nats.
+        likelihood: Mean logprob of sampled tokens in trajectories with positive advantage, nats.
         length: Mean number of sampled tokens.
-        malformed, cut, void, loops, alike: Shares that ended without a search or an answer, at a
-            limit, with a turn that has neither call nor answer, that repeat themselves, that equal
-            another of their group.
-        signal: Share of the groups with an advantage other than 0.
+        malformed: Share that ended without a search or an answer.
+        cut: Share that ended at a limit.
+        void: Share with a turn that has neither a call nor the answer.
+        loops: Share of repetitive responses.
+        alike: Share of responses that equal another one of their group.
+        signal: Share of groups with a nonzero advantage.
         searching, searches: Share that called a tool, and calls per trajectory.
-        found: Share of those with an accepted answer in a result of a search.
-        prompts: Number of groups whose prompts differ.
-        uneven: Largest sum of a group's advantages over their largest size.
-        yes: For each judge, the share of its verdicts that are 1.
+        found: Share of those with an accepted answer in a search result.
+        prompts: Number of groups with different prompts.
+        uneven: Maximum over groups of |sum of advantages| / max |advantage|.
+        yes: Share of verdicts equal to 1, by judge.
         twins: See `twins_of`.
-        What `METRICS` names, from the record.
+        The keys of `METRICS`, from the record.
     """
+    # Trajectories with environment errors have no reward and are left out of all shares.
     scored = [t for t in members(groups) if t.is_scored]
     rewards = np.array([t.reward for t in scored])
     right = [t for t in scored if (t.advantage or 0.0) > 0]
@@ -100,6 +103,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "yes": verdicts(scored),
         "twins": twins_of(groups),
     }
+    # The state is saved as JSON, which has neither NaN nor infinity.
     evidence |= {name: record.get(metric) for name, metric in METRICS.items()}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -112,7 +116,7 @@ def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
 
 
 def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
-    """Mean of an array over all sampled tokens."""
+    """Return the mean of a per-token array over all sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
 
@@ -122,7 +126,7 @@ def _sampled(trajectory: Trajectory) -> bytes:
 
 
 def has_void_turn(trajectory: Trajectory) -> bool:
-    """Return True if a turn is neither a call nor the answer."""
+    """Return True if a turn has neither a call nor the answer."""
     *before, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in before):
         return True
@@ -130,7 +134,7 @@ def has_void_turn(trajectory: Trajectory) -> bool:
 
 
 def goes_in_circles(ids: np.ndarray) -> bool:
-    """Return True if less than 40% of the 4-grams in the last 128 sampled ids, int [n], differ."""
+    """Return True if fewer than 40% of the 4-grams in the last 128 sampled ids are distinct."""
     if len(ids) < MIN_LOOP_TOKENS:
         return False
     grams = np.lib.stride_tricks.sliding_window_view(ids[-_LOOKED_AT:], _GRAM)
@@ -138,25 +142,25 @@ def goes_in_circles(ids: np.ndarray) -> bool:
 
 
 def alike(group: Group) -> list[bool]:
-    """Return True for each scored trajectory whose sampled ids another of the group has too."""
+    """Return, per scored trajectory, True if another one of the group has equal sampled ids."""
     texts = list(map(_sampled, group.scored))
     return [texts.count(text) > 1 for text in texts]
 
 
 def has_found(trajectory: Trajectory) -> bool:
-    """Return True if a search shows an accepted answer, see `envs.attribution.shows_answer`."""
+    """Return True if a search shows an accepted answer, see `attribution.shows_answer`."""
     return any(shows_answer(turn, trajectory.task.answers) for turn in trajectory.turns)
 
 
 def unevenness(group: Group) -> float:
-    """The sum of a group's advantages over their largest size; 0 where all are 0."""
+    """Return |sum of a group's advantages| / max |advantage|; 0 if all are 0."""
     advantages = [t.advantage or 0.0 for t in group.scored]
     largest = max(map(abs, advantages), default=0.0)
     return abs(sum(advantages)) / largest if largest else 0.0
 
 
 def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Share of 1 among the verdicts of each judge that was asked."""
+    """Return the share of verdicts equal to 1, for each judge that was called."""
     shares = {}
     for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
         parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
@@ -166,11 +170,11 @@ def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def twins_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the log-probability that two samples are equal in every group of the step.
+    """Return the log-probability, by pair of samples that are equal in every group of the step.
 
-    Samples i and j of a group have different random keys, so they are equal with the probability
-    of either. If they are equal in all groups, the key `i-j` has the sum of these log-probabilities
-    in nats.
+    Samples i and j of a group have different random keys, so given one of them, the probability
+    that the other is equal is its likelihood. If they are equal in all groups, key `i-j` has the
+    sum of these log-likelihoods in nats.
     """
     by_group: list[dict[str, float]] = []
     for group in groups:

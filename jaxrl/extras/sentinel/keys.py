@@ -1,4 +1,4 @@
-"""Keys of the sentinel."""
+"""Config keys of the sentinel."""
 
 from jaxrl.config.keys import FREE, Key
 

@@ -1,8 +1,8 @@
-"""Signs that training is about to fail, from the numbers of a step and of those before it.
+"""Rules that detect failing training from the evidence of a step and of earlier steps.
 
-Each sign compares a step with up to `MEMORY` steps before, so a run that begins badly raises none
-for that alone. What is never right (prompts of a group that differ, samples that share a key) is a
-sign at once.
+Most rules compare a step with up to `MEMORY` earlier steps, so a run that merely starts badly
+raises no sign. Errors that are never acceptable (different prompts in a group, samples that share a
+random key) raise a sign immediately.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from jaxrl.training.watch import Sign
 from jaxrl.types import Group
 
 MEMORY = 50
-"""Steps that are kept to say what is usual."""
+"""Number of earlier steps that are kept as the baseline."""
 
 RECENT = 3
-"""Newest steps over which noisy numbers are averaged, the current one among them."""
+"""Number of latest steps, including the current one, over which noisy numbers are averaged."""
 
 SETTLED = 10
-"""Newest steps over which a policy that is sure of its answers is asked how many are right."""
+"""Number of latest steps over which the accuracy of a low-entropy policy is averaged."""
 
 MIN_USUAL = 5
-"""Earlier steps without which nothing is usual yet."""
+"""Minimum number of earlier steps for a baseline."""
 
 ROUNDING_GAP = 0.002
-"""Mean gap of sampler and trainer, nats a token, below which a growing gap is still small."""
+"""Mean gap between sampler and trainer, in nats per token, that is small even if it grows."""
 
 EXPLODED = 10.0
-"""Gradient norm, in multiples of the largest of the last steps, that is no usual one."""
+"""Multiple of the largest recent gradient norm above which a gradient has exploded."""
 
 BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.inf, "apart"))
-"""Mean gap of sampler and trainer, nats a token, and what to call it up to there."""
+"""Upper bounds of the mean gap between sampler and trainer, in nats per token, and their names."""
 
 Found = tuple[str, str] | None
-"""Result of a rule: the name of a sign and its text; None where all is well."""
+"""Result of a rule: the name of a sign and its text, or None."""
 
 
 def judge(
@@ -53,19 +53,21 @@ def judge(
     share: float,
     gap: float,
 ) -> tuple[dict[str, Any], list[Sign]]:
-    """Judge a step; return the next state and the signs, the surest first.
+    """Apply all rules to a step. Return the next state and the signs, most certain first.
 
     Args:
         record: Metrics of the step.
-        groups: Groups that it trained on, with their advantages.
-        state: `steps`, the evidence of earlier steps; `best`, the best mean reward so far;
-            `counts`, for each rule the steps in a row in which it held; `twins`, sums over them.
-        method: Method of training.
+        groups: Groups that the step trained on, with advantages.
+        state: State after the previous step. `steps` is the evidence of earlier steps, `best` the
+            best mean reward so far, `counts` the number of consecutive steps in which each rule
+            held, and `twins` the log-probabilities summed over steps.
+        method: Training method.
         step: Number of the step in its stage, from 1.
         reward_fall: See `watch.sentinel.reward_fall`.
         share: See `watch.sentinel.share`.
         gap: See `watch.sentinel.gap`.
     """
+    # Samples that are equal by chance differ soon; only pairs equal in every step keep their sum.
     now = evidence_of(record, groups, method)
     past: list[Evidence] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
@@ -74,7 +76,7 @@ def judge(
     }
     history = History(past=past, now=now, number=step, best=best)
     rules: dict[str, tuple[Found, int]] = {
-        # name of the rule: what it finds, and in how many steps in a row it has to
+        # Each rule by name: its result, and the number of consecutive steps in which it must hold.
         "prompts": (prompts_differ(now), 1),
         "twins": (keys_repeat(twins), 1),
         "uneven": (advantages_uneven(now, method), 1),
@@ -93,6 +95,7 @@ def judge(
         "length": (length_jumped(history), 2),
         "signal": (no_signal(history), 8),
     }
+    # `since` is the newest sound step, to which a rollback may return.
     counts, signs = {}, []
     for name, (sign, wanted) in rules.items():
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
@@ -111,7 +114,7 @@ def judge(
     return following, signs
 
 
-judge.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may hold
+judge.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may use
     *("prompts_differ", "keys_repeat", "advantages_uneven", "gradient_not_finite"),
     *("ids_differ", "sampler_differs", "gradient_exploded", "update_too_large"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed", "reward_fell"),
@@ -121,37 +124,37 @@ judge.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions
 
 
 class History:
-    """The numbers of a step beside those of the steps before it."""
+    """Evidence of a step and of earlier steps."""
 
     def __init__(
         self, *, past: Sequence[Evidence], now: Evidence, number: int, best: Mapping[str, Any]
     ):
-        """Hold the evidence of a step.
+        """Store the evidence.
 
         Args:
             past: Evidence of up to `MEMORY` earlier steps, oldest first.
             now: Evidence of this step.
             number: Number of this step in its stage, from 1.
-            best: Mean reward of the best `MIN_USUAL` steps in a row, `reward`, its spread `sd`,
-                their `groups`, the lowest reward so far, `low`, and the last of them, `number`.
+            best: Best window of `MIN_USUAL` consecutive steps: mean `reward`, its spread `sd`,
+                number of `groups`, `number` of its last step; and `low`, the lowest reward so far.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
     def usual(self, name: str, last: int = MEMORY) -> list[float]:
-        """Return a number in the last steps before this one that had it, oldest first."""
+        """Return a number's last known values before this step, oldest first."""
         return _known(name, self.past)[-last:]
 
     def recent(self, name: str) -> float | None:
-        """Return the mean of a number over the last `RECENT` steps, this one included."""
+        """Return a number's mean over the last `RECENT` steps, or None if one lacks it."""
         known = _known(name, [*self.past[1 - RECENT :], self.now])
         return sum(known) / len(known) if len(known) == RECENT else None
 
     def before(self, name: str) -> list[float]:
-        """Return a number in the steps before the recent ones."""
+        """Return a number's known values before the last `RECENT` steps."""
         return _known(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
     def next_best(self) -> dict[str, Any]:
-        """Return `best` after this step."""
+        """Return `best` updated with this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_known("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)
@@ -171,126 +174,126 @@ def _known(name: str, steps: Sequence[Evidence]) -> list[float]:
 
 
 def prompts_differ(now: Evidence) -> Found:
-    """Samples of one task that do not begin with the same ids."""
+    """Detect samples of one task with different prompts."""
     if not now["prompts"]:
         return None
     return "prompts_differ", (
-        f"in {now['prompts']} groups samples do not have the same prompt, so that their rewards "
-        "cannot be compared. An environment whose start() or chat template draws something at "
-        "random, or changes its tasks, does that."
+        f"in {now['prompts']} groups, samples have different prompts, so their rewards cannot be "
+        "compared. A likely cause is randomness in the environment's start() or chat template, or "
+        "an environment that changes its tasks."
     )
 
 
 def keys_repeat(twins: Mapping[str, float]) -> Found:
-    """Samples that are the same again and again, although each was likely to differ."""
+    """Detect pairs of samples that stay equal although that is very unlikely."""
     pair, nats = min(twins.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
     i, j = pair.split("-")
     return "keys_repeat", (
-        f"samples {i} and {j} of every group are the same, in all steps so far since they last "
-        f"differed; by chance that happens once in 10^{-nats / math.log(10):.0f}. Two samples draw "
-        "by the same random key, so that a group is smaller than it looks."
+        f"samples {i} and {j} of every group have been equal since the last step in which they "
+        f"differed; the chance of that is 1 in 10^{-nats / math.log(10):.0f}. They share "
+        "a random key, so groups are effectively smaller."
     )
 
 
 def advantages_uneven(now: Evidence, method: Method) -> Found:
-    """Advantages of a group that do not add up to 0, where the estimator says they do."""
+    """Detect advantages of a group that do not sum to 0 although the estimator's do."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
-        f"the advantages of a group add up to {now['uneven']:.2g} times the largest of them; those "
-        f"of {method.advantage.estimator.name!r} add up to 0. Groups were put together wrongly, or "
-        "lost members after their advantages were computed."
+        f"the advantages of a group sum to {now['uneven']:.2g} times the largest of them; expected "
+        f"0 for {method.advantage.estimator.name!r}. Groups were assembled incorrectly, or lost "
+        "members after advantages were computed."
     )
 
 
 def gradient_not_finite(history: History) -> Found:
-    """Updates that were skipped."""
+    """Detect skipped updates."""
     before = [*history.usual("skipped", 1), 0.0][0]
     skipped = (history.now["skipped"] or 0.0) - before
     if skipped <= 0:
         return None
     return "gradient_not_finite", (
-        f"{skipped:.0f} updates were skipped, as their gradient was not finite. Look for rewards "
-        "or log-ratios that are huge (actor/ppo_kl, critic/rewards/max); a lower learning rate or "
-        "config.optimizer.grad_clip helps against the second."
+        f"{skipped:.0f} updates were skipped because their gradient was not finite. Look for huge "
+        "rewards (critic/rewards/max) or log-ratios (actor/ppo_kl). A lower learning rate or "
+        "config.optimizer.grad_clip helps against huge log-ratios."
     )
 
 
 def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
-    """Log-probabilities of sampler and trainer that are further apart than they were."""
+    """Detect logprobs of sampler and trainer that differ too much, or more than before."""
     now, usual = history.now["gap"], history.before("gap")[-20:]
     if now is None:
         return None
     has_grown = len(usual) >= MIN_USUAL and now > 10 * max(usual) and now > ROUNDING_GAP
     is_wide = now >= limit
-    # What was sampled by older weights is apart by what updates have moved since.
+    # With lag, tokens come from older weights, so updates alone make the gap grow.
     is_sign = (has_grown and is_wide) if has_lag else (has_grown or is_wide)
     if not is_sign:
         return None
     before = f"; before it was {median(usual):.2g} ({band(median(usual))})" if usual else ""
-    text = f"sampler and trainer are {now:.2g} nats a token apart ({band(now)}){before}. "
-    # k3 of the gap d is exp(d) - 1 - d: about |d| where the trainer finds tokens impossible that
-    # were sampled, about d^2 / 2 where weights or rounding differ a little.
+    text = f"sampler and trainer differ by {now:.2g} nats per token ({band(now)}){before}. "
+    # k3 of the gap d is exp(d) - 1 - d: about |d| if the trainer gives sampled tokens almost no
+    # probability, about d^2 / 2 if weights or rounding differ slightly.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
         return "ids_differ", text + (
-            f"Single tokens are up to {history.now['gap_max']:.0f} nats apart: the trainer reads "
-            "other ids than were sampled, or other positions. Look for text that is tokenised "
-            "again, ids that were cut or swapped, another chat template."
+            f"Single tokens differ by up to {history.now['gap_max']:.0f} nats: the trainer gets "
+            "different ids or positions than were sampled. Look for text that is tokenized again, "
+            "ids that were truncated or swapped, or a different chat template."
         )
     return "sampler_differs", text + (
-        "All tokens are a little off: the sampler has other weights than the trainer (an update "
-        "that did not reach it, a quantised copy), or computes in another way (dtype, attention, "
-        "temperature). config.loss.correction weighs it out, but look for the cause first."
+        "All tokens are slightly off: the sampler has different weights (an update that did not "
+        "reach it, a quantized copy), or computes differently (dtype, attention, temperature). "
+        "config.loss.correction can correct for it, but look for the cause first."
     )
 
 
 def band(gap: float) -> str:
-    """The name of a mean gap, nats a token."""
+    """Return the name for a mean gap in nats per token."""
     return next(name for limit, name in BANDS if gap < limit)
 
 
 def gradient_exploded(history: History) -> Found:
-    """A gradient far above the largest of the last steps."""
+    """Detect a gradient far above the largest recent one."""
     now, usual = history.now["gradient"], [x for x in history.usual("gradient", 20) if x > 0]
     if now is None or len(usual) < MIN_USUAL or now <= EXPLODED * max(usual):
         return None
     return "gradient_exploded", (
-        f"the gradient's norm is {now:.3g}; in the {len(usual)} steps before it was at most "
-        f"{max(usual):.3g}. Rewards of another size, a ratio or a KL term that ran away do that; "
-        "look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. config.optimizer.grad_clip "
-        "bounds what it does."
+        f"the gradient norm is {now:.3g}; in the previous {len(usual)} steps it was at most "
+        f"{max(usual):.3g}. Likely causes are rewards of a different scale, or a diverging ratio "
+        "or KL term; look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. "
+        "config.optimizer.grad_clip limits the effect."
     )
 
 
 def update_too_large(history: History) -> Found:
-    """Updates of one batch that moved the policy far."""
+    """Detect a batch of updates that moved the policy too far."""
     now, usual = history.now["moved"], [abs(x) for x in history.usual("moved", 20)]
     if now is None or len(usual) < MIN_USUAL or abs(now) < 0.1 or abs(now) < 10 * median(usual):
         return None
     return "update_too_large", (
-        f"the updates of this batch moved the policy {abs(now):.2g} nats a token (actor/ppo_kl), "
-        f"usually {median(usual):.2g}: clipping does not hold what one step of Adam does. Lower "
-        "config.optimizer.lr, take fewer updates a batch (config.optimizer.num_minibatches) or set "
-        "config.watch.action='roll_back', which goes back to before it with a lower rate."
+        f"the updates of this batch moved the policy {abs(now):.2g} nats per token (actor/ppo_kl), "
+        f"usually {median(usual):.2g}: clipping does not bound a single Adam step. Lower "
+        "config.optimizer.lr, make fewer updates per batch (config.optimizer.num_minibatches) or "
+        "set config.watch.action='roll_back', which restarts before it with a lower learning rate."
     )
 
 
 def rewards_constant(now: Evidence) -> Found:
-    """Rewards that do not tell right from wrong."""
+    """Detect equal rewards for correct and wrong answers."""
     correct = now["correct"]
     if not now["is_constant"] or now["num"] < 8 or not 0.02 < (correct or 0.0) < 0.95:
         return None
     return "rewards_constant", (
         f"all {now['num']} rewards are {now['reward']:.3g}, while {correct:.0%} of the answers are "
-        "right: the reward does not tell them apart, and nothing can be learned. Look at "
+        "correct: the reward does not distinguish them, so nothing can be learned. Look at "
         "config.reward.weights and at each part in metrics.jsonl (reward/*)."
     )
 
 
 def suddenly_right(history: History) -> Found:
-    """Every answer right at once, which chance does not explain."""
+    """Detect that all answers suddenly count as correct, which chance does not explain."""
     usual, now = history.before("correct")[-10:], history.now
     if len(usual) < MIN_USUAL or now["correct"] != 1.0 or now["num"] < 8:
         return None
@@ -298,27 +301,27 @@ def suddenly_right(history: History) -> Found:
     if not 0 < likely < 1 or RECENT * now["groups"] * math.log10(likely) > -4:
         return None
     return "suddenly_right", (
-        f"all {now['num']} answers count as right, where at most {likely:.0%} did in the steps "
-        "before. What decides that (config.reward.correct) says yes to everything, or the answer "
-        "has come into the prompt."
+        f"all {now['num']} answers count as correct; in earlier steps at most {likely:.0%} did. "
+        "Either the correctness check (config.reward.correct) accepts everything, or the answer "
+        "is in the prompt."
     )
 
 
 def judge_says_yes(history: History) -> Found:
-    """A judge whose verdict is 1 for every answer, right or wrong."""
+    """Detect a judge that gives 1 to every answer, correct or wrong."""
     correct = history.recent("correct")
     for judge_name, yes in history.now["yes"].items():
         if yes == 1.0 and history.now["num"] >= 8 and correct is not None and correct < 0.9:
             return "judge_says_yes", (
                 f"the judge {judge_name!r} gave 1 to all {history.now['num']} answers of the step, "
-                f"of which {correct:.0%} are right by config.reward.correct. Read some of its "
-                "replies, and its prompt; it may be taken in by what the policy writes."
+                f"but only {correct:.0%} are correct by config.reward.correct. Read some of its "
+                "replies, and its prompt; the policy may be exploiting it."
             )
     return None
 
 
 def search_changed(history: History) -> Found:
-    """Results that hold the answer far less often, though as much is asked."""
+    """Detect search results that contain the answer far less often, at a similar call rate."""
     share, usual = history.recent("found"), history.before("found")
     searching, used = history.recent("searching"), history.before("searching")
     if share is None or searching is None or len(usual) < MIN_USUAL:
@@ -329,66 +332,66 @@ def search_changed(history: History) -> Found:
     if was < 0.2 or share > 0.4 * was or was - share < 4 * error or searching < 0.5 * asked:
         return None
     return "search_changed", (
-        f"{share:.0%} of the responses that search find an accepted answer, where {was:.0%} did: "
-        "the tool returns something else than before, or queries have become useless. Ask it one "
-        "of the queries in trajectories/ by hand."
+        f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: the "
+        "tool's results have changed, or queries have become useless. Send the tool some of the "
+        "queries in trajectories/ by hand."
     )
 
 
 def reward_fell(history: History, fall: float) -> Found:
-    """A mean reward that has lost much of the best one."""
+    """Detect a mean reward far below the best one."""
     now, best = history.recent("reward"), history.best
     if now is None or "reward" not in best:
         return None
     low = min(best["low"], history.now["reward_min"])
     size = best["reward"] - low
-    # Samples of a group are right or wrong together: what is drawn independently are groups.
+    # Samples of a group are correlated, so the error estimate counts groups as independent draws.
     num = RECENT * history.now["groups"]
     error = math.hypot(best["sd"] / math.sqrt(best["groups"]), best["sd"] / math.sqrt(num))
     if size <= 0 or best["reward"] - now < max(fall * size, 4 * error):
         return None
     return "reward_fell", (
-        f"the mean reward of the last {RECENT} steps is {now:.3g}, its best was "
-        f"{best['reward']:.3g} up to step {best['number']}. If no other sign says why, "
-        "config.watch.action='roll_back' goes back to before it, with a lower rate; "
-        "docs/research/results.md, Training that collapses, has what else was tried."
+        f"the mean reward of the last {RECENT} steps is {now:.3g}; its best was "
+        f"{best['reward']:.3g} up to step {best['number']}. If no other sign explains it, "
+        "config.watch.action='roll_back' restarts before it with a lower learning rate; "
+        "docs/research/results.md, Training that collapses, lists other remedies."
     )
 
 
 def entropy_moved(history: History, share: float) -> Found:
-    """Samples that are all alike while answers are wrong, or an entropy far above the usual."""
+    """Detect equal samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
     entropy, usual = now["entropy"], history.before("entropy")
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
-    # A policy that has learned its task is alike too, and a small batch of it may be a bad one.
+    # The samples of a policy that has learned its task are equal too. Average its accuracy over
+    # several steps, since a small batch may be unlucky.
     right = [step["correct"] or 0.0 for step in [*history.past, now][-SETTLED:]]
     if is_alike and sum(right) / len(right) < 0.75:
         return "entropy_collapsed", (
-            f"{now['alike']:.0%} of the responses equal another of their group (entropy "
-            f"{entropy:.2g} nats a token) and {sum(right) / len(right):.0%} are right in the last "
-            f"{len(right)} steps: the policy tries nothing else any more, and groups have nothing "
-            "to compare. Raise "
-            "config.loss.entropy_coef or config.loss.clip_high, or go back to where the entropy "
-            "was higher."
+            f"{now['alike']:.0%} of the responses equal another one of their group (entropy "
+            f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in the "
+            f"last {len(right)} steps: the policy no longer explores, and groups have nothing to "
+            "compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
+            "checkpoint with higher entropy."
         )
     if len(usual) >= MIN_USUAL and entropy < 0.05 * median(usual[-20:]):
         return "entropy_collapsed", (
-            f"the entropy is {entropy:.2g} nats a token, usually {median(usual[-20:]):.2g}: the "
-            "policy is all but sure of every token, and tries nothing else any more. Raise "
-            "config.loss.entropy_coef or config.loss.clip_high, or go back."
+            f"the entropy is {entropy:.2g} nats per token, usually {median(usual[-20:]):.2g}: the "
+            "policy is almost deterministic and no longer explores. Raise "
+            "config.loss.entropy_coef or config.loss.clip_high, or return to an earlier checkpoint."
         )
     if len(usual) >= MIN_USUAL and entropy > max(3 * median(usual), median(usual) + 0.5):
         return "entropy_rose", (
-            f"the entropy is {entropy:.2g} nats a token, usually {median(usual):.2g}: the policy "
-            "comes apart. Lower config.optimizer.lr or config.loss.entropy_coef."
+            f"the entropy is {entropy:.2g} nats per token, usually {median(usual):.2g}: the policy "
+            "is diverging. Lower config.optimizer.lr or config.loss.entropy_coef."
         )
     return None
 
 
 def likelihood_fell(history: History) -> Found:
-    """Tokens of what is rewarded that become less likely."""
+    """Detect that tokens of rewarded responses become less likely."""
     now, usual = history.recent("likelihood"), history.before("likelihood")
     if now is None or len(usual) < MIN_USUAL:
         return None
@@ -397,46 +400,47 @@ def likelihood_fell(history: History) -> Found:
     if now > min(was - max(0.5, 6 * spread), min(usual) - 0.5):
         return None
     return "likelihood_fell", (
-        f"tokens of responses with a positive advantage have {now:.2g} nats each, usually "
-        f"{was:.2g}: what is rewarded becomes less likely. config.loss.term.name='llds' works "
-        "against it, fewer updates a batch and a lower rate too."
+        f"tokens of responses with a positive advantage have a mean logprob of {now:.2g} nats, "
+        f"usually {was:.2g}: rewarded responses become less likely. Use "
+        "config.loss.term.name='llds', fewer updates per batch or a lower learning rate."
     )
 
 
 _WORDS = {
     "cut": ("responses_cut", "end at a limit of tokens or turns", (
-        "They no longer come to an end. config.shaping.overlong_buffer charges for length; "
-        "config.watch.action='roll_back' goes back to before it."
+        "config.shaping.overlong_buffer penalizes length; config.watch.action='roll_back' "
+        "restarts before it."
     )),
     "malformed": ("responses_malformed", "end without a search or an answer", (
-        "Look at generated_text in trajectories/; a format reward works against it."
+        "Look at generated_text in trajectories/; a format reward helps."
     )),
     "void": ("turns_void", "have a turn without a call or an answer", (
-        "config.filter.trajectories='void_turns' keeps them out of the loss, and "
-        "config.watch.action='roll_back' goes back to before it."
+        "config.filter.trajectories='void_turns' keeps them out of the loss; "
+        "config.watch.action='roll_back' restarts before it."
     )),
-    "loops": ("responses_loop", "go round in circles", (
-        "Look at generated_text in trajectories/; config.watch.action='roll_back' goes back."
+    "loops": ("responses_loop", "repeat themselves", (
+        "Look at generated_text in trajectories/; config.watch.action='roll_back' restarts before "
+        "it."
     )),
 }  # fmt: skip
-"""By a share's name: its sign, what the responses do, what helps."""
+"""By name of a share: name of the sign, what the responses do, and advice."""
 
 
 def share_rose(history: History, name: str, share: float) -> Found:
-    """A share of responses that should be small and has risen."""
+    """Detect a rise in a share of responses that should be small."""
     now, usual = history.now[name], history.before(name)
     if now is None or len(usual) < MIN_USUAL or now < share:
         return None
     was = median(usual)
     error = math.sqrt(max(was * (1 - was), 0.02) / history.now["groups"])
-    if now - was < max(0.3, 4 * error):  # few responses differ much by chance
+    if now - was < max(0.3, 4 * error):  # the share of a small batch varies much by chance
         return None
     sign, what, advice = _WORDS[name]
     return sign, f"{now:.0%} of the responses {what}, usually {median(usual):.0%}. {advice}"
 
 
 def length_jumped(history: History) -> Found:
-    """Responses that are several times as long, or as short, as they were."""
+    """Detect responses that are more than three times as long, or as short, as usual."""
     now, usual = history.recent("length"), history.before("length")
     if now is None or len(usual) < MIN_USUAL:
         return None
@@ -444,18 +448,18 @@ def length_jumped(history: History) -> Found:
     if was / 3 <= now <= 3 * was or abs(now - was) < 16:
         return None
     return "length_jumped", (
-        f"responses have {now:.0f} sampled tokens, usually {was:.0f}. Look at generated_text in "
-        "trajectories/ for what they do with them."
+        f"responses have {now:.0f} sampled tokens on average, usually {was:.0f}. Look at "
+        "generated_text in trajectories/ for the reason."
     )
 
 
 def no_signal(history: History) -> Found:
-    """Groups in which nothing differs, for many steps, though answers are wrong."""
+    """Detect groups without reward differences although answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None
     return "no_signal", (
-        f"no group had rewards that differ (mean {now['reward'] or 0.0:.3g}), for eight steps and "
-        "more. Answers that are all wrong want a warm start, a better prompt or easier tasks; "
-        "config.filter.name='varied' draws until groups differ."
+        f"no group had different rewards (mean {now['reward'] or 0.0:.3g}) for at least eight "
+        "steps. If all answers are wrong, use a warm start, a better prompt or easier tasks; "
+        "config.filter.name='varied' samples until groups differ."
     )

@@ -1,4 +1,5 @@
-"""Remedies against collapse: losses, terms, masks, a reward; docs/algorithms.md, Policy loss.
+"""Remedies against training collapse: losses, terms, masks and a reward.
 
-Tables of the core name them; each is one function that can be read by itself.
+See docs/algorithms.md, Policy loss. The core's tables name them. Each is one self-contained
+function.
 """

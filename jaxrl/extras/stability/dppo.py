@@ -1,4 +1,4 @@
-"""DPPO: a trust region in probabilities in place of ratios."""
+"""DPPO: a trust region in probability instead of ratio."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxrl.objectives.losses import PolicyLoss
 
 Array = jax.Array | np.ndarray
 
-_LEAST = 1e-8  # added to probabilities within a logarithm
+_LEAST = 1e-8  # added to probabilities inside a logarithm
 
 
 def dppo_policy_loss(
@@ -25,35 +25,38 @@ def dppo_policy_loss(
     anchor: str,
     cap: float,
 ) -> PolicyLoss:
-    """Per-token REINFORCE loss within a trust region; zero outside `loss_mask`.
+    """Compute the per-token REINFORCE loss within a trust region; zero outside `loss_mask`.
 
-    DPPO (https://arxiv.org/abs/2602.04879). A ratio of 2 is much for a likely token and nothing for
-    one of a probability of 1e-5, so what is bounded is the divergence of the two-valued
-    distributions "this token or another", p now and q before:
+    DPPO (https://arxiv.org/abs/2602.04879). A ratio of 2 is a large change for a likely token and
+    a negligible one for a token with probability 1e-5. So DPPO bounds the divergence between the
+    binary distributions "this token or another", with probability p now and q before:
 
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A token beyond the bound keeps its gradient where that leads back. The others have the weight
-    `min(p / q, cap)`, a constant, so the loss's value says little, as with CISPO.
+    A token beyond the bound has a gradient only if that moves it back. All other tokens have the
+    constant weight `min(p / q, cap)`, so the value of the loss means little, as with CISPO.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        old_logprobs: nats, under the parameters before the update.
-        rollout_logprobs: nats, as the sampler reported them.
-        advantages: one a token.
-        loss_mask: True where the policy sampled the token.
-        clip_low: the largest divergence of a token with a negative advantage that is made less
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        old_logprobs: Log-probabilities in nats under the parameters before the update.
+        rollout_logprobs: Log-probabilities in nats as the sampler reported them.
+        advantages: One value per token.
+        loss_mask: True for tokens that the policy sampled.
+        clip_low: Divergence beyond which a token with a negative advantage is no longer made less
             likely.
-        clip_high: the largest divergence of a token with a positive one that is made likelier.
-        divergence: `tv`, of which the paper has 0.2, or `kl`, in nats.
-        anchor: `old`, or `rollout`: q is the sampler's, so that its gap to the trainer counts too.
-        cap: the largest weight.
+        clip_high: Divergence beyond which a token with a positive advantage is no longer made more
+            likely.
+        divergence: `tv` (the paper uses a bound of 0.2) or `kl` (in nats).
+        anchor: `old` or `rollout`. With `rollout`, q is the sampler's probability, so its gap to
+            the trainer counts too.
+        cap: Maximum weight.
 
     Returns:
-        The loss, and of its metrics: `pg_clipfrac`, 1 where the token is beyond the bound and has
-        no gradient; `ppo_kl`, `log q - log p` in nats, within 20.
+        The loss and its metrics: `pg_clipfrac` is 1 for tokens beyond the bound without a gradient;
+        `ppo_kl` is `log q - log p` in nats, clipped to [-20, 20].
     """
+    # Masked logprobs are arbitrary; zeros keep their exponentials and gradients finite.
     before = jnp.where(loss_mask, rollout_logprobs if anchor == "rollout" else old_logprobs, 0.0)
     own = jnp.where(loss_mask, logprobs, 0.0)
     now = jax.lax.stop_gradient(own)
@@ -64,6 +67,7 @@ def dppo_policy_loss(
         q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _LEAST for x in (q, p))
         others = jnp.log(q_others / p_others)
         distance = q * (before - now) + (1.0 - q) * others
+    # Only a token that the gradient would move further away loses its gradient.
     is_raised, is_lowered = advantages > 0, advantages < 0
     is_beyond = (is_raised & (p > q) & (distance > clip_high)) | (
         is_lowered & (p < q) & (distance > clip_low)

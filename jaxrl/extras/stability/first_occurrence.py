@@ -1,4 +1,4 @@
-"""A reward for the search that first shows the answer."""
+"""Reward for the search that first shows the answer."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from jaxrl.envs.rewards.attribution import shows_answer
 
 
 def first_occurrence(turns: Sequence[Turn], answers: Sequence[str]) -> list[float]:
-    """1 for the turn whose search first shows an accepted answer, 0 for all others.
+    """Return 1 for the turn with the first search that shows an accepted answer, else 0.
 
-    The first-occurrence reward of TSPO (https://arxiv.org/abs/2601.22776), which sets groups apart
-    that are all wrong. `envs.attribution.shows_answer` says what counts. The paper's choice between
-    advantages by turn and by trajectory is `advantage.by_turn` here, for the whole run.
+    TSPO's first-occurrence reward (https://arxiv.org/abs/2601.22776). It gives groups a signal even
+    if all answers are wrong. See `attribution.shows_answer` for what counts. The paper chooses
+    between turn-level and trajectory-level advantages; here `advantage.by_turn` decides.
     """
     first = next((i for i, turn in enumerate(turns) if shows_answer(turn, answers)), None)
     return [float(index == first) for index in range(len(turns))]

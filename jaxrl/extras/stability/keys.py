@@ -1,4 +1,4 @@
-"""Keys of losses, terms and masks against collapse."""
+"""Config keys of losses, terms and masks against collapse."""
 
 from jaxrl.config.keys import TRAINING, Key, Rule
 
@@ -34,7 +34,7 @@ RULES = (
         "likelihood is lost before the first one, so the term is exactly 0",
     ),
 )
-"""Combinations of keys that are refused."""
+"""Combinations of keys that are errors."""
 
 WARNINGS = (
     Rule(
@@ -48,4 +48,4 @@ WARNINGS = (
         "'rollout' with one update a batch: before the first one no token has moved",
     ),
 )
-"""Unusual settings, which are not refused."""
+"""Combinations of keys that raise a warning."""

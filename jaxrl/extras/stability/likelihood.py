@@ -1,4 +1,4 @@
-"""LLDS: a term that keeps up the likelihood of what is not to be unlearned."""
+"""LLDS: a loss term that preserves the likelihood of tokens without a negative advantage."""
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +21,42 @@ def likelihood_loss(
     level: str,
     margin: float,
 ) -> PolicyLoss:
-    """Nats of likelihood that tokens without blame have lost since before the update.
+    """Compute the log-likelihood in nats that tokens have lost since the start of the update.
 
-    LLDS (https://arxiv.org/abs/2512.04220): updates on wrong answers take likelihood from right
-    ones, which share most tokens with them, until no answer is likely. With d = old - current and
-    tokens of an advantage of at least 0, zero included, a token's loss is max(0, d) where its
-    action as a whole has lost likelihood, Σ d > 0, and else 0.
+    LLDS (https://arxiv.org/abs/2512.04220): updates on wrong answers reduce the likelihood of
+    correct ones, which share most tokens with them, until no answer is likely. Let d = old -
+    current logprob of a token with advantage >= 0. Its loss is max(0, d) if its action as a whole
+    has lost likelihood (Σ d > 0), else 0.
 
-    Zero, gradient included, where the policy is still the one before the update, so with one
-    optimizer step a batch. The log-probabilities before it come from another program than those of
-    the update, and differ by rounding, which would open some gates: hence `margin`, of which the
-    paper's code has 0.
+    Loss and gradient are zero while the policy has not changed, so always with one optimizer step
+    per batch. The old logprobs come from a different program than the current ones and differ by
+    rounding, which would activate some tokens. `margin` prevents that; the paper's code uses 0.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        old_logprobs: nats, under the parameters before the update.
-        advantages: one a token.
-        loss_mask: True where the policy sampled the token.
-        segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
-        level: `action`: neighbouring tokens without blame, so a turn; `response`: all of a
-            trajectory.
-        margin: nats; d and its sum over the action count where they are above it.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        old_logprobs: Log-probabilities in nats under the parameters before the update.
+        advantages: One value per token.
+        loss_mask: True for tokens that the policy sampled.
+        segment_ids: Trajectory of each token; contiguous, 0 on padding.
+        level: `action` for runs of consecutive tokens with advantage >= 0 (a turn), or `response`
+            for all such tokens of a trajectory.
+        margin: Threshold in nats that both d and its sum over the action must exceed.
 
     Returns:
-        The loss, zero where it does not apply, and its metrics: `llds_lost`, d where that is
-        positive, and `llds_share`, 1 where the loss applies.
+        The loss, zero for tokens to which it does not apply, and its metrics: `llds_lost` is
+        max(0, d), and `llds_share` is 1 for tokens to which the loss applies.
     """
+    # Zero d for tokens that do not count, so that they drop out of the sums.
     is_kept = loss_mask & (advantages >= 0)
     old = jax.lax.stop_gradient(jnp.where(is_kept, old_logprobs, 0.0))
     lost = old - jnp.where(is_kept, logprobs, 0.0)
+    # An action is a run of adjacent tokens that count, numbered within its row.
     actions = segment_ids
     if level == "action":
         is_inner = is_kept[:, 1:] & is_kept[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
         is_first = is_kept & ~jnp.pad(is_inner, ((0, 0), (1, 0)))
         actions = jnp.where(is_kept, jnp.cumsum(is_first, axis=1), 0)
+    # The gates are constants: the gradient flows only through each token's own loss.
     totals = segment_sums(jax.lax.stop_gradient(lost), actions)
     is_lost = is_kept & (totals > margin) & (lost > margin)
     metrics = {

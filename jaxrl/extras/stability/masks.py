@@ -1,4 +1,4 @@
-"""Masks on whole trajectories, whose group statistics stay as they are."""
+"""Masks that remove trajectories from the loss but not from group statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,19 @@ def off_policy_gate(
     *,
     delta: float,
 ) -> Bool[jax.Array, "R T"]:
-    """False where a trajectory that the policy has moved away from is to be made unlikelier still.
+    """Return False for tokens with a negative advantage in far off-policy trajectories.
 
     DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a trajectory with a negative advantage has no
-    policy loss where the mean of `rollout - current` over its tokens is above `delta`. It adds the
-    gap of the sampler to what updates of the same batch have moved.
+    policy loss if the mean of `rollout - current` over its tokens is above `delta`. This difference
+    includes both the sampler's gap and the updates of the same batch.
 
     Args:
-        logprobs: nats, under the parameters being trained.
-        rollout_logprobs: nats, as the sampler reported them.
-        advantages: one a token.
-        loss_mask: True where the policy sampled the token.
-        segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
-        delta: nats a token.
+        logprobs: Log-probabilities in nats under the parameters being trained.
+        rollout_logprobs: Log-probabilities in nats as the sampler reported them.
+        advantages: One value per token.
+        loss_mask: True for tokens that the policy sampled.
+        segment_ids: Trajectory of each token; contiguous, 0 on padding.
+        delta: Threshold in nats per token.
     """
     moved = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
@@ -44,10 +44,10 @@ def off_policy_gate(
 def has_no_void_turn(trajectory: Trajectory) -> bool:
     """Return True if each turn has a call or the answer.
 
-    SimpleTIR (https://arxiv.org/abs/2509.02479) leaves out of the loss what has a turn without
-    either: text that broke off, or that ended too early, drawn from the tail of the distribution.
-    There an action is a block of code, here a call of any tool; one that is wrong, or that nobody
-    could answer any more, is a call too.
+    SimpleTIR (https://arxiv.org/abs/2509.02479) removes trajectories with a void turn from the
+    loss: truncated or prematurely ended text, sampled from the tail of the distribution. There a
+    turn needs a block of code, here a call of any tool. A call that is invalid, or that got no
+    answer, counts too.
     """
     *before, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in before):
