@@ -157,7 +157,7 @@ def test_an_outage_stops_the_run_and_it_goes_on_as_if_there_had_been_none(served
 
     server.faults = {}
     with server:
-        with pytest.raises(OutageError, match=r"has answered nobody for .* saved; once it answers"):
+        with pytest.raises(OutageError, match=r"has not answered for .* saved; once it answers"):
             play(config, stopped, should_stop=dies_after_the_first_step)
         assert server.did["dead"] > 0
         assert [record["step"] for record in records(stopped)] == [0, 1]
@@ -186,7 +186,7 @@ def test_without_results_episodes_end_as_environment_errors(served, tmp_path):
     for line in failed:
         assert (line["reward"], line["advantage"]) == (None, 0)
         assert "No information found" in line["generated_text"]
-        assert any("answered nobody" in (turn["error"] or "") for turn in line["turns"])
+        assert any("has not answered" in (turn["error"] or "") for turn in line["turns"])
     assert {search["source"] for search in searches} == {"fallback"}
     assert max(search["waited_s"] for search in searches) < 0.3 + LONGEST_S
 
@@ -223,7 +223,7 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_goes_on(tiny_world, tmp_p
         for share in (0.03, 0.2, 0.4, 0.6, 0.75, 0.95):
             workdir = tmp_path / str(share)
             server.left = int(share * num_requests)
-            with pytest.raises(OutageError, match="has answered nobody for"):
+            with pytest.raises(OutageError, match="has not answered for"):
                 play(config, workdir)
             server.left = 10**9
             # Where the first query failed already, nothing was begun.
@@ -266,7 +266,7 @@ def test_the_command_ends_with_its_code_and_goes_on(
         )
         assert dead.returncode == EXIT_NOTHING_WORKS == 69, dead.stderr
         last = dead.stderr.strip().splitlines()[-1]
-        assert last.startswith("error: the search engine has answered nobody for ")
+        assert last.startswith("error: the search engine has not answered for ")
         assert "Traceback" not in dead.stderr
         server.is_dead = False
         done = subprocess.run(

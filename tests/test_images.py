@@ -746,7 +746,7 @@ class TestDemonstrations:
                 {"messages": [{"role": "user", "content": "?"},
                               {"role": "assistant", "content": "<image>"}]},
                 True,
-                "d.jsonl:1: 1 images stand behind the first message of the assistant",
+                "d.jsonl:1: 1 images come after the first assistant message",
             ),
         ],
     )  # fmt: skip

@@ -178,7 +178,7 @@ class Chat:
                 raise ValueError(
                     f"the tokenizer's chat template drops message {index + 1}, of the role "
                     f"{role!r}: {shown!r}. Put its text into another message "
-                    "(config.prompt.template holds the question), or mend the template in the "
+                    "(config.prompt.template holds the question), or fix the template in the "
                     "model's folder."
                 )
         if any(fields):
@@ -218,8 +218,8 @@ class Chat:
         begin, end = f"{header[0]}?{header[1]}", f"{first}?{last}"
         if not (text.startswith(begin) and text.endswith(end)):
             raise ValueError(
-                "the tokenizer's chat template puts something around a message of the assistant "
-                f"with the fields {', '.join(message)}; expected one that writes them between "
+                "the tokenizer's chat template writes extra text around an assistant message with "
+                f"the fields {', '.join(message)}; expected only the fields between "
                 f"{header[1]!r} and {first!r}."
             )
         return text[len(begin) : len(text) - len(end)]
@@ -242,8 +242,9 @@ class Chat:
         texts = self._texts_of(shape, asks=True)
         if texts is None and any(num_images):
             raise ValueError(
-                "a tool shows an image, and the tokenizer's chat template takes none in messages "
-                "of the role 'tool'; expected a protocol with tags in config.env.search.protocol."
+                "a tool returned an image, but the tokenizer's chat template does not support "
+                "images in messages of the role 'tool'. Set config.env.search.protocol to one with "
+                "tags."
             )
         if texts is None:
             raise ValueError(
@@ -370,13 +371,13 @@ def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
         for field, known in (("tool_call_id", ids), ("name", names)):
             given, expected = message.get(field), known[num_results - 1 : num_results]
             is_unknown = given not in known
-            # A name may be that of a person or a program. An id that is there is one of a call.
+            # A name may also belong to a person or program, but an id always belongs to a call.
             is_free = is_unknown and (field == "name" or not known or None in known)
             if given is not None and [given] != expected and not is_free:
                 raise ValueError(
                     f"message {index + 1} has the {field} {given!r}; expected the result of "
-                    f"{'no further call' if not expected else repr(expected[0])}: put the results "
-                    "of tools into the order of the calls."
+                    f"{'no further call' if not expected else repr(expected[0])}: put the tool "
+                    "results in the order of the calls."
                 )
 
 

@@ -59,8 +59,8 @@ def read_demonstration(
         num_marks = sum(message["content"].count(MARK) for message in messages[:start])
         if images and num_marks != len(images):
             raise ValueError(
-                f"{len(images) - num_marks} images stand behind the first message of the "
-                "assistant; expected all in the prompt."
+                f"{len(images) - num_marks} images come after the first assistant message; "
+                "expected all images in the prompt."
             )
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
@@ -249,7 +249,7 @@ def read_chat(
     if marks.count(None) != len(given):
         raise ValueError(
             f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks {MARK} for "
-            "them; expected as many, or none at all."
+            "them; expected the same number, or no marks."
         )
     others = iter(given)
     return chat, tuple(image or next(others) for image in marks)

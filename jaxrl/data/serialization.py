@@ -132,8 +132,8 @@ def _picture(saved: Mapping[str, str]) -> Picture:
         problem = f"cannot be read ({error.strerror or error})"
     if problem:
         raise UnreadableError(
-            f"{picture.path}, with which the run sampled, {problem}; put the image back, or begin "
-            "anew with another --workdir."
+            f"{picture.path}, with which the run sampled, {problem}; restore the image, or start a "
+            "new run with another --workdir."
         )
     return picture
 

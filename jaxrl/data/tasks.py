@@ -311,8 +311,8 @@ def check_ids(sources: Sequence[Tasks]) -> None:
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
             raise ValueError(
                 f"{place}: the id {task.id!r} is that of {where} already; make ids unique, for "
-                "instance with the dataset's name as a prefix (data_source of each of several "
-                "sources), or leave out 'id' everywhere."
+                "example with the dataset's name as a prefix (set data_source of each source), or "
+                "omit 'id' everywhere."
             )
 
 

@@ -81,8 +81,8 @@ class Tokenizer:
             if token["special"] and token["id"] in self.encode_plain(token["content"]):
                 raise ValueError(
                     f"the special token {token['content']!r} is also what the merges make of that "
-                    "text, so text from outside could forge it; expected special tokens that no "
-                    "merge produces. Take it out of the merges in tokenizer.json."
+                    "text, so untrusted text could forge it; expected special tokens that no "
+                    "merge produces. Remove it from the merges in tokenizer.json."
                 )
 
         self.vocab_bytes = bytes_of_ids(spec)
@@ -95,15 +95,15 @@ class Tokenizer:
             ids = self.encode(token_text)
             if len(ids) != 1:
                 raise ValueError(
-                    f"config.model.eos_tokens names {token_text!r}, of which the tokenizer makes "
-                    f"{len(ids)} tokens; expected the text of one token, as '<|im_end|>'."
+                    f"config.model.eos_tokens names {token_text!r}, which the tokenizer splits "
+                    f"into {len(ids)} tokens; expected the text of one token, such as '<|im_end|>'."
                 )
             named += ids
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_ids, *named]))
         if not self.eos_ids:
             raise ValueError(
-                "the tokenizer names no end-of-sequence token and generation_config.json none "
-                "either; set `eos_token` in tokenizer_config.json."
+                "neither the tokenizer nor generation_config.json names an end-of-sequence token; "
+                "set `eos_token` in tokenizer_config.json."
             )
         pad = hf_tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad is None else pad
@@ -126,7 +126,7 @@ class Tokenizer:
         if image_id is not None and not is_known:
             raise ValueError(
                 f"the config.json in config.model.path has the image_token_id {image_id}; expected "
-                f"one that its chat template writes for an image: {written}. Mend config.json."
+                f"one that its chat template writes for an image: {written}. Fix config.json."
             )
         self.opener = self._chat.opener
         # Ids that message contents must not produce: control tokens of the chat, and image and
@@ -327,7 +327,7 @@ class Tokenizer:
             if forged:
                 raise ValueError(
                     f"the description of a tool holds {self.decode(forged[:1])!r}, which is a "
-                    "token of the model; expected plain text. Change what the tool says of itself."
+                    "token of the model; expected plain text. Change the tool's description."
                 )
             if not re.search(r"\btools\b", self._hf_tokenizer.get_chat_template(tools=[*tools])):
                 raise ValueError(

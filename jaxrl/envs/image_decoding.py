@@ -53,8 +53,8 @@ def opened(picture: Picture) -> PIL.Image.Image:
         )
     if image.mode.startswith(("I", "F")):
         raise UnreadableError(
-            f"{picture.name} is an image of mode {image.mode}, with more than 8 bits a value, most "
-            "of which would become white; save it with 8 bits."
+            f"{picture.name} is an image of mode {image.mode}, with more than 8 bits per value, "
+            "which would be clipped to white; save it with 8 bits."
         )
     return image
 

@@ -92,7 +92,7 @@ class SearchEnv(Env):
                 if not tool.takes_text:
                     raise ValueError(
                         f"the tool {tool.name!r} takes {', '.join(tool.parameters['properties'])}; "
-                        "expected one that takes a text, as tags can hold, or "
+                        "expected one that takes a text, since tags hold only text, or "
                         "config.env.search.protocol='qwen'."
                     )
             self.stop_strings = turn_ends(spoken, [tool.name for tool in tools])
@@ -259,7 +259,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     for name in called:
         if not re.fullmatch(pattern, name, re.ASCII) or name in taken:
             raise ValueError(
-                f"a tool is called {name!r}; expected a name that can be called and is none of "
+                f"a tool is called {name!r}; expected a name that can be called, other than "
                 f"{', '.join(sorted(taken))}."
             )
         taken.add(name)

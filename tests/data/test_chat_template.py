@@ -194,7 +194,7 @@ def test_ends_of_messages_that_nothing_stops_at_are_known():
 
 
 def test_an_end_that_is_no_token_is_refused():
-    with pytest.raises(ValueError, match=r"eos_tokens names '<\|end\|>', of which .* 7 tokens"):
+    with pytest.raises(ValueError, match=r"eos_tokens names '<\|end\|>', which .* 7 tokens"):
         tokenizer_of(OWN_SYSTEM, eos_tokens=["<|end|>"])
 
 

@@ -196,8 +196,8 @@ def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
             close = get_close_matches(name, parts, n=1)
             hint = f"; did you mean {close[0]!r}? " if close else ". "
             raise ValueError(
-                f"there is no reward part {name!r}{hint}{known} A judge has an entry of its name "
-                "in config.reward.judges; a function of your own a dotted name, as "
+                f"there is no reward part {name!r}{hint}{known} A judge needs an entry of its name "
+                "in config.reward.judges; a custom function needs a dotted path such as "
                 "my_reward.brevity."
             )
     if not any(weights.values()):

@@ -112,7 +112,7 @@ def health_check(
     if isinstance(result, OutageError):
         log(
             f"warning: a first query of the server that {place} names failed: {result}. Episodes "
-            "that search are environment errors until it answers"
+            "with a search end as environment errors until it answers"
         )
     elif isinstance(result, ToolError):
         raise ValueError(f"the server that {place} names refuses a first query: {result}.")
@@ -289,7 +289,7 @@ class ResilientSearch(SearchEngine):
                 down_s = self._breaker.down_s(time.monotonic())
                 for miss in misses:
                     why = (
-                        f"{self.what} has answered nobody for {down_s:.1f} s "
+                        f"{self.what} has not answered for {down_s:.1f} s "
                         f"({self.section}.outage_deadline_s); the last error: {miss.error}"
                     )
                     self._settle(miss, self._outage(miss, why))
@@ -438,7 +438,7 @@ class ResilientSearch(SearchEngine):
                     self._is_told = True
                     patience_s = max(self._breaker.patience_s(now), 0.0)
                     self._log(
-                        f"warning: {self.what} answers nobody; it is asked again for "
+                        f"warning: {self.what} does not answer; it is retried for "
                         f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
                         f"{failed[-1] if failed else 'none'}"
                     )

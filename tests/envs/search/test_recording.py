@@ -184,4 +184,4 @@ def test_lines_of_before_there_were_digests_are_read(tmp_path):
     path.write_text(json.dumps(earlier | {"digets": "0" * 64}) + "\n")
     assert Recording(tmp_path, ENGINE, log=told.append).get("q") is None
     [warning] = told
-    assert warning.startswith(f"warning: {path} has damaged lines (1), which are left out")
+    assert warning.startswith(f"warning: {path} has damaged lines (1), which are ignored")

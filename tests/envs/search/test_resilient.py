@@ -288,7 +288,7 @@ def test_an_engine_that_stays_away_is_an_outage(kind):
     found = search.run_batch(list("abcd"))
     assert 0.4 <= time.monotonic() - started < 5.0
     assert all(isinstance(one, OutageError) and one.fallback is None for one in found)
-    assert "answered nobody for 0.4 s (config.search.outage_deadline_s); the last error: " in str(
+    assert "has not answered for 0.4 s (config.search.outage_deadline_s); the last error: " in str(
         found[0]
     )
     # Later ones fail at once, but for one that tries.
@@ -449,14 +449,14 @@ def asked_first(engine, **changes):
 def test_a_server_that_comes_up_soon_is_waited_for():
     engine = Engine(first(3))
     down, up = asked_first(engine)
-    assert down.startswith("warning: the search engine answers nobody; it is asked again for ")
+    assert down.startswith("warning: the search engine does not answer; it is retried for ")
     assert down.endswith(f" The last error: busy ({PLACE})")
     assert up.startswith("the search engine answers again")
     assert engine.asked == [PROBE] * 4
 
 
 def test_a_server_that_stays_away_ends_the_start():
-    told = rf"answered nobody.*busy.*on_outage='empty'.* The server is the one that {PLACE} names"
+    told = rf"has not answered.*busy.*on_outage='empty'.* The server is the one that {PLACE} names"
     with pytest.raises(OutageError, match=told):
         asked_first(Engine(first(10**9)), outage_deadline_s=0.2)
     slow = Engine(lambda *_: time.sleep(5))
@@ -479,7 +479,7 @@ def test_with_empty_a_dead_server_is_told_and_not_waited_for():
     engine = Engine(first(10**9))
     [line] = asked_first(engine, on_outage="empty")
     assert line.endswith(
-        "error: busy. Episodes that search are environment errors until it answers"
+        "error: busy. Episodes with a search end as environment errors until it answers"
     )
     assert engine.asked == [PROBE]
 
@@ -491,7 +491,7 @@ def test_an_outage_is_told_once_and_its_end():
     threading.Timer(0.4, is_up.set).start()
     assert search.run_batch(["a", "b", "c"]) == ["a", "b", "c"]
     assert len(lines) == 2
-    assert lines[0].startswith("warning: the search engine answers nobody; it is asked again for ")
+    assert lines[0].startswith("warning: the search engine does not answer; it is retried for ")
     assert lines[0].endswith(" s (config.search.outage_deadline_s). The last error: "
                              "ConnectionError: refused")  # fmt: skip
     assert lines[1].startswith("the search engine answers again, after ")

@@ -272,7 +272,7 @@ def test_a_run_with_keys_that_this_version_does_not_have_is_refused(tmp_path):
 
 
 def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
-    told = "the search engine has answered nobody for 300 s"
+    told = "the search engine has not answered for 300 s"
 
     def down(*_):
         raise OutageError(told)
