@@ -1,7 +1,7 @@
 """Child processes that exchange JSON lines.
 
-A child has its own session, so Ctrl-C and signals to the run's process group do not reach it, and
-what it starts ends with it.
+A child has its own session, so Ctrl-C and signals to the run's process group do not reach it.
+Killing a child also kills the processes in its group.
 """
 
 from __future__ import annotations

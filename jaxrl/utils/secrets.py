@@ -1,4 +1,4 @@
-"""Redact registered secrets, such as API keys, from messages, results and files."""
+"""Redaction of registered secrets, such as API keys, in messages, results and files."""
 
 from __future__ import annotations
 
