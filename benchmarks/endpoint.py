@@ -255,11 +255,11 @@ def measure(
     stops = StopAutomaton(tokenizer.vocab_bytes, ())
     # Random weights sample random tokens: one of these comes every `turn_tokens` on average.
     native = Engine(
-        model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.PLAIN,),
+        model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.FULL,),
         eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
     )  # fmt: skip
     served = ServedEngine(
-        model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.PLAIN,),
+        model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.FULL,),
         eos_ids=(), **own,
     )  # fmt: skip
     # Both engines have the same weights, so that they sample the same tokens.

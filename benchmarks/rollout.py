@@ -134,7 +134,7 @@ def make_engine(
         dtype=jnp.dtype(model.dtype),
         kernels=common.kernels(model, mesh),
         train_mesh=train_mesh or mesh,
-        kinds=(next_token.PLAIN,),
+        kinds=(next_token.FULL,),
     )
 
 

@@ -112,7 +112,7 @@ def test_without_a_word_it_says_which_there_are(site, tmp_path):
     assert "jaxrl quickstart " in jaxrl(site, cwd=tmp_path).stdout
     done = jaxrl(site, "trian", cwd=tmp_path)
     assert done.returncode == 1
-    words = "quickstart, train, plan, chat, view, report, serve, tiny-model"
+    words = "quickstart, train, plan, evaluate, export, chat, view, report, serve, tiny-model"
     assert done.stderr == f"error: jaxrl trian: expected {words}.\n"
     # A checkout has it without the script.
     module = [sys.executable, "-m", "jaxrl.cli", "trian"]

@@ -279,7 +279,7 @@ class TestModelFolder:
         wanted = "drops message 1, of the role 'system': 'Search.'. Put its text into"
         assert wanted in refusal(*arguments)
         with_fields(file, chat_template=None)
-        assert f"the tokenizer in {model} has no chat template; expected" in refusal(*arguments)
+        assert f"the tokenizer in {model} has no chat template, or none" in refusal(*arguments)
 
 
 class TestIndex:

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.minutes
 def commands(start):
     """The lines of the document's shell blocks that begin so, as arguments."""
     lines = "".join(blocks(DOCUMENT, "sh")).splitlines()
-    return [[sys.executable, *shlex.split(line)[1:]] for line in lines if line.startswith(start)]
+    program = [sys.executable, *([] if start.startswith("python") else ["-m", "jaxrl.cli"])]
+    return [[*program, *shlex.split(line)[1:]] for line in lines if line.startswith(start)]
 
 
 def write_verl(path, questions):
@@ -89,7 +90,8 @@ def test_three_steps_with_ones_own_retriever_data_and_reward(folder, retriever, 
             text=True,
             timeout=300,
         )
-        for command in commands("python -m jaxrl.launch --config=my_run.py")
+        for start in ("jaxrl plan --config=my_run.py", "python -m jaxrl.launch --config=my_run.py")
+        for command in commands(start)
     ]
     assert [run.returncode for run in done] == [0, 0], [run.stderr[-2000:] for run in done]
     steps = [r for r in records(folder / "runs" / "mine") if "critic/rewards/mean" in r]

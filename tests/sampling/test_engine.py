@@ -373,7 +373,7 @@ def test_keys_tell_everything_apart():
 @pytest.mark.parametrize(
     ("num_rows", "num_pages", "message"),
     [
-        (6, 0, r"num_rows=6 is not a multiple of data \* fsdp \* expert \* context = 4"),
+        (6, 0, r"max_num_seqs=6 is not a multiple of data \* fsdp \* expert \* context = 4"),
         (4, 3, r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"),
     ],
 )

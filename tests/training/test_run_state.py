@@ -57,7 +57,7 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
         ledger=UsageStats(num_trajectories=8, num_calls={"search": 3}),
     )
     before = UsageStats(num_trajectories=2, num_calls={"search": 1})
-    saved = json.dumps(Progress(pending=pending, ledger=before).to_json())
+    saved = json.dumps(Progress(prefetched=pending, ledger=before).to_json())
     progress = Progress.from_json(json.loads(saved), method)
     read = progress.prefetched
     assert (read is not None) == is_kept

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxrl.builders.saved_run import line
 from jaxrl.runtime.resume import run_folder
+from jaxrl.utils.text import replace_unencodable
 
 STAGES = "--config.stages=('evaluate',)"
 
@@ -43,4 +44,5 @@ def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    replace_unencodable()
     main()

@@ -22,6 +22,7 @@ from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import CheckpointError, steps_in
 from jaxrl.runtime.resume import check_step, run_folder
 from jaxrl.runtime.sharding import make_mesh
+from jaxrl.utils.text import replace_unencodable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,4 +90,5 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
 
 
 if __name__ == "__main__":
+    replace_unencodable()
     main()

@@ -182,7 +182,8 @@ def test_a_run_belongs_to_its_encoder_and_vectors(tmp_path, corpus, engine):
 
 def shown():
     """What the document sets, block by block."""
-    for code in blocks(ROOT / "docs" / "dense.md", "python"):
+    shown = blocks(ROOT / "docs" / "search.md", "python")
+    for code in (code for code in shown if "dense.encoder" in code):
         config = debug_tiny.get_config()
         exec(code, {"config": config})
         yield config

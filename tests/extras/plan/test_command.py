@@ -282,7 +282,7 @@ class TestCommand:
             (["--plan_devices=-8"], "--plan_devices=-8"),
             (["--plan_processes=3"], "--plan_processes=3 does not divide the 8"),
             (["--plan_processes=0"], "plan_processes"),
-            (["--plan_memory_gib=80GB"], "=80GB: expected a number of GiB, such as 80"),
+            (["--plan_memory_gib=80GB"], "--plan_memory_gib=80GB"),
             (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
             (
                 ["--config.model.path=nowhere"],

@@ -451,7 +451,9 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     # A copy of all weights lies beside the state while they are handed over.
     assert moved.moments == {"handing over": {"decode weights": sampler.kept["decode weights"]}}
     assert moved.kept["optimizer state"] == update.kept["optimizer state"]
-    with pytest.raises(ValueError, match=r"num_rows is 63; .* rollout_devices / tensor, of all pr"):
+    with pytest.raises(
+        ValueError, match=r"max_num_seqs is 63; .* rollout_devices / tensor, of all pr"
+    ):
         memory.make_plan(
             large_run(fsdp=6, **AHEAD | own | {"rollout.max_num_seqs": 63}), QWEN_7B, NODE
         )

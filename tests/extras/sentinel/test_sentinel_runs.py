@@ -177,13 +177,13 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     )
     before = UsageStats(num_trajectories=8, num_calls={"search": 4})
     session = types.SimpleNamespace(
-        progress=Progress(ledger=before, pending=ahead),
+        progress=Progress(ledger=before, prefetched=ahead),
         workdir=tmp_path,
         components=types.SimpleNamespace(engine=types.SimpleNamespace(release=lambda: None)),
         display=Display(),
     )
     runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
-    progress = Progress(ledger=UsageStats(num_trajectories=6), pending=ahead)  # of a checkpoint
+    progress = Progress(ledger=UsageStats(num_trajectories=6), prefetched=ahead)  # of a checkpoint
     [decision] = resume.read_rollbacks(tmp_path)
     runs.apply_rollback(progress, decision, Values({5: 0.5}))
     assert progress.ledger == UsageStats(num_trajectories=10, num_calls={"search": 7})
@@ -261,7 +261,7 @@ class Values:
     [({2: 0.5, 3: 0.4}, 0.5, 2), ({3: 0.4}, 0.4, 3), ({3: None}, None, 0)],
 )
 def test_the_best_is_a_checkpoint_that_is_left(values, value, step):
-    progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), pending=object())
+    progress = Progress(best=Best(value=0.5, step=2, mark=0.5, num_stale=1), prefetched=object())
     spent = UsageStats(num_trajectories=3)
     decision = {"number": 2, "lr_scale": 0.25, "ledger": spent.to_json()}
     runs.apply_rollback(progress, decision, Values(values))

@@ -370,6 +370,6 @@ def test_recent_steps_are_this_one_and_two_before():
 def test_every_sign_is_declared_and_documented():
     source = Path(signs.__file__).read_text()
     named = re.findall(r"""(?:return|:) \(?"([a-z]+_[a-z_]+)", ?\(?""", source)
-    page = (Path(__file__).parents[3] / "docs" / "sentinel.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
     assert sorted({*named} - {"config_"}) == sorted(signs.judge.signs)
     assert all(f"`{name}`" in page for name in signs.judge.signs)
