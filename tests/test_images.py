@@ -328,8 +328,8 @@ class TestProcessor:
         bomb[16:24] = length + length
         bomb[29:33] = np.array(zlib.crc32(bytes(bomb[12:29])), ">u4").tobytes()
         cases = {
-            encoded(deep): "of mode I;16, with more than 8 bits a value.*save it with 8 bits",
-            encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits a value",
+            encoded(deep): "of mode I;16, with more than 8 bits per value.*save it with 8 bits",
+            encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits per value",
             bytes(bomb): r"as an image: Image size \(400000000 pixels\) exceeds limit",
             b"<svg/>": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",
             b"": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",

@@ -67,7 +67,7 @@ def test_groups_go_on_in_the_next_step_and_a_run_repeats(tiny_world, tmp_path):
     progress, _ = saved_progress(parts, again)
     assert len(progress.in_flight_tasks) == 2
     said, _ = play(config, again)
-    assert "2 tasks were under way" in next(line for line in said if "anew" in line)
+    assert any("2 tasks were in flight" in line for line in said)
     later = trained(again, (3, 4))
     assert set(Counter(t["task_id"] for t in later).values()) == {2}
     left = {order[at] for at in progress.in_flight_tasks}

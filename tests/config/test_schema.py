@@ -78,8 +78,8 @@ def test_shipped_configs_are_valid(name):
         ("tasks.train.source", "", "a path"),
         ("search.local.corpus", "", "a path"),
         # What ml_collections lets through.
-        ("seed", None, "a value of type int, as 0"),
-        ("seed", True, "a value of type int, as 0"),
+        ("seed", None, "a value of type int, such as 0"),
+        ("seed", True, "a value of type int, such as 0"),
         ("stages", None, "a value of type tuple, such as ('train', 'evaluate')"),
         ("optimizer.lr", float("nan"), "a finite number"),
         ("reward.weights", {"exact_match": 10**400}, "a finite number for each part"),
@@ -135,7 +135,7 @@ def test_a_server_that_is_not_named(config, settings, expected):
     ("weights", "message"),
     [
         ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: these weights would pay noth"),
-        ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted name"),
+        ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted path"),
     ],
 )
 def test_weights_that_pay_nothing(config, weights, message):

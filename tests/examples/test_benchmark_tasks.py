@@ -68,7 +68,7 @@ def test_ids_stay_apart_and_tasks_can_be_named_and_limited(tmp_path):
         (
             "nq",
             {"query": "q"},
-            r"a.jsonl:1 is not a row of nq: KeyError\('question'\); it has query, a",
+            r"a.jsonl:1 is not a row of nq: KeyError\('question'\); it has query;",
         ),
         ("musique", {"id": "x", "question": " ", "answer": "a"}, r"a.jsonl:1: 'question' is ' '"),
     ],

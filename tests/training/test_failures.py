@@ -48,7 +48,7 @@ class TestFailures:
         failures.count([failure("down"), failure("too")])
         failures.count([make_trajectory(), failure("down")])  # one that works
         failures.count([failure("still down")])
-        with pytest.raises(NothingWorksError, match=r"2 batches in a row .*: gone\. Neither"):
+        with pytest.raises(NothingWorksError, match=r"2 batches in a row .*: gone\. The policy"):
             failures.count([failure("gone")])
         assert [line.rpartition(": ")[2] for line in said] == ["down", "still down", "gone"]
         assert said[0].startswith("warning: each of the 2 episodes of this batch ended in")
@@ -65,7 +65,7 @@ class TestFailures:
         failures, _ = counted(3)
         failures.check_suites({})
         with pytest.raises(
-            NothingWorksError, match=r"evaluation \(greedy, sampled\) .*: down\. Nei"
+            NothingWorksError, match=r"evaluation \(greedy, sampled\) .*: down\. The"
         ):
             failures.check_suites({"greedy": "down", "sampled": "too"})
         counted(0)[0].check_suites({"greedy": "down"})  # never

@@ -153,7 +153,10 @@ def test_a_budget_for_judges_alone_is_left_out(run):
     [
         ("--config.eval.topp=1", "there is no key config.eval.topp; did you mean"),
         ("--config.eval.top_p=high", "config.eval.top_p is 'high'"),
-        ("--config.env.search.tools=python,", "--config.env.search.tools=python,: expected a tup"),
+        (
+            "--config.env.search.tools=python,",
+            "--config.env.search.tools=python,: expected a Python tup",
+        ),
         ("--config.eval.top_p=3", "config.eval.top_p is 3.0; expected"),
         ("--config.eval.top_p", "--config.eval.top_p: expected --config.key=value"),
         ("--temprature=1", "unexpected argument --temprature=1"),

@@ -172,7 +172,8 @@ def test_what_was_given_up_is_spent_all_the_same(plain, apply_rollback):
 
 def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
     ahead = Collected(
-        **{"groups": [], "leftover": [], "num_tasks_taken": 0, "tried": [], "metrics": {}},
+        **{"groups": [], "buffered_groups": [], "num_tasks_taken": 0, "sampled_stats": []},
+        metrics={},
         ledger=UsageStats(num_trajectories=2, num_calls={"search": 3}),
     )
     before = UsageStats(num_trajectories=8, num_calls={"search": 4})

@@ -99,7 +99,7 @@ def test_no_step_waits_for_the_slowest_and_a_restart_plays_it_anew(tiny_world, t
     shutil.rmtree(folder)
     folder.mkdir()
     said, _ = play(config, again)
-    [told] = [line for line in said if "anew" in line]
+    [told] = [line for line in said if "in flight" in line]
     assert "1 task" in told
     later = trained(again, range(2, 6))
     counts = Counter(t["task_id"] for of_step in later.values() for t in of_step)
