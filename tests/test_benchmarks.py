@@ -277,7 +277,7 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
     assert results["halves"]["ending"] == "ended without a record"
     assert results["works"]["record"]["mfu"] == 0.5
     page = (tmp_path / "out/table.md").read_text()
-    assert "| works | done | 0 | tokens_per_s 1,234, mfu 50.0% |" in page
+    assert re.search(r"\| works \| done \| \d+ \| tokens_per_s 1,234, mfu 50.0% \|", page)
     assert "said by hangs" in (tmp_path / "out/log.txt").read_text()
 
 

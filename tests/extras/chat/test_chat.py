@@ -155,7 +155,7 @@ def test_a_budget_for_judges_alone_is_left_out(run):
         ("--config.eval.top_p=high", "config.eval.top_p is 'high'"),
         (
             "--config.env.search.tools=python,",
-            "--config.env.search.tools=python,: expected a Python tup",
+            "--config.env.search.tools=python,: expected a Py",
         ),
         ("--config.eval.top_p=3", "config.eval.top_p is 3.0; expected"),
         ("--config.eval.top_p", "--config.eval.top_p: expected --config.key=value"),
