@@ -1,6 +1,5 @@
 """What a model may write, read by the parsers and by slow ones that work another way."""
 
-import gc
 import json
 import random
 import re
@@ -304,16 +303,3 @@ def test_nothing_takes_longer_than_linear_time(name):
         READERS[name](text)
         took = time.process_time() - begin
         assert took < 1.5, (took, text[:60])
-
-
-def test_open_braces_do_not_set_off_the_garbage_collector():
-    kept, collections = gc.get_threshold(), []
-    gc.collect(0)  # what earlier tests left would reach the lower threshold at once
-    gc.callbacks.append(lambda phase, _: collections.append(phase))
-    try:
-        gc.set_threshold(700, 10, 10)  # as Python begins
-        assert last_boxed("{" * SIZE) is None
-    finally:
-        gc.callbacks.pop()
-        gc.set_threshold(*kept)
-    assert collections == []
