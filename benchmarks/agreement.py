@@ -36,18 +36,18 @@ from jaxrl.builders.method import build_method
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.experts import choice as experts_choice
-from jaxrl.extras.experts.products import Product
+from jaxrl.extras.experts.products import GroupedMatmul
 from jaxrl.extras.kernels import trials
 from jaxrl.models.attention import choice as attention_choice
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, find_reads
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, AttentionKernels, find_reads
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.kernel_check import Trial, select_kernel, takes
+from jaxrl.models.kernel_check import Trial, select_kernel, supports_dtype
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import Gradient, put_batch
+from jaxrl.training.update import GradientStep, put_batch
 from tests.extras.experts.brute import brute_force as brute_force_groups
 from tests.models.attention.brute import (
     brute_force,
@@ -83,16 +83,16 @@ def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 def check_choices() -> tuple[dict[str, Any], bool]:
     """Return the startup findings per kernel, and True if one kernel of each line passes."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
-    tables = attention_choice.TRAIN, attention_choice.PAGES, experts_choice.KERNELS
+    tables = attention_choice.TRAIN_KERNELS, attention_choice.PAGED_KERNELS, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
-        line = [name for name in kernels_of(table) if takes(name, dtype)]
+        line = [name for name in kernels_of(table) if supports_dtype(name, dtype)]
         for sizes, name in itertools.product(
             WIDTHS if table is experts_choice.KERNELS else CHECKED, line
         ):
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
             # One call per kernel, so that all are checked and not only the first that passes.
             load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
-            for check in select_kernel(make, load, XLA.train).kernel_checks:
+            for check in select_kernel(make, load, XLA.attend_packed).kernel_checks:
                 case = f"{check.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
                 findings[label] = f"{'passes' if check.is_sound else 'FAILS'}: {check.finding}"
@@ -107,11 +107,11 @@ def _trials(
     table: Any, name: str, *, sizes: tuple[int, ...], dtype: Any, device: jax.Device
 ) -> list[Trial]:
     if table is experts_choice.KERNELS:
-        return [experts_choice.trial_of(*sizes, dtype, device)]
-    if table is attention_choice.TRAIN:
+        return [experts_choice.make_trial(*sizes, dtype, device)]
+    if table is attention_choice.TRAIN_KERNELS:
         return [trials.of_train(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])]
     of_pages = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
-    block = attention_choice.append_block(device.platform, *sizes[:2])
+    block = attention_choice.prefill_block_tokens(device.platform, *sizes[:2])
     return [of_pages(num_queries=count) for count in (1, block)]
 
 
@@ -129,7 +129,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def train_distance(
-    kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
+    kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
     """Return the errors of outputs and gradients over packed rows of random length."""
     num_heads, num_kv_heads, size = heads
@@ -142,7 +142,7 @@ def train_distance(
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Any:
         read = find_reads(*map(jnp.asarray, ids))
-        out, back = jax.vjp(lambda q, k, v: kernels.train(q, k, v, read), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: kernels.attend_packed(q, k, v, read), q, k, v)
         return out, *back(gradient)
 
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
@@ -152,7 +152,7 @@ def train_distance(
 
 
 def pages_distance(
-    kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
+    kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
     """Return the errors of outputs and log-sum-exp over pages, with 1 or 16 queries per row."""
     num_queries = int(rng.choice([1, 16]))
@@ -176,12 +176,14 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
         for index in range(num_shapes):
             heads = HEADS[index % len(HEADS)]
             sizes = dataclasses.replace(common.MODELS["small"], head_dim=heads[2])
-            kernels = attention_choice.choose(name, mesh, sizes.architecture)
+            kernels = attention_choice.select_kernels(name, mesh, sizes.architecture)
             # XLA would round float32 to TF32 on GPUs.
             with jax.default_matmul_precision("highest"):
                 yield measure(kernels, rng, heads, dtype)
 
-    cases = itertools.product(names or line_of(attention_choice.TRAIN), ("train", "pages"), DTYPES)
+    cases = itertools.product(
+        names or line_of(attention_choice.TRAIN_KERNELS), ("train", "pages"), DTYPES
+    )
     return worst_of(distances, cases, is_named=bool(names))
 
 
@@ -207,7 +209,7 @@ def worst_of(
     """
     worst: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
-    for name, *what, dtype in (case for case in cases if takes(case[0], case[-1])):
+    for name, *what, dtype in (case for case in cases if supports_dtype(case[0], case[-1])):
         label = f"{' '.join([name, *what])}, {dtype}"
         try:
             measured = list(distances(name, *what, dtype))
@@ -227,7 +229,9 @@ def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
     )
 
 
-def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> dict[str, float]:
+def experts_distance(
+    product: GroupedMatmul, rng: np.random.Generator, dtype: str
+) -> dict[str, float]:
     """Return the errors of outputs and gradients for random, partly empty groups and extra rows."""
     num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
     shares = rng.dirichlet(np.full(num_groups, 0.3))
@@ -255,7 +259,10 @@ def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
     """Return the largest errors by kernel and dtype, and True if all are within bounds."""
 
     def distances(name: str, dtype: str) -> Iterator[dict[str, float]]:
-        rng, experts = np.random.default_rng(0), experts_choice.choose(name, common.one_device())
+        rng, experts = (
+            np.random.default_rng(0),
+            experts_choice.select_kernels(name, common.one_device()),
+        )
         for _ in range(num_shapes):
             yield experts_distance(experts.product, rng, dtype)
 
@@ -320,7 +327,7 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
     policy = update.make_model(sizes, TRAINED, mesh)
-    compute = Gradient(
+    compute = GradientStep(
         policy, make_policy_loss(build_method(resolve_names(default_config(), needs_data=False)))
     )
     params = jax.device_put(cpu_params(), device)
@@ -367,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = ("checks", "kernels", "experts", "model")
     parser.add_argument("--part", choices=parts, default="kernels")
     parser.add_argument("--shapes", type=int, default=6, help="random shapes per dtype")
-    tables = attention_choice.TRAIN, experts_choice.KERNELS
+    tables = attention_choice.TRAIN_KERNELS, experts_choice.KERNELS
     names = sorted({"xla", *(name for table in tables for line in table.values() for name in line)})
     parser.add_argument(
         "--kernels", nargs="*", choices=names, default=[], help="names (default: the platform's)"

@@ -26,14 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.models.attention.choice import choose
-from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.choice import select_kernels
+from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.sampling.interfaces import Counts
+from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.types import Params
-from jaxrl.utils.files import written_whole
+from jaxrl.utils.files import open_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +285,9 @@ def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
     return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
 
-def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:
+def kernels(model: ModelSizes, mesh: Mesh) -> AttentionKernels:
     """Return the attention kernels that a run with default settings uses."""
-    return choose("auto", mesh, model.architecture, check_dtype=model.dtype)
+    return select_kernels("auto", mesh, model.architecture, check_dtype=model.dtype)
 
 
 def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
@@ -295,7 +295,7 @@ def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
     return None if hardware.nominal_flops is None else operations / seconds / hardware.nominal_flops
 
 
-Way = tuple[Callable[[int], Any], Counts]
+Way = tuple[Callable[[int], Any], EngineCounts]
 """Function that runs one repetition of a rollout, and the counters of its engine."""
 
 
@@ -398,7 +398,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def write_json(path: Path, record: Any) -> None:
     """Write a record atomically; create missing folders."""
-    with written_whole(path) as file:
+    with open_atomic(path) as file:
         file.write(json.dumps(record, indent=2) + "\n")
 
 

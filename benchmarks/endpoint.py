@@ -40,13 +40,13 @@ from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.extras.serve.server import LOOPBACK, Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.sampling import next_token
-from jaxrl.sampling.blocks import pages_for
+from jaxrl.sampling.blocks import count_pages
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Draw, Trajectory, members
+from jaxrl.types import Draw, Trajectory, flatten_groups
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
@@ -246,7 +246,8 @@ def measure(
     own: dict[str, Any] = dict(
         num_tokens=tokenizer.num_tokens - 2,  # never sample the chat markers
         num_rows=work.num_rows,
-        num_pages=work.cached * pages_for(prompt_tokens + sampled + observed, kernels.page_tokens),
+        num_pages=work.cached
+        * count_pages(prompt_tokens + sampled + observed, kernels.page_tokens),
         max_total_tokens=total,
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
@@ -268,7 +269,7 @@ def measure(
         engine.set_weights(params)
     compilations, compiled = common.Compilations(), list[int]()
     # The rollout comes first in each repetition; the clients replay its episodes.
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=prompt_tokens,
         max_response_tokens=LONGEST * sampled,
         max_total_tokens=total,
@@ -307,13 +308,13 @@ def measure(
     def play(number: int) -> None:
         compiled.append(compilations.num)
         before = dataclasses.replace(native.counts)
-        sampling = Sampling(
+        sampling = SamplingConfig(
             group_size=work.group_size,
             temperature=1.0,
             top_p=1.0,
             seeds=Seeds(seed=0, stage=0, step=number),
         )
-        played[:] = members(rollout(draws, sampling))
+        played[:] = flatten_groups(rollout(draws, sampling))
         note("native", native, before, needed())
         native.clear()
 

@@ -126,14 +126,14 @@ class Weights:
         """Count a language model's weights; a vision tower counts in `params` only."""
         params = model.abstract_params()
         dense = experts = passed = 0
-        share = model.num_chosen / model.num_experts if model.num_experts else 0.0
+        share = model.top_k / model.num_experts if model.num_experts else 0.0
         for leaf in jax.tree.leaves(params["blocks"]):
             if leaf.ndim == 3:  # [L, in, out]; norms and biases have two axes
                 dense += math.prod(leaf.shape)
                 passed += leaf.shape[0] * sum(leaf.shape[1:])
             elif leaf.ndim == 4:  # [L, E, in, out]
                 experts += math.prod(leaf.shape)
-                passed += leaf.shape[0] * model.num_chosen * sum(leaf.shape[2:])
+                passed += leaf.shape[0] * model.top_k * sum(leaf.shape[2:])
         return cls(
             table=model.vocab_size * model.width,
             dense=dense,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from jaxrl.utils.files import written_whole
+from jaxrl.utils.files import open_atomic
 
 TINY = (
     "--num_layers=1 --width=32 --num_heads=2 --num_kv_heads=1 --head_dim=16 --mlp_width=48 "
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         results[name] = result
         files = {"results.json": json.dumps(results, indent=2) + "\n", "table.md": report(results)}
         for file_name, text in files.items():
-            with written_whole(flags.out / file_name) as file:
+            with open_atomic(flags.out / file_name) as file:
                 file.write(text)
         print(f"{name}: {result['ending']}, {result['seconds']:.0f} s: {about}", flush=True)
 

@@ -42,12 +42,12 @@ from benchmarks.common import table
 from jaxrl.builders.capacity import GIB, check_rows
 from jaxrl.builders.method import batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.extras.plan.memory import Target, cache_pages, rollout_phase, target_mesh
-from jaxrl.models.attention.choice import decide
+from jaxrl.extras.plan.memory import Target, count_cache_pages, make_target_mesh, plan_rollout
+from jaxrl.models.attention.choice import resolve_kernel_name
 from jaxrl.models.attention.kernels import SHARES_PROMPTS
 from jaxrl.runtime.sharding import num_batch_shards, num_pieces
 from jaxrl.sampling.buckets import append_sizes
-from jaxrl.training.method import has_kl_loss, takes_own_logprobs
+from jaxrl.training.method import has_kl_loss, old_logprobs_are_current
 from tests import compiled_memory as memory
 
 
@@ -90,7 +90,7 @@ class Case:
     def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
         """Return the configuration, with the micro-batch that fits the devices, and its model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
-        check_rows(shipped[0], target_mesh(*shipped, self.target), self.target.num_processes)
+        check_rows(shipped[0], make_target_mesh(*shipped, self.target), self.target.num_processes)
         return shipped
 
 
@@ -269,7 +269,7 @@ class Step:
         """Count the calls and their stages."""
         # The mesh of the trainer and that of one process's sampler.
         target, rollout = case.target, config.rollout
-        mesh = target_mesh(config, model, target)
+        mesh = make_target_mesh(config, model, target)
         own = {**mesh.shape}
         if target.num_processes > 1:  # each process samples on its own devices
             rest = target.num_local // own["expert"] // own["tensor"]
@@ -278,7 +278,7 @@ class Step:
         train = floors.Part(model=model, mesh=dict(mesh.shape), device=device)
         sample = floors.Part(model=model, mesh=own, device=device)
         named, dtype = config.model.attention, config.model.dtype
-        kernels, _ = decide(named, target.platform, model.head_dim, dtype)
+        kernels, _ = resolve_kernel_name(named, target.platform, model.head_dim, dtype)
         # Sizes of one call: a micro-batch, a chunk of decoding, a prefill.
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
         shape = batch_shape(config, "train", shards, own["context"], model)
@@ -294,7 +294,7 @@ class Step:
         prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
         seen = length - rollout.max_prompt_tokens - rollout.max_response_tokens
         updates = config.optimizer.num_minibatches * shape.num_micro
-        passes = (not takes_own_logprobs(config.optimizer, config.filter)) + (
+        passes = (not old_logprobs_are_current(config.optimizer, config.filter)) + (
             has_kl_loss(config.kl) and config.kl.anchor == "ref"
         )
         return cls(
@@ -366,8 +366,8 @@ def report(results: Mapping[str, Any]) -> str:
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
         # What else is in memory while the sampler runs.
-        mesh = "x".join(map(str, target_mesh(config, model, case.target).shape.values()))
-        kept = rollout_phase(config, model, case.target).kept
+        mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
+        kept = plan_rollout(config, model, case.target).kept
         beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
         for one in own:
             for program, sizes in one["programs"].items():
@@ -428,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "keys": flags.keys,
             "num_layers": flags.num_layers,
             "micro_rows": config.optimizer.micro_rows,
-            "cache_pages": cache_pages(config, model, case.target),
+            "cache_pages": count_cache_pages(config, model, case.target),
             "versions": common.versions("jax", "jaxlib"),
         }
         for part in flags.parts.split(","):

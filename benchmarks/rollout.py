@@ -42,12 +42,12 @@ from benchmarks import common
 from jaxrl.runtime.sharding import local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request
-from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Draw, Group, Trajectory, members
+from jaxrl.types import Draw, Group, Trajectory, flatten_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,9 @@ def make_requests(
 ) -> list[Request]:
     """Return a request per prompt and length, with the keys of repetition `number`."""
     positions = np.arange(len(prompts), dtype=np.int32)
-    keys = sample_keys(0, 0, number, positions, np.zeros_like(positions), np.zeros_like(positions))
+    keys = derive_sample_keys(
+        0, 0, number, positions, np.zeros_like(positions), np.zeros_like(positions)
+    )
     return [
         Request(prompt_ids=tuple(int(i) for i in prompt), sample_key=key, budget=int(length))
         for prompt, key, length in zip(prompts, keys, lengths, strict=True)
@@ -277,7 +279,7 @@ def measure_search(
 
         def play(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
-            trajectories = members(episodes.play(number))
+            trajectories = flatten_groups(episodes.play(number))
             engine.clear()  # two caches may not fit in memory together
             return trajectories
 
@@ -333,7 +335,7 @@ class Episodes:
 
     def play(self, number: int, policy_version: int = 0) -> list[Group]:
         """Play all episodes with the seeds of repetition `number`."""
-        sampling = Sampling(
+        sampling = SamplingConfig(
             group_size=self.group_size,
             temperature=1.0,
             top_p=1.0,
@@ -365,7 +367,7 @@ def make_episodes(
     response = 3 * turns * work.turn_tokens
     # An observation has a newline before and after its truncated text.
     total = work.prompt_tokens + response + work.max_searches * (work.observation_tokens + 2)
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=work.prompt_tokens,
         max_response_tokens=response,
         max_total_tokens=total,
@@ -375,7 +377,7 @@ def make_episodes(
     engine = make_engine(
         model, work, mesh, max_total_tokens=total, stops=stops, train_mesh=train_mesh
     )
-    schedule = Schedule(deterministic=work.lag_chunks > 0, lag_chunks=max(work.lag_chunks, 1))
+    schedule = ReplySchedule(deterministic=work.lag_chunks > 0, lag_chunks=max(work.lag_chunks, 1))
     return Episodes(
         engine=engine,
         env=env,

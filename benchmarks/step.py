@@ -45,13 +45,13 @@ from jaxrl.builders.method import batch_shape, build_method
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import Estimator
+from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.minibatches import make_minibatches, shard_minibatches
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import Packed
+from jaxrl.training.packing import PackedBatch
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
-from jaxrl.types import Batch, Group, members
+from jaxrl.types import Batch, Group, flatten_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Steps:
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
-        self._estimate = Estimator(method.advantage, method.seed)
+        self._estimate = AdvantageEstimator(method.advantage, method.seed)
         params = common.random_params(model)
         self._state = init_state(params, mesh, model.architecture, optimizer)
         self.episodes.engine.set_weights(self._state.params)
@@ -149,7 +149,7 @@ class Steps:
         else:
             with self._part("step"):
                 groups = self._one_after_another(number)
-        self.num_tokens.append(sum(len(t.token_ids) for t in members(groups)))
+        self.num_tokens.append(sum(len(t.token_ids) for t in flatten_groups(groups)))
 
     @contextmanager
     def _one_core(self, number: int) -> Iterator[None]:
@@ -189,16 +189,16 @@ class Steps:
         jax.block_until_ready(self._state)
         self._hand_over()
 
-    def _pack(self, groups: Sequence[Group], number: int) -> list[Packed]:
+    def _pack(self, groups: Sequence[Group], number: int) -> list[PackedBatch]:
         method = self._method
         groups = self._estimate(groups, number, number)
         return make_minibatches(groups, self._shape, method, controllers=Controllers.init(method))
 
-    def _put(self, minibatches: Sequence[Packed]) -> list[Batch]:
+    def _put(self, minibatches: Sequence[PackedBatch]) -> list[Batch]:
         params = self._state.params
         return shard_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
 
-    def _start_update(self, minibatches: Sequence[Packed], batches: Sequence[Batch]) -> None:
+    def _start_update(self, minibatches: Sequence[PackedBatch], batches: Sequence[Batch]) -> None:
         for packed, batch in zip(minibatches, batches, strict=True):
             self._state, _ = self._update(self._state, batch, packed)
 

@@ -56,7 +56,7 @@ from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, 
 from jaxrl.envs.rewards.qa import exact_match, f1
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.logs.statistics import bootstrap_means, percentile_interval
-from jaxrl.logs.steps import Clock
+from jaxrl.logs.steps import StepTimer
 from jaxrl.models.hf_weights import copy_side_files
 from jaxrl.types import Trajectory
 
@@ -183,7 +183,7 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
     return config
 
 
-class TurnClock(Clock):
+class TurnClock(StepTimer):
     """Clock of a step that waits for its turn before it starts."""
 
     def __init__(self, turns: Turns):
@@ -211,7 +211,7 @@ def train_ours(out: Path) -> None:
     """Train in turns as our worker, and export to OUT/jaxrl/export."""
     model, work = read_settings(out)
     turns = Turns(out / "jaxrl.log")
-    jaxrl.train.Clock = functools.partial(TurnClock, turns)
+    jaxrl.train.StepTimer = functools.partial(TurnClock, turns)
     config = get_config(out, model, work)
     config.stages = ("train",)
     api.train(config, out / "jaxrl")

@@ -38,7 +38,7 @@ from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.sampling.demonstrations import Demonstration
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.packing import BatchShape, PackedBatch, pack
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import UpdateStep, init_state, put_batch
 from jaxrl.types import TrainState
@@ -93,7 +93,7 @@ def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
     return sequences
 
 
-def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int = 1) -> Packed:
+def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int = 1) -> PackedBatch:
     """Pack the sequences, with random advantages of both signs."""
     shape = BatchShape.for_sequences(
         len(sequences),
@@ -128,7 +128,7 @@ def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
 
 def start(
     model: common.ModelSizes, work: Work, mesh: Mesh, num_updates: int
-) -> tuple[Packed, TrainState, Callable[[TrainState], TrainState]]:
+) -> tuple[PackedBatch, TrainState, Callable[[TrainState], TrainState]]:
     """Return the batch, the initial state, and a function that runs one update to its end."""
     config, policy = default_config(), make_model(model, work, mesh)
     config.num_steps = num_updates

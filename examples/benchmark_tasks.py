@@ -25,7 +25,7 @@ from jaxrl.data.readers.base import Listed, Reader, blocks
 from jaxrl.data.records import parse_task
 from jaxrl.data.tasks import TaskSource, normalized_question, open_reader
 from jaxrl.envs.base import Task
-from jaxrl.utils.files import written_whole
+from jaxrl.utils.files import open_atomic
 
 Row = Mapping[str, Any]
 Fields = dict[str, Any]
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"{settings.source} holds no task; {dict(collapsed.left_out)}")
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(out) as file:
+    with open_atomic(out) as file:
         file.writelines(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     print(f"{out}: {len(tasks):,} tasks")
     for why, count in collapsed.left_out.items():

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.hf_weights import check_hf, hf_places, write_json, write_tensors
-from jaxrl.models.registry import find_architecture
+from jaxrl.models.hf_weights import locate_hf_tensors, open_hf, write_json, write_tensors
+from jaxrl.models.registry import resolve_architecture
 from jaxrl.utils.files import atomic_folder
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -85,7 +85,7 @@ def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Archite
     # The shortest decimal of the file's float32: 1e-05, not 9.999999747378752e-06.
     fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))
     fields |= {"model_type": family, "vocab_size": rows, "tie_word_embeddings": merge_tied(tensors)}
-    return find_architecture(fields, "", "metadata").from_dict(fields, source="metadata")
+    return resolve_architecture(fields, "", "metadata").from_dict(fields, source="metadata")
 
 
 def convert_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -118,7 +118,9 @@ def convert(file: Path, out: Path) -> None:
     family, model = metadata["general.architecture"], convert_config(metadata, tensors)
     tokenizer, tokenizer_config = convert_tokenizer(metadata)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], model.num_layers)
-    sources = {name: names.get_name(name, (".weight", ".bias")) for name in hf_places(model)}
+    sources = {
+        name: names.get_name(name, (".weight", ".bias")) for name in locate_hf_tensors(model)
+    }
     if wrong := sorted(tensors.keys() ^ {*sources.values()}):
         raise ValueError(f"tensor {wrong[0]!r} is unexpected or missing; use another file.")
     heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}
@@ -137,7 +139,7 @@ def convert(file: Path, out: Path) -> None:
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         sizes = {name: 4 * int(tensors[source].n_elements) for name, source in sources.items()}
         write_tensors(folder, sizes, read, max_shard_size=2 * 10**9)
-        check_hf(folder)  # the shape of each tensor
+        open_hf(folder)  # the shape of each tensor
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,7 +15,14 @@ from typing import Any
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, batches
-from jaxrl.utils.http_client import Bounds, JsonClient, Request, check_url, key_of, plain_text
+from jaxrl.utils.http_client import (
+    ClientLimits,
+    JsonClient,
+    Request,
+    check_url,
+    fix_surrogates,
+    read_api_key,
+)
 
 MAX_WORDS = 500  # per query; a cluster rejects queries with too many clauses
 PERMANENT = (400, 401, 403, 404)  # statuses that a retry would not change
@@ -51,19 +58,19 @@ class OpenSearch(DocumentSearch):
         check_url("search.settings", url)
         headers = {}
         if password_env:
-            password = key_of("search.settings", password_env)
+            password = read_api_key("search.settings", password_env)
             headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
         self.topk = topk
         self._url, self._index = f"{url.rstrip('/')}/_msearch", index
         self._title, self._text = fields
         self._batch_size = batch_size
-        bounds = Bounds(timeout_s=timeout_s, connections=8, max_mib=256)
+        bounds = ClientLimits(timeout_s=timeout_s, connections=8, max_mib=256)
         self._client = JsonClient(bounds, headers=headers)
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return for each query its documents or an error."""
         groups = list(batches(queries, self._batch_size))
-        answers = self._client.ask([self._request(group, topk) for group in groups])
+        answers = self._client.send_all([self._request(group, topk) for group in groups])
         results: list[list[Hit] | ToolError] = []
         for group, answer in zip(groups, answers, strict=True):
             if isinstance(answer, ToolError):
@@ -75,7 +82,7 @@ class OpenSearch(DocumentSearch):
     def _request(self, queries: Sequence[str], topk: int) -> Request:
         lines: list[dict[str, Any]] = []
         for query in queries:
-            words = list(dict.fromkeys(plain_text(query).split()))[:MAX_WORDS]
+            words = list(dict.fromkeys(fix_surrogates(query).split()))[:MAX_WORDS]
             match = {"query": " ".join(words), "fields": [f"{self._title}^2", self._text]}
             search = {"query": {"multi_match": match | {"type": "cross_fields"}}, "size": topk}
             lines += [{"index": self._index}, search | {"_source": [self._title, self._text]}]
@@ -92,7 +99,7 @@ class OpenSearch(DocumentSearch):
         hits = []
         for hit in response["hits"]["hits"]:
             title, text = (
-                plain_text(hit["_source"][name] or "") for name in (self._title, self._text)
+                fix_surrogates(hit["_source"][name] or "") for name in (self._title, self._text)
             )
             hits.append(Hit(Document(hit["_id"], title.strip(), text.strip()), hit.get("_score")))
         return hits

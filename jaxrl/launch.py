@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from jaxrl.runtime.preemption import (
     EXIT_BUDGET_SPENT,
-    EXIT_NOTHING_WORKS,
-    EXIT_TRY_AGAIN,
-    EXIT_UNSOUND,
-    end_on_signals,
+    EXIT_INTERRUPTED,
+    EXIT_UNAVAILABLE,
+    EXIT_UNHEALTHY,
+    exit_on_signals,
 )
-from jaxrl.runtime.watchdog import tell_on_signal
-from jaxrl.utils.text import printable, replace_unencodable
+from jaxrl.runtime.watchdog import dump_stacks_on_signal
+from jaxrl.utils.text import escape_control_chars, replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals()  # before the slow imports below
+    exit_on_signals()  # before the slow imports below
     replace_unencodable()
-    tell_on_signal()
+    dump_stacks_on_signal()
 
 import contextlib
 import logging
@@ -44,8 +44,15 @@ from jaxrl.config import schema as configuration
 from jaxrl.config.keys import optional
 from jaxrl.config.loading import load_config_file, load_values, read_keys
 from jaxrl.runtime.preemption import stop_on_signals
-from jaxrl.utils.files import REMEDIES, MovedError, check_held, full_disk, held, system_message
-from jaxrl.utils.secrets import redact, redacted_output
+from jaxrl.utils.files import (
+    REMEDIES,
+    FolderMovedError,
+    check_not_moved,
+    find_disk_full_error,
+    format_os_error,
+    lock_folder,
+)
+from jaxrl.utils.secrets import redact, redact_output
 
 if TYPE_CHECKING:
     from jaxrl.logs.display import Display
@@ -95,34 +102,34 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 def main(argv: Sequence[str]) -> None:
     """Check the configuration, workdir and files, then run."""
     begun = threading.Event()
-    sys.excepthook = _show_exception
+    sys.excepthook = _print_exception
     try:
-        with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
+        with redact_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
-            from jaxrl.runtime.checkpoint import raises_once
-            from jaxrl.runtime.peers import join
+            from jaxrl.runtime.checkpoint import quiet_orbax
+            from jaxrl.runtime.peers import join_job
 
-            with raises_once():
+            with quiet_orbax():
                 peers = None
                 try:
-                    peers = job and join(job, deadline_s=_PEER_DEADLINE_S.value)
+                    peers = job and join_job(job, deadline_s=_PEER_DEADLINE_S.value)
                 except OSError as error:
-                    _refuse(error)
+                    _exit_with_error(error)
                 with peers or contextlib.nullcontext():
-                    everywhere = peers.everywhere(should_stop) if peers else should_stop
-                    _run(config, workdir, everywhere, begun.set)
+                    any_should_stop = peers.extend_to_job(should_stop) if peers else should_stop
+                    _run(config, workdir, any_should_stop, begun.set)
     except SystemExit as end:
         # Looked up, not imported: a run stopped before JAX is loaded must not load it now.
         compilation = sys.modules.get("jaxrl.runtime.compilation")
-        if end.code == EXIT_TRY_AGAIN and compilation and compilation.is_under_way():
+        if end.code == EXIT_INTERRUPTED and compilation and compilation.is_compiling():
             # A normal exit would wait for the compilation.
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(EXIT_TRY_AGAIN)
+            os._exit(EXIT_INTERRUPTED)
         raise
 
 
-def _show_exception(*raised: Any) -> None:
+def _print_exception(*raised: Any) -> None:
     """Print an uncaught exception and its causes, redacted."""
     sys.stderr.write(redact("".join(traceback.format_exception(*raised))))
 
@@ -130,7 +137,7 @@ def _show_exception(*raised: Any) -> None:
 def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """Return the checked configuration, the workdir, and the job of this process."""
     try:
-        config, workdir = _read(argv)
+        config, workdir = _load_config(argv)
         # Imported late, so that a misspelled key is reported at once, without loading JAX.
         from jaxrl.builders.validation import validate
 
@@ -165,7 +172,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 
             check_coordinator(job)
     except INPUT_ERRORS as error:
-        _refuse(error)
+        _exit_with_error(error)
     return config, workdir, job
 
 
@@ -195,10 +202,10 @@ def _run(
 
     with contextlib.ExitStack() as stack:
         # Build. Errors here are the user's to fix, so they take one line.
-        display = Display(is_shown=distributed.is_main())
+        display = Display(is_enabled=distributed.is_main())
         stack.callback(display.stop)
         try:
-            play = make_ready(
+            run_stages = prepare_run(
                 config,
                 workdir,
                 display,
@@ -208,42 +215,42 @@ def _run(
                 step=_STEP.value,
             )
         except INPUT_ERRORS as error:
-            _refuse(error)
+            _exit_with_error(error)
         except OutageError as error:
-            _end(error, EXIT_NOTHING_WORKS)
+            _exit_with_code(error, EXIT_UNAVAILABLE)
         # Run. Each kind of end has its exit code.
         begin()
         stack.enter_context(watchdog(display, config.watch.stall_s, config.watch.deadline_s))
         try:
-            play(should_stop)
+            run_stages(should_stop)
         except (Interrupted, BudgetSpentError) as error:
-            sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
+            sys.exit(EXIT_INTERRUPTED if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
-            _end(error, EXIT_NOTHING_WORKS)
+            _exit_with_code(error, EXIT_UNAVAILABLE)
         except UnsoundError as error:
-            _end(error, EXIT_UNSOUND)
+            _exit_with_code(error, EXIT_UNHEALTHY)
         except (
             CheckpointError,
-            MovedError,
+            FolderMovedError,
             NotEnoughGroupsError,
             UserCodeError,
             UnreadableError,
         ) as error:
-            _refuse(error)
+            _exit_with_error(error)
         except Exception as error:
             # One line suffices for a full disk or a system error about a file of the workdir.
-            from jaxrl.runtime.checkpoint import newest_whole
+            from jaxrl.runtime.checkpoint import latest_complete_step
 
-            if (full := full_disk(error)) is not None:
-                saved = newest_whole(workdir / "checkpoints")
-                kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
-                _refuse(full, f"{kept}; {REMEDIES[full.errno or 0]}", workdir)
-            if _is_of(error, workdir):
-                _refuse(error)
+            if (full := find_disk_full_error(error)) is not None:
+                saved = latest_complete_step(workdir / "checkpoints")
+                status = "nothing is saved yet" if saved is None else f"step {saved} is saved"
+                _exit_with_error(full, f"{status}; {REMEDIES[full.errno or 0]}", workdir)
+            if _is_system_error_in(error, workdir):
+                _exit_with_error(error)
             raise
 
 
-def make_ready(
+def prepare_run(
     config: ConfigDict,
     workdir: Path,
     display: Display,
@@ -276,25 +283,25 @@ def make_ready(
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
     from jaxrl.builders.fingerprints import check_alike, fingerprints
-    from jaxrl.logs.trackers import check_mirrors
+    from jaxrl.logs.trackers import check_trackers
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
-    from jaxrl.runtime.host_memory import give_back_after_compiling
+    from jaxrl.runtime.host_memory import trim_memory_after_compiling
 
     # Cheap checks first, so that nothing is written or compiled for a run that cannot start.
-    _check_workdir(config, workdir, is_accepted=accept_changes)
+    _check_workdir(config, workdir, accept_changes=accept_changes)
     if step is not None:
         if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
             raise ValueError(
                 f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
                 "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
             )
-        resume.check_step(workdir / "checkpoints", step)
-    check_mirrors(config.log.wandb_project)
+        resume.check_checkpoint_exists(workdir / "checkpoints", step)
+    check_trackers(config.log.wandb_project)
     contents = fingerprints(config)
     check_alike(config, workdir, contents)
-    begun, changes = _compare(config, workdir, contents, is_accepted=accept_changes)
+    begun, changes = _check_changes(config, workdir, contents, accept_changes=accept_changes)
     notes = validation.warnings(config)
     if begun is not None:
         # With --step the run itself stays unchanged.
@@ -302,12 +309,14 @@ def make_ready(
         notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
-    give_back_after_compiling()
+    trim_memory_after_compiling()
     # Prompts may contain the time; all processes must render the same one.
-    now = datetime.fromisoformat(distributed.broadcast(resume.prompt_time(workdir).isoformat()))
+    now = datetime.fromisoformat(
+        distributed.broadcast(resume.read_prompt_time(workdir).isoformat())
+    )
     components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
-        stack.enter_context(held(workdir))
+        stack.enter_context(lock_folder(workdir))
     for line in (*notes, *components.notes):
         display.log(line)
 
@@ -315,21 +324,21 @@ def make_ready(
         if distributed.is_main():
             resume.record_start(workdir, begun, changes, config, contents)
 
-    def play(should_stop: Callable[[], bool]) -> None:
-        given = (run_settings(config), workdir, components, display, should_stop, contents)
+    def run_stages(should_stop: Callable[[], bool]) -> None:
+        run_args = (run_settings(config), workdir, components, display, should_stop, contents)
         try:
             if step is None:
-                run(*given, record_start)
+                run(*run_args, record_start)
             else:
-                evaluate_step(*given, step)
+                evaluate_step(*run_args, step)
         except Exception:
-            check_held(workdir)  # a moved workdir explains any other error
+            check_not_moved(workdir)  # a moved workdir explains any other error
             raise
 
-    return play
+    return run_stages
 
 
-def _end(error: Exception, code: int) -> NoReturn:
+def _exit_with_code(error: Exception, code: int) -> NoReturn:
     """End the process with an exit code and a message."""
     from jaxrl.runtime import distributed
 
@@ -370,39 +379,39 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 """Function that `--plan` calls."""
 
 
-def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
+def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = False) -> None:
     """Raise if a different configuration started this workdir."""
     for key, entry in configuration.KEYS.items():
-        written = workdir / entry.written_to
-        if entry.written_to and written.resolve() == Path(config[key]).resolve():
+        export_path = workdir / entry.written_to
+        if entry.written_to and export_path.resolve() == Path(config[key]).resolve():
             raise ValueError(
                 f"config.{key}={config[key]!r} is where --workdir={workdir} exports to; "
                 "set --workdir to another folder."
             )
-    begun, _ = _compare(config, workdir, is_accepted=is_accepted)
+    begun, _ = _check_changes(config, workdir, accept_changes=accept_changes)
     if begun is not None:
         from jaxrl.builders.resolved import fixed_keys
-        from jaxrl.runtime.resume import check_fixed
+        from jaxrl.runtime.resume import check_fixed_keys
 
         fixed = fixed_keys(config, begun.config)
-        check_fixed(workdir, begun, configuration.flatten(config), fixed)
+        check_fixed_keys(workdir, begun, configuration.flatten(config), fixed)
 
 
-def _compare(
+def _check_changes(
     config: ConfigDict,
     workdir: Path,
     contents: dict[str, str] | None = None,
     *,
-    is_accepted: bool,
+    accept_changes: bool,
 ) -> tuple[RunRecord | None, list[Change]]:
     """Return the record of the workdir's run and the changes since. Reject unaccepted changes."""
     from jaxrl.runtime import resume
 
-    begun = resume.read_record(workdir, is_accepted=is_accepted)
+    begun = resume.read_record(workdir, accept_changes=accept_changes)
     if begun is None:
         return None, []
     changes = resume.find_changes(begun, configuration.flatten(config), contents)
-    if not is_accepted:
+    if not accept_changes:
         resume.check_changes(workdir, begun, changes)
     return begun, changes
 
@@ -422,11 +431,11 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         others = flags.FLAGS([argument for argument in argv if argument not in settings])
     except flags.Error as error:
-        _refuse(error)
+        _exit_with_error(error)
     return [*others, *settings]
 
 
-def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
+def _load_config(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     """Return the configuration with all overrides applied, and the workdir."""
     if _CONFIG.value is None:
         raise ValueError(
@@ -450,7 +459,7 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     return config, workdir
 
 
-def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
+def _exit_with_error(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
     """Exit with a one-line message about an input or system error.
 
     Args:
@@ -460,13 +469,13 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
-    full = full_disk(error)
+    full = find_disk_full_error(error)
     if full is not None and full.filename:  # otherwise `error` says more
         error = full
     sys.exit(f"error: {_message(error, remedy, place)}")
 
 
-def _is_of(error: Exception, folder: Path) -> bool:
+def _is_system_error_in(error: Exception, folder: Path) -> bool:
     """Return True for a system error in `REMEDIES` about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
@@ -475,8 +484,8 @@ def _is_of(error: Exception, folder: Path) -> bool:
 
 def _message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
     """Format an error in one line."""
-    known = system_message(error, remedy, place) if isinstance(error, OSError) else None
-    return printable(" ".join((known or str(error)).split()))
+    message = format_os_error(error, remedy, place) if isinstance(error, OSError) else None
+    return escape_control_chars(" ".join((message or str(error)).split()))
 
 
 if __name__ == "__main__":

@@ -16,24 +16,24 @@ from jaxrl.config.keys import optional
 from jaxrl.config.schema import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
-from jaxrl.logs.tokens import make_notes
-from jaxrl.logs.trackers import open_log
+from jaxrl.logs.tokens import make_token_logger
+from jaxrl.logs.trackers import open_metrics_log
 from jaxrl.logs.writers import write_samples
-from jaxrl.models.initial_weights import load_base, load_trained
+from jaxrl.models.initial_weights import load_frozen_params, load_trained_params
 from jaxrl.runtime import distributed, resume
-from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, by_value, optimizer_items
+from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, optimizer_items, sort_by_value
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.runtime.sharding import abstract, param_shardings
-from jaxrl.runtime.versions import kernel_checks_of, write_environment
+from jaxrl.runtime.sharding import make_restore_target, param_shardings
+from jaxrl.runtime.versions import collect_kernel_checks, write_environment
 from jaxrl.sft import sft
 from jaxrl.train import train
-from jaxrl.training.collect import ENDING, NotEnoughGroupsError
+from jaxrl.training.collect import FATAL_ERRORS, NotEnoughGroupsError
 from jaxrl.training.failures import FailureCounter
 from jaxrl.training.run_state import Components, Progress, RunState
 from jaxrl.training.settings import Settings
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.training.usage import BudgetSpentError, UsageStats
-from jaxrl.training.watch import RollBack, UnsoundError
+from jaxrl.training.watch import Rollback, UnsoundError
 from jaxrl.types import Params
 from jaxrl.utils.callables import UserCodeError
 
@@ -98,25 +98,25 @@ def run(
                 record_start=None if is_recorded else record_start,
             )
             is_recorded = True
-            with contextlib.closing(run_state.metrics_log), _stopping(display):
+            with contextlib.closing(run_state.metrics_log), _stop_display(display):
                 is_done = run_stages(run_state)
     # Report the contents of the workdir, and warn if nothing was learned.
     progress = run_state.progress
-    ending: list[str] = []
-    write_report(run_state, ending.append)
+    report_lines: list[str] = []
+    write_report(run_state, report_lines.append)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
         lr = components.method.optimizer.lr
-        display.log(nothing_learned(progress.stage_step, lr))
-    for line in ending:
+        display.log(describe_no_learning(progress.stage_step, lr))
+    for line in report_lines:
         display.log(line)
 
 
-def nothing_saved(run_state: RunState) -> str:
+def describe_unsaved_work(run_state: RunState) -> str:
     """Describe what is lost if a run stops before its first checkpoint."""
-    replies = run_state.settings.kept_replies
+    replies = run_state.settings.replay_folder
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
         return f"the replies so far are kept in {folder}. The same command requests only the others"
@@ -146,7 +146,7 @@ def evaluate_step(
     checkpointer = Checkpointer(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
-    with contextlib.closing(checkpointer), _stopping(display):
+    with contextlib.closing(checkpointer), _stop_display(display):
         position, restored = checkpointer.restore(
             lambda saved: restore_targets(components, saved),
             step,
@@ -157,27 +157,27 @@ def evaluate_step(
             workdir=workdir,
             components=components,
             checkpointer=checkpointer,
-            metrics_log=open_log(workdir, 0, settings, display.log, is_written=False),
+            metrics_log=open_metrics_log(workdir, 0, settings, display.log, is_writer=False),
             display=display,
             progress=progress,
             restored=restored,
             should_stop=should_stop,
             run_suites=run_suites,
             write_samples=write_samples,
-            origin=run_origin(settings, contents),
+            origin=make_origin(settings, contents),
             failures=FailureCounter(
                 limit=settings.max_failed_steps, log=display.log, num_batches=0
             ),
             saved=dataclasses.replace(progress),
         )
-        params = start_params(run_state)
+        params = load_initial_params(run_state)
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
         evaluate(run_state, params)
     display.log(f"done; {folder} holds the model of step {step}")
 
 
-def nothing_learned(num_steps: int, learning_rate: float) -> str:
+def describe_no_learning(num_steps: int, learning_rate: float) -> str:
     """Return a warning about a stage in which no update had a gradient."""
     cause = (
         "config.optimizer.lr is 0"
@@ -195,7 +195,7 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
 
 
 @contextlib.contextmanager
-def _stopping(display: Display) -> Iterator[None]:
+def _stop_display(display: Display) -> Iterator[None]:
     """Stop the live display when the block ends."""
     try:
         yield
@@ -211,33 +211,33 @@ def run_stages(run_state: RunState) -> bool:
     """
     progress, display = run_state.progress, run_state.display
     try:
-        params = start_params(run_state)
+        params = load_initial_params(run_state)
         for stage in run_state.settings.stages:
             params = STAGE_FUNCTIONS[stage](run_state, params)
         return True
-    except RollBack as decision:
+    except Rollback as decision:
         roll_back(run_state, decision)
         return False
-    except (*ENDING, UnsoundError, Interrupted) as error:
+    except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
         run_state.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command resumes there"
-            nothing = nothing_saved(run_state)
+            nothing = describe_unsaved_work(run_state)
             display.log(f"stopped; {saved if run_state.saved else nothing}")
         if isinstance(error, BudgetSpentError):
             saved = f"step {progress.step} is saved" if run_state.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
         # Rendering the report takes seconds. Skip it for an interrupted run without any records.
-        is_unbegun = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
-        if not (is_unbegun or isinstance(error, NotEnoughGroupsError | UserCodeError)):
+        has_no_records = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
+        if not (has_no_records or isinstance(error, NotEnoughGroupsError | UserCodeError)):
             write_report(run_state, display.log)
         if isinstance(error, UserCodeError):
-            go_on = "Completed steps are saved; fix the code and resume with --accept_changes."
-            raise UserCodeError(f"{error} {go_on}") from error
+            advice = "Completed steps are saved; fix the code and resume with --accept_changes."
+            raise UserCodeError(f"{error} {advice}") from error
         raise
 
 
-def roll_back(run_state: RunState, decision: RollBack) -> None:
+def roll_back(run_state: RunState, decision: Rollback) -> None:
     """Record a rollback decision and free device memory, to resume from an earlier checkpoint."""
     progress = run_state.progress
     number = progress.watched.num_roll_backs + 1
@@ -250,11 +250,11 @@ def roll_back(run_state: RunState, decision: RollBack) -> None:
     distributed.barrier()
     run_state.components.engine.release()
     run_state.state = run_state.ref_params = None  # the devices cannot hold two states
-    aside = run_state.workdir / resume.ASIDE / str(number)
+    later_folder = run_state.workdir / resume.ROLLED_BACK_FOLDER / str(number)
     run_state.display.log(
         f"rolling back from step {decision.from_step} to the checkpoint of step "
         f"{decision.to_step}, with other samples and the learning rate scaled by "
-        f"{decision.lr_scale:g} ({decision.sign}); later metrics are in {aside}"
+        f"{decision.lr_scale:g} ({decision.sign}); later metrics are in {later_folder}"
     )
 
 
@@ -272,26 +272,26 @@ def load_run_state(
     """Restore the run state from the workdir's latest checkpoint. For arguments see `run`."""
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
-    going_back = apply_rollbacks(workdir, checkpointer)
+    rollbacks = apply_rollbacks(workdir, checkpointer)
     checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
     position, restored = checkpoint or ({}, {})
     progress = Progress.from_json(position, components.method) if checkpoint else Progress()
-    if going_back:
-        apply_rollback(progress, going_back[-1], checkpointer)
+    if rollbacks:
+        apply_rollback(progress, rollbacks[-1], checkpointer)
     if components.processor is not None:
         progress.restore_images(components.processor.with_images)
     # The restore succeeded, so the workdir may change: drop records after the checkpoint.
     if record_start is not None:
         record_start()
     if is_main and (checkpoint or set(settings.stages) != {"evaluate"}):
-        resume.remove_later_files(workdir, progress.step)
-    metrics_log = open_log(
+        resume.delete_later_output(workdir, progress.step)
+    metrics_log = open_metrics_log(
         workdir,
         progress.num_records,
         settings,
         display.log,
-        is_written=is_main,
-        is_later=progress.is_passed_by,
+        is_writer=is_main,
+        is_later=progress.is_older_than,
     )
     if is_main:
         environment = workdir / "environment.json"
@@ -311,10 +311,12 @@ def load_run_state(
         should_stop=should_stop,
         run_suites=run_suites,
         write_samples=write_samples,
-        origin=run_origin(settings, contents),
+        origin=make_origin(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if checkpoint else None,
-        make_notes=partial(make_notes, settings.trajectories) if settings.tokens else None,
+        make_token_logger=partial(make_token_logger, settings.num_logged_trajectories)
+        if settings.tokens
+        else None,
     )
 
 
@@ -337,18 +339,18 @@ def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str,
     lines, error = distributed.broadcast((lines, error))
     if error is not None:
         raise CheckpointError(error)
-    newest = checkpointer.newest_position() if lines else None
+    newest = checkpointer.latest_position() if lines else None
     if newest is None:
         if lines and distributed.is_main():  # the checkpoints were deleted: start over
-            (workdir / resume.ROLLBACKS).unlink()
+            (workdir / resume.ROLLBACKS_FILE).unlink()
         return []
     step, position = newest
     num_done = position.get("watched", {}).get("num_roll_backs", 0)
     for line in (line for line in lines if line["number"] > num_done):
         if step > line["to_step"]:
-            checkpointer.forget_after(line["to_step"])
+            checkpointer.remove_after(line["to_step"])
         if distributed.is_main():
-            resume.set_aside_after(workdir, line["to_step"], line["number"])
+            resume.archive_later_output(workdir, line["to_step"], line["number"])
     return lines if lines[-1]["number"] > num_done else []
 
 
@@ -363,17 +365,19 @@ def apply_rollback(
     progress.prefetched = None
     values = checkpointer.values()
     if values.get(progress.best.step) != progress.best.value:
-        best = by_value(values)
-        left = {"value": values[best[0]], "step": best[0]} if best else {"value": None, "step": 0}
-        progress.best = dataclasses.replace(progress.best, mark=left["value"], **left)
+        best = sort_by_value(values)
+        best_fields = (
+            {"value": values[best[0]], "step": best[0]} if best else {"value": None, "step": 0}
+        )
+        progress.best = dataclasses.replace(progress.best, mark=best_fields["value"], **best_fields)
 
 
-def run_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
+def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration and file fingerprints of this start, to compare on resume."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
-def start_params(run_state: RunState) -> Params:
+def load_initial_params(run_state: RunState) -> Params:
     """Return the parameters of the first stage: the checkpoint's, or else the model's.
 
     If nothing is trained, each is a function that reads it from disk; see `load_hf`.
@@ -384,9 +388,9 @@ def start_params(run_state: RunState) -> Params:
         return {}
     attention = run_state.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
-    if shown := run_state.components.model.architecture.shown_kernels:
+    if shown := run_state.components.model.architecture.kernel_summary:
         display.log(shown)
-    for check in kernel_checks_of(run_state.components):
+    for check in collect_kernel_checks(run_state.components):
         if check.is_sound:
             display.log(f"{check.operation}: {check.kernel} passes its check: {check.finding}")
         else:
@@ -397,14 +401,14 @@ def start_params(run_state: RunState) -> Params:
     display.log(f"sampler shapes: {run_state.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = run_state.components.model
-    given = model, settings.model_path, settings.architecture, counter
-    model.base = load_base(*given)
+    load_args = model, settings.model_path, settings.architecture, counter
+    model.base = load_frozen_params(*load_args)
     if run_state.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return run_state.restored.pop("params")
     display.log(f"no checkpoint in {run_state.workdir}: starting from {settings.model_path}")
-    is_late = settings.stages == ("evaluate",)
-    return load_trained(*given, seed=settings.seed, is_late=is_late)
+    is_lazy = settings.stages == ("evaluate",)
+    return load_trained_params(*load_args, seed=settings.seed, is_lazy=is_lazy)
 
 
 def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
@@ -426,12 +430,12 @@ def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, 
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()
-    params = abstract(shapes, param_shardings(mesh, trained))
-    if not progress.is_under_way(components.num_steps):
+    params = make_restore_target(shapes, param_shardings(mesh, trained))
+    if not progress.is_mid_stage(components.num_steps):
         return {"params": params}
     optimizer = components.stages[progress.stage].optimizer
     fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)
-    state = abstract(fresh, state_shardings(mesh, trained, optimizer))
+    state = make_restore_target(fresh, state_shardings(mesh, trained, optimizer))
     targets = {"params": params, "optimizer": optimizer_items(state)}
     has_reference = progress.stage == "train" and components.method.has_reference
     return targets | ({"ref_params": params} if has_reference else {})

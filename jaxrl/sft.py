@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxrl.data.stream import Stream
-from jaxrl.logs.steps import SHOWN, memory_metrics
+from jaxrl.logs.steps import DISPLAYED_METRICS, compute_memory_metrics
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
-from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.packing import pack
@@ -21,7 +21,9 @@ from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
-SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
+SFT_DISPLAY_METRICS = {"loss": "sft/loss"} | {
+    name: DISPLAYED_METRICS[name] for name in ("tokens/s", "s/step", "GiB")
+}
 """Metric behind each number that the display shows."""
 
 
@@ -30,10 +32,10 @@ def sft(run_state: RunState, params: Params) -> Params:
     components, progress = run_state.components, run_state.progress
     stage = components.stages["sft"]
     num_steps, batch_size = stage.num_steps, stage.batch_size
-    if not run_state.begin("sft"):
+    if not run_state.begin_stage("sft"):
         return params
     # A new state, or the checkpoint's in the middle of the stage.
-    state = run_state.state = run_state.start_state(params)
+    state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
     run_state.display.start("sft", progress.stage_step, num_steps)
@@ -42,10 +44,12 @@ def sft(run_state: RunState, params: Params) -> Params:
             raise Interrupted
         # Pack demonstrations. Each loss token has the same weight (token_mean).
         started = time.perf_counter()
-        taken = stream.take(progress.items_taken, batch_size)
-        weights = token_weights([one.loss_mask for one in taken], token_mean)
+        demonstrations = stream.take(progress.items_taken, batch_size)
+        weights = token_weights(
+            [demonstration.loss_mask for demonstration in demonstrations], token_mean
+        )
         packed = pack(
-            taken,
+            demonstrations,
             np.ones(batch_size),
             stage.shape,
             token_fields={"token_weights": weights},
@@ -53,12 +57,12 @@ def sft(run_state: RunState, params: Params) -> Params:
         )
         batch = put_batch(components.mesh, packed.batch)
         # Update. Reading the metrics waits for the devices, so `step_s` includes the update.
-        with stopped_by(run_state.should_stop):
+        with interruptible(run_state.should_stop):
             state, measured = stage.update(state, batch, packed)
         run_state.state = state
         metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started
-        # Advance the progress, log, and save if due. `RunState.end` saves the last step.
+        # Advance the progress, log, and save if due. `RunState.end_stage` saves the last step.
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size
         record = {
@@ -66,19 +70,19 @@ def sft(run_state: RunState, params: Params) -> Params:
             "sft/entropy": metrics["sft/entropy"],
             "sft/grad_norm": metrics["grad_norm"],
             "sft/num_skipped": int(state.num_skipped),
-            "sft/lr": stage.newest_rate(state),
+            "sft/lr": stage.last_lr(state),
             "sft/padding": packed.padding,
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,
-            **memory_metrics(),
+            **compute_memory_metrics(),
             "perf/num_compilations/update": stage.update.num_programs,
         }
         run_state.metrics_log.write(progress.step, "sft", record)
-        shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}
+        shown = {name: record[key] for name, key in SFT_DISPLAY_METRICS.items() if key in record}
         run_state.display.step(progress.stage_step, shown)
         if run_state.is_checkpoint_due and not run_state.is_last_step:
             run_state.save()
-    return run_state.end(state)
+    return run_state.end_stage(state)
 
 
 def supervised_loss(

@@ -14,39 +14,43 @@ import numpy as np
 
 from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
-from jaxrl.logs.metrics import num_unscored_suites, plain_number, rollout_metrics
+from jaxrl.logs.metrics import compute_rollout_metrics, count_unscored_suites, to_json_number
 from jaxrl.logs.steps import (
-    SHOWN,
-    Clock,
-    engine_metrics,
-    kl_metrics,
-    lag_metrics,
-    memory_metrics,
-    merge,
-    packing_metrics,
+    DISPLAYED_METRICS,
+    StepTimer,
+    compute_engine_metrics,
+    compute_kl_metrics,
+    compute_lag_metrics,
+    compute_memory_metrics,
+    compute_packing_metrics,
+    compute_wait_metrics,
+    compute_window_metrics,
+    merge_update_metrics,
     sample_fields,
-    wait_metrics,
-    window_metrics,
 )
 from jaxrl.runtime import distributed
-from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.compilation import interruptible
 from jaxrl.runtime.preemption import Interrupted, update_best
-from jaxrl.runtime.sharding import abstract, num_batch_shards
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.runtime.sharding import make_restore_target, num_batch_shards
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training import rewards
 from jaxrl.training.collect import (
-    ENDING,
-    Collected,
-    Measure,
+    FATAL_ERRORS,
+    CollectedGroups,
+    DivergenceFn,
     StepSampler,
     collect,
-    some_failed,
+    describe_failures,
 )
-from jaxrl.training.controllers import Controllers, advance, advance_gate
-from jaxrl.training.estimators import Estimator
-from jaxrl.training.failures import has_learned, why_nothing
-from jaxrl.training.method import is_measured
-from jaxrl.training.minibatches import make_minibatches, shard_minibatches, trained_share
+from jaxrl.training.controllers import Controllers, update_controllers, update_stage_gate
+from jaxrl.training.estimators import AdvantageEstimator
+from jaxrl.training.failures import explain_no_learning, has_learned
+from jaxrl.training.method import needs_divergences
+from jaxrl.training.minibatches import (
+    make_minibatches,
+    shard_minibatches,
+    trajectory_filter_metrics,
+)
 from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.settings import STAGES, Settings
@@ -54,13 +58,13 @@ from jaxrl.training.update import ScoreStep
 from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import (
     ACTIONS,
-    RollBack,
+    Rollback,
     UnsoundError,
-    action_on,
     check_step,
+    resolve_action,
     rollback_target,
 )
-from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, members
+from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, flatten_groups
 
 
 def train(run_state: RunState, params: Params) -> Params:
@@ -68,34 +72,36 @@ def train(run_state: RunState, params: Params) -> Params:
     components, progress = run_state.components, run_state.progress
     stage, method = components.stages["train"], components.method
     patience = run_state.settings.evaluation.patience
-    if not run_state.begin("train"):
-        run_state.note_steps_beyond(stage.num_steps)
+    if not run_state.begin_stage("train"):
+        run_state.report_extra_steps(stage.num_steps)
         return params
     # Restore the reference and the training state, or create them.
     is_resumed = progress.stage_step > 0
-    ref_params = run_state.ref_params = run_state.start_reference(params)
-    state = run_state.state = run_state.start_state(params)
+    ref_params = run_state.ref_params = run_state.init_or_restore_reference(params)
+    state = run_state.state = run_state.init_or_restore_state(params)
     score = ScoreStep(components.model, temperature=method.temperature)
-    estimate = Estimator(method.advantage, method.seed)
+    estimator = AdvantageEstimator(method.advantage, method.seed)
     stream = Stream(components.tasks, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    divergences = make_kl_fn(score, components.mesh, stage.shape, method)
+    kl_fn = make_kl_fn(score, components.mesh, stage.shape, method)
 
-    def measure(groups: Sequence[Group]) -> list[Group]:
+    def add_divergences(groups: Sequence[Group]) -> list[Group]:
         """Add divergences to groups if the method uses them."""
-        if not is_measured(method.kl):
+        if not needs_divergences(method.kl):
             return list(groups)
         assert run_state.state is not None
         assert ref_params is not None
         components.engine.clear()  # scoring needs the cache's memory for activations
-        return divergences(groups, run_state.state.params, ref_params)
+        return kl_fn(groups, run_state.state.params, ref_params)
 
     # Prepare the sampler. Per-token notes (log.tokens) are optional.
-    take_notes = run_state.make_notes and run_state.make_notes(score, stage.shape, method)
-    collector = Collector(run_state=run_state, stream=stream, measure=measure)
+    token_logger = run_state.make_token_logger and run_state.make_token_logger(
+        score, stage.shape, method
+    )
+    collector = Collector(run_state=run_state, stream=stream, add_divergences=add_divergences)
     run_state.compile_sampler()
     # A signal may abort a compilation here: no state changes before a step's first update.
-    with stopped_by(run_state.should_stop):
+    with interruptible(run_state.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
     # Evaluate first, or finish what the checkpoint left open.
     if not is_resumed:
@@ -111,33 +117,37 @@ def train(run_state: RunState, params: Params) -> Params:
 
     while progress.stage_step < stage.num_steps and not progress.is_out_of_patience(patience):
         run_state.check_budget()
-        clock, policy_version = Clock(), int(state.num_updates)
+        clock, policy_version = StepTimer(), int(state.num_updates)
         # Sample tasks, roll them out, shape rewards (training/rewards.py) and drop groups without
         # a learning signal (objectives/filters.py, selected by filter.name).
         with clock.sampling():
-            collected = collector.take(policy_version)
+            collected = collector.get_groups(policy_version)
         # Measure the divergence from the reference, advance the controllers, adjust rewards.
-        with stopped_by(run_state.should_stop):
-            groups = measure(collected.groups)
-        moved, groups = advance(
+        with interruptible(run_state.should_stop):
+            groups = add_divergences(collected.groups)
+        next_controllers, groups = update_controllers(
             progress.controllers, groups, collected.sampled_stats, method, components.is_trigger
         )
         # The KL state lags one step: otherwise a step's divergence would set its own penalty.
-        used = dataclasses.replace(moved, kl=progress.controllers.kl)
-        groups = rewards.charge_kl(groups, used, method)
-        groups = rewards.pay_entropy(groups, used, method.shaping)
+        controllers = dataclasses.replace(next_controllers, kl=progress.controllers.kl)
+        groups = rewards.apply_kl_penalty(groups, controllers, method)
+        groups = rewards.add_entropy_reward(groups, controllers, method.shaping)
         # Estimate an advantage for each trajectory or turn (objectives/advantages.py, selected by
         # advantage.name), then pack mini-batches with token weights and old and reference
         # log-probabilities.
-        groups = estimate(groups, progress.step, progress.stage_step)
+        groups = estimator(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
-            groups, stage.shape, method, controllers=used, num_shards=num_shards
+            groups, stage.shape, method, controllers=controllers, num_shards=num_shards
         )
-        with stopped_by(run_state.should_stop):
+        with interruptible(run_state.should_stop):
             batches = shard_minibatches(
                 minibatches, components.mesh, score, state.params, ref_params, method
             )
-            noted = take_notes(groups, used, state.params, ref_params) if take_notes else None
+            finish_token_log = (
+                token_logger(groups, controllers, state.params, ref_params)
+                if token_logger
+                else None
+            )
         # Update. Without any learning signal the optimizer still steps, with a zero gradient.
         update_metrics: list[dict[str, Any]] = []
         scale = progress.watched.lr_scale
@@ -149,56 +159,64 @@ def train(run_state: RunState, params: Params) -> Params:
         )
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
-                if packed.num_counted:  # skip mini-batches that hold only environment errors
+                if packed.num_loss_tokens:  # skip mini-batches that hold only environment errors
                     # A stop may abort only the first update's compilation, before anything has
                     # changed. After that the old state is donated.
-                    may_end = run_state.should_stop if not update_metrics else lambda: False
-                    with stopped_by(may_end):
+                    may_stop = run_state.should_stop if not update_metrics else lambda: False
+                    with interruptible(may_stop):
                         state, metrics = stage.update(state, batch, packed, lr_scale)
                     update_metrics.append(metrics)
         run_state.state = state
         # Updates are dispatched asynchronously. While the devices work, collect the groups of the
         # next step (rollout.async_level).
         with clock.sampling():
-            pending = collector.prefetch(collected, moved, policy_version)
+            prefetched = collector.prefetch(collected, next_controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(components.model.whole(state.params))
-        clock.updated()
+        clock.mark_updated()
         # Advance the progress, then assemble the step's metrics.
-        progress.controllers, progress.buffered_groups = moved, collected.buffered_groups
+        progress.controllers, progress.buffered_groups = next_controllers, collected.buffered_groups
         progress.in_flight_tasks = collected.in_flight_tasks
-        progress.prefetched, progress.ledger = pending, progress.ledger + collected.ledger
-        run_state.uncounted = UsageStats()
+        progress.prefetched, progress.ledger = prefetched, progress.ledger + collected.ledger
+        run_state.pending_usage = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
-        trajectories = members(groups)
-        failed = some_failed(collected.sampled_stats, method.group_size)
-        reasons = [why for why in (why_nothing(trajectories, update_metrics), failed) if why]
+        trajectories = flatten_groups(groups)
+        failed = describe_failures(collected.sampled_stats, method.group_size)
+        reasons = [
+            reason
+            for reason in (explain_no_learning(trajectories, update_metrics), failed)
+            if reason
+        ]
         if reasons:
             run_state.display.log(f"warning: train {progress.stage_step}: {'; '.join(reasons)}")
         progress.record = {
-            **rollout_metrics(
+            **compute_rollout_metrics(
                 trajectories,
                 run_state.settings.max_response_tokens,
                 has_python=run_state.settings.evaluation.has_python,
             ),
-            **merge(update_metrics),
+            **merge_update_metrics(update_metrics),
             **collected.metrics,
-            **(kl_metrics(groups, used, method.kl) if is_measured(method.kl) else {}),
-            **window_metrics(groups, used),
+            **(
+                compute_kl_metrics(groups, controllers, method.kl)
+                if needs_divergences(method.kl)
+                else {}
+            ),
+            **compute_window_metrics(groups, controllers),
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
             "actor/num_learned": progress.num_learned,
-            "actor/lr": scale * stage.newest_rate(state),
+            "actor/lr": scale * stage.last_lr(state),
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
-            **trained_share(trajectories, method.filter),
+            **trajectory_filter_metrics(trajectories, method.filter),
             **clock.metrics(trajectories),
-            **memory_metrics(),
-            **packing_metrics(minibatches),
-            **estimate.metrics(progress.stage_step - 1),
-            **(lag_metrics(trajectories, policy_version) if method.has_lag else {}),
+            **compute_memory_metrics(),
+            **compute_packing_metrics(minibatches),
+            **estimator.metrics(progress.stage_step - 1),
+            **(compute_lag_metrics(trajectories, policy_version) if method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_programs,
@@ -206,19 +224,19 @@ def train(run_state: RunState, params: Params) -> Params:
         if method.watch is not None:
             # Look for signs of collapse (watch.name). `finish_step` acts on them after the step is
             # recorded.
-            progress.watched, marks = check_step(
+            progress.watched, sign_metrics = check_step(
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
-            progress.record |= marks
-        fields = sample_fields(groups, moved)
-        if noted:  # scores on the devices, so every process must call it
-            fields = [a | b for a, b in zip(fields, noted(state.params), strict=True)]
+            progress.record |= sign_metrics
+        fields = sample_fields(groups, next_controllers)
+        if finish_token_log:  # scores on the devices, so every process must call it
+            fields = [a | b for a, b in zip(fields, finish_token_log(state.params), strict=True)]
         log_trajectories(run_state, trajectories, fields)
         finish_step(run_state)
     progress.discard_prefetched()  # groups remain if the stage ends early
     if progress.stage_step < stage.num_steps:
-        state = take_best(run_state, state)
-    return run_state.end(state)
+        state = restore_best_state(run_state, state)
+    return run_state.end_stage(state)
 
 
 @dataclass(kw_only=True)
@@ -226,17 +244,17 @@ class Collector:
     """Collector of a step's groups, at its start or one step ahead.
 
     Prefetched groups are sampled with the weights from before the current step's update, and with
-    its controllers after `advance`. The stage gate moves later, at that step's evaluation, so
-    prefetched groups still see the old gate.
+    its controllers after `update_controllers`. The stage gate moves later, at that step's
+    evaluation, so prefetched groups still see the old gate.
     """
 
     run_state: RunState
     stream: Stream[Task]
-    measure: Measure
-    failure: Exception | None = None  # raised by a prefetch; the next `take` raises it again
+    add_divergences: DivergenceFn
+    failure: Exception | None = None  # raised by a prefetch; the next `get_groups` raises it again
     has_warned: bool = False  # True after the warning about idle devices
 
-    def take(self, policy_version: int) -> Collected:
+    def get_groups(self, policy_version: int) -> CollectedGroups:
         """Return the groups for the current step, prefetched or sampled now."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
@@ -247,13 +265,13 @@ class Collector:
         elif distributed.any_process(run_state.should_stop()):
             # Without a rollout here, nothing else checks for a stop request.
             raise Interrupted("the run was asked to stop between two steps")
-        if not self._looks_ahead:
+        if not self._should_prefetch:
             run_state.components.engine.release()  # the update needs its memory
         return collected
 
     def prefetch(
-        self, collected: Collected, controllers: Controllers, policy_version: int
-    ) -> Collected | None:
+        self, collected: CollectedGroups, controllers: Controllers, policy_version: int
+    ) -> CollectedGroups | None:
         """Collect the next step's groups; return None if that step must collect them itself.
 
         Stop requests wait until this returns, because the checkpoint does not contain the weights
@@ -261,10 +279,10 @@ class Collector:
 
         Args:
             collected: Groups of the current step.
-            controllers: Controllers after `advance` in the current step.
+            controllers: Controllers after `update_controllers` in the current step.
             policy_version: Number of optimizer steps that the engine's weights have seen.
         """
-        if not self._looks_ahead:
+        if not self._should_prefetch:
             return None
         progress = dataclasses.replace(
             self.run_state.progress,
@@ -276,35 +294,35 @@ class Collector:
         )
         try:
             return self._collect(progress, policy_version, lambda: False)
-        except ENDING as error:
+        except FATAL_ERRORS as error:
             self.failure = error  # raised once the current step is done and saved
             return None
 
     @property
-    def _looks_ahead(self) -> bool:
+    def _should_prefetch(self) -> bool:
         """True if the next step's groups are collected during the current one."""
         components, stage_step = self.run_state.components, self.run_state.progress.stage_step
-        is_ahead = bool(components.method.ahead)
-        return is_ahead and stage_step + 1 < components.num_steps["train"]
+        is_async = bool(components.method.async_level)
+        return is_async and stage_step + 1 < components.num_steps["train"]
 
     def _collect(
         self,
         progress: Progress,
         policy_version: int,
         should_stop: Callable[[], bool],
-    ) -> Collected:
+    ) -> CollectedGroups:
         """Collect a step's groups and metrics, starting from `progress`."""
         run_state, engine = self.run_state, self.run_state.components.engine
         started = time.perf_counter()
         before = dataclasses.replace(engine.counts)
-        engine.waits.clear()
-        uncounted = run_state.uncounted  # usage of the current step, if this is a prefetch
+        engine.wait_s.clear()
+        pending_usage = run_state.pending_usage  # usage of the current step, if this is a prefetch
         sampler = make_sampler(
             run_state,
             progress.step,
             policy_version,
             should_stop,
-            unfinished=run_state.components.method.filter.unfinished_tasks,
+            max_unfinished=run_state.components.method.filter.unfinished_tasks,
         )
         try:
             collected = collect(
@@ -315,20 +333,24 @@ class Collector:
                 buffered_groups=progress.buffered_groups,
                 in_flight_tasks=progress.in_flight_tasks,
                 controllers=progress.controllers,
-                measure=self.measure,
+                add_divergences=self.add_divergences,
                 failures=run_state.failures,
             )
-        except (*ENDING, Interrupted):
-            run_state.count_lost(sampler.usage)
-            run_state.uncounted = uncounted
+        except (*FATAL_ERRORS, Interrupted):
+            run_state.add_discarded_cost(sampler.usage)
+            run_state.pending_usage = pending_usage
             raise
-        metrics = collected.metrics | engine_metrics(engine, before) | wait_metrics(engine)
-        self._warn_of_idling(metrics["timing_s/wait_lag"], time.perf_counter() - started)
+        metrics = (
+            collected.metrics
+            | compute_engine_metrics(engine, before)
+            | compute_wait_metrics(engine)
+        )
+        self._warn_if_idle(metrics["timing_s/wait_lag"], time.perf_counter() - started)
         metrics |= self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each collection counts its pages from an empty cache
         return dataclasses.replace(collected, metrics=metrics)
 
-    def _warn_of_idling(self, idle_s: float, sampling_s: float) -> None:
+    def _warn_if_idle(self, idle_s: float, sampling_s: float) -> None:
         """Warn once if a fixed lag idles the devices for 10% of sampling, and at least 1 s."""
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
@@ -345,19 +367,19 @@ def make_sampler(
     step: int,
     policy_version: int,
     should_stop: Callable[[], bool],
-    unfinished: int = 0,
+    max_unfinished: int = 0,
 ) -> StepSampler:
-    """Return the sampler of one training step. It adds its usage to `run_state.uncounted`.
+    """Return the sampler of one training step. It adds its usage to `run_state.pending_usage`.
 
     Args:
         run_state: State of the run.
         step: Step over all stages, part of the sampling seeds.
         policy_version: Number of optimizer steps that the engine's weights have seen.
         should_stop: Returns True once the rollout is to be interrupted.
-        unfinished: Number of groups that may resume in a later step.
+        max_unfinished: Number of groups that may resume in a later step.
     """
-    method, uncounted = run_state.components.method, run_state.uncounted
-    sampling = Sampling(
+    method, pending_usage = run_state.components.method, run_state.pending_usage
+    sampling = SamplingConfig(
         group_size=method.group_size,
         temperature=method.temperature,
         top_p=method.top_p,
@@ -369,11 +391,11 @@ def make_sampler(
         ),
         policy_version=policy_version,
         keeps_arrays=method.replays,
-        unfinished=unfinished,
+        max_unfinished=max_unfinished,
     )
 
     def count(usage: UsageStats) -> None:
-        run_state.uncounted = uncounted + usage
+        run_state.pending_usage = pending_usage + usage
 
     return StepSampler(
         rollout=run_state.components.rollout,
@@ -389,15 +411,15 @@ def make_sampler(
 def begin_training(run_state: RunState) -> None:
     """Evaluate the initial policy and set up the controllers."""
     progress = run_state.progress
-    evaluated = run_state.evaluate(run_state.settings.evaluation.suites)
-    best_metric(run_state.settings, evaluated)  # raises now if the metric is missing
-    update_gate(run_state, evaluated)
-    bootstrap(run_state)
-    metrics = evaluated | progress.controllers.metrics() | progress.ledger.metrics()
+    eval_metrics = run_state.evaluate(run_state.settings.evaluation.suites)
+    best_metric(run_state.settings, eval_metrics)  # raises now if the metric is missing
+    update_gate(run_state, eval_metrics)
+    bootstrap_controllers(run_state)
+    metrics = eval_metrics | progress.controllers.metrics() | progress.ledger.metrics()
     run_state.metrics_log.write(progress.step, "train", metrics)
 
 
-def bootstrap(run_state: RunState) -> None:
+def bootstrap_controllers(run_state: RunState) -> None:
     """Roll out tasks once to set thresholds, difficulties and targets before the first step.
 
     Uses the first tasks of the file, with seeds that no step uses.
@@ -417,30 +439,30 @@ def bootstrap(run_state: RunState) -> None:
             for i, task in enumerate(tasks[start : start + size])
         ]
         sampled = sampler.sample(draws)
-        run_state.failures.count(members(sampled))
+        run_state.failures.count(flatten_groups(sampled))
         groups += sampled
     run_state.progress.ledger += sampler.usage
-    run_state.uncounted = UsageStats()
-    controllers, _ = advance(
+    run_state.pending_usage = UsageStats()
+    controllers, _ = update_controllers(
         run_state.progress.controllers, groups, (), method, components.is_trigger
     )
     run_state.progress.controllers = controllers
 
 
 BOOTSTRAP_STEP = 2**31 - 1
-"""Step number in the sampling seeds of `bootstrap`; never a real step."""
+"""Step number in the sampling seeds of `bootstrap_controllers`; never a real step."""
 
 
-def update_gate(run_state: RunState, evaluated: Mapping[str, float]) -> None:
+def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
     """Advance the method's stage gate, if any, by the accuracy of greedy answers."""
-    if not evaluated:
+    if not eval_metrics:
         return
     part = run_state.settings.evaluation.correct
-    head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
+    prefix = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
     # If every search failed, nothing was scored and the metric is missing.
-    correctness = evaluated.get(f"{head}/greedy", math.nan)
+    correctness = eval_metrics.get(f"{prefix}/greedy", math.nan)
     progress = run_state.progress
-    progress.controllers = advance_gate(
+    progress.controllers = update_stage_gate(
         progress.controllers, correctness, run_state.components.method.shaping
     )
 
@@ -450,18 +472,18 @@ def finish_step(run_state: RunState) -> None:
     # Evaluate if due. Greedy accuracy moves the stage gate.
     progress, is_last = run_state.progress, run_state.is_last_step
     settings = run_state.settings.evaluation
-    every, evaluated = settings.every_steps, dict[str, float]()
+    every, eval_metrics = settings.every_steps, dict[str, float]()
     if is_last or (every and progress.stage_step % every == 0):
-        evaluated = run_state.evaluate(settings.suites)
-    update_gate(run_state, evaluated)
+        eval_metrics = run_state.evaluate(settings.suites)
+    update_gate(run_state, eval_metrics)
     # Complete the record. A checkpoint without one needs no further evaluation.
     assert progress.record is not None
-    record = progress.record | evaluated | progress.controllers.metrics()
+    record = progress.record | eval_metrics | progress.controllers.metrics()
     record |= progress.ledger.metrics()
     progress.record = None
     show_step(run_state, record)
     # Compare with the best step so far.
-    progress.value = best_metric(run_state.settings, evaluated)
+    progress.value = best_metric(run_state.settings, eval_metrics)
     is_best = False
     if progress.value is not None:
         progress.best = update_best(
@@ -472,7 +494,7 @@ def finish_step(run_state: RunState) -> None:
     mark = {"stopped_early": 1} if is_early else {}
     run_state.metrics_log.write(progress.step, "train", record | mark)
     act_on_signs(run_state)
-    # `RunState.end` saves the last step. If patience ran out, the stage ends with the best
+    # `RunState.end_stage` saves the last step. If patience ran out, the stage ends with the best
     # checkpoint, so this step is saved only if it is the best.
     if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
         run_state.save()
@@ -493,12 +515,12 @@ def act_on_signs(run_state: RunState) -> None:
         run_state.display.log(
             f"warning: train {progress.stage_step}: {sign['name']}: {sign['text']}"
         )
-        run_state.metrics_log.mark(
-            progress.step, "train", {**sign, "action": action_on(sign, watch)}
+        run_state.metrics_log.write_sign(
+            progress.step, "train", {**sign, "action": resolve_action(sign, watch)}
         )
     # The most severe action wins; ties go to the sign with the earliest last sound step.
-    worst = max(signs, key=lambda s: (ACTIONS.index(action_on(s, watch)), -s["since"]))
-    action = action_on(worst, watch)
+    worst = max(signs, key=lambda s: (ACTIONS.index(resolve_action(s, watch)), -s["since"]))
+    action = resolve_action(worst, watch)
     # Clear the signs first, so that a saved or resumed run does not act on them again.
     scale = progress.watched.lr_scale * watch.lr_factor
     progress.watched = dataclasses.replace(progress.watched, acting=())
@@ -513,49 +535,55 @@ def act_on_signs(run_state: RunState) -> None:
             f"train {progress.stage_step}: the learning rate is scaled by {scale:g} from now on"
         )
     if action == "roll_back":
-        begun = progress.step - progress.stage_step  # number of steps in earlier stages
-        steps = [s - begun for s in run_state.checkpointer.values() if begun <= s < progress.step]
-        goal = begun + rollback_target(worst, watch, progress.watched, steps)
-        raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
+        num_earlier_steps = progress.step - progress.stage_step  # number of steps in earlier stages
+        steps = [
+            s - num_earlier_steps
+            for s in run_state.checkpointer.values()
+            if num_earlier_steps <= s < progress.step
+        ]
+        target_step = num_earlier_steps + rollback_target(worst, watch, progress.watched, steps)
+        raise Rollback(
+            sign=worst["name"], from_step=progress.step, to_step=target_step, lr_scale=scale
+        )
 
 
 def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
     """Show the main metrics of a step on the display."""
-    numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
+    numbers = {name: to_json_number(record.get(key)) for name, key in DISPLAYED_METRICS.items()}
     if not run_state.settings.ledger.prices:
         numbers.pop("spent")
     shown = {name: number for name, number in numbers.items() if number is not None}
     run_state.display.step(run_state.progress.stage_step, shown)
 
 
-def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | None:
+def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
     """Return the value of `eval.best_metric`; None if nothing was evaluated or scored.
 
     Raises:
         ValueError: The evaluation has no metric of that name.
     """
-    if settings.checkpoint.keep_best == 0 or not evaluated:
+    if settings.checkpoint.keep_best == 0 or not eval_metrics:
         return None
     name = settings.evaluation.best_metric
-    if name not in evaluated and num_unscored_suites(evaluated):
+    if name not in eval_metrics and count_unscored_suites(eval_metrics):
         return None  # every episode of a suite failed, so its metrics are missing
-    if name not in evaluated:
+    if name not in eval_metrics:
         raise ValueError(
             f"config.eval.best_metric is {name!r}; expected one of the metrics of "
-            f"config.eval.suites: {', '.join(evaluated)}."
+            f"config.eval.suites: {', '.join(eval_metrics)}."
         )
-    return float(evaluated[name]) if math.isfinite(evaluated[name]) else None
+    return float(eval_metrics[name]) if math.isfinite(eval_metrics[name]) else None
 
 
-def take_best(run_state: RunState, state: TrainState) -> TrainState:
+def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
     """Free the last state and return the best checkpoint's."""
     settings, progress = run_state.settings.evaluation, run_state.progress
-    wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    abstract_state = make_restore_target(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     run_state.checkpointer.wait()
     run_state.components.engine.release()
     run_state.state = None
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
-    step, best = run_state.checkpointer.restore_best(wanted)
+    step, best = run_state.checkpointer.restore_best(abstract_state)
     progress.stopped_early, progress.weights_step = True, step
     progress.value = progress.best.value
     run_state.display.log(
@@ -572,7 +600,7 @@ def log_trajectories(
     """Write the step's first trajectories to its file, up to the configured number."""
     if not distributed.is_main():
         return
-    count = run_state.settings.trajectories
+    count = run_state.settings.num_logged_trajectories
     count = len(trajectories) if count < 0 else count
-    kept = trajectories[:count], fields[:count]
-    run_state.write_samples(run_state.workdir, run_state.progress.step, *kept)
+    samples = trajectories[:count], fields[:count]
+    run_state.write_samples(run_state.workdir, run_state.progress.step, *samples)

@@ -64,7 +64,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Windows:
+class EntropyWindows:
     """Entropy windows along one trajectory (ARES)."""
 
     values: np.ndarray  # float32 [L], nats; 0 without a complete window
@@ -131,7 +131,7 @@ class Trajectory:
     usage: Mapping[str, float] = field(default_factory=dict)
     # Computed by the training step; None before it, or if the method does not need the value.
     divergence: Divergence | None = None
-    windows: Windows | None = None
+    windows: EntropyWindows | None = None
     advantage: float | None = None  # with turn advantages: their mean over the sampled tokens
     turn_advantages: tuple[float, ...] | None = None  # one per turn, if `advantage.by_turn`
 
@@ -146,7 +146,7 @@ class Trajectory:
     def token_advantages(self) -> np.ndarray:
         """Advantage of each token's turn, or of the trajectory: float32 [L]."""
         if self.turn_advantages is None:
-            return np.full(len(self.token_ids), self.required("advantage"), np.float32)
+            return np.full(len(self.token_ids), self.require("advantage"), np.float32)
         return np.array(self.turn_advantages, np.float32)[self.token_turns]
 
     @property
@@ -171,8 +171,8 @@ class Trajectory:
         """The task's question, or else the last user message of its chat."""
         if self.task.question is not None:
             return self.task.question
-        asked = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
-        return asked[-1] if asked else ""
+        user_messages = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
+        return user_messages[-1] if user_messages else ""
 
     @property
     def pictures(self) -> list[Picture]:
@@ -195,7 +195,7 @@ class Trajectory:
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
-    def required(self, name: str) -> Any:
+    def require(self, name: str) -> Any:
         """Return `divergence`, `windows` or `advantage`.
 
         Raises:
@@ -247,8 +247,8 @@ class Trajectory:
     @property
     def generated_text(self) -> str:
         """The opener and all text after the prompt, observations included."""
-        written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
-        return self.opener + written
+        text = "".join(turn.text + (turn.observation or "") for turn in self.turns)
+        return self.opener + text
 
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
         """Return one record per sampled token.
@@ -337,7 +337,7 @@ GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
 """Kinds of groups. In a failed group every trajectory had an environment error."""
 
 
-def members(groups: Sequence[Group]) -> list[Trajectory]:
+def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
     """Return the trajectories of all groups, group by group."""
     return [trajectory for group in groups for trajectory in group.trajectories]
 
@@ -347,12 +347,12 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
 
     Args:
         groups: Groups to copy.
-        columns: Values by field name, one per trajectory, in the order of `members`.
+        columns: Values by field name, one per trajectory, in the order of `flatten_groups`.
 
     Raises:
         ValueError: The number of values differs from the number of trajectories.
     """
-    trajectories = members(groups)
+    trajectories = flatten_groups(groups)
     for name, values in columns.items():
         if len(values) != len(trajectories):
             raise ValueError(
@@ -374,9 +374,9 @@ class Columns:
     """
 
     def __init__(self, groups: Sequence[Group]):
-        """Prepare the columns of `groups`, in the order of `members`."""
+        """Prepare the columns of `groups`, in the order of `flatten_groups`."""
         self._groups = groups
-        self._members = members(groups)
+        self._members = flatten_groups(groups)
 
     @cached_property
     def group_ids(self) -> np.ndarray:
@@ -419,8 +419,8 @@ class Columns:
 
         K is the largest number of turns, rounded up to a power of two to limit recompilation.
         """
-        most = max((len(t.turns) for t in self._members), default=1)
-        width = 1 << max(most - 1, 0).bit_length()
+        max_turns = max((len(t.turns) for t in self._members), default=1)
+        width = 1 << max(max_turns - 1, 0).bit_length()
         table = np.zeros((len(self._members), width))
         for row, t in zip(table, self._members, strict=True):
             row[: len(t.turn_rewards)] = t.turn_rewards
@@ -465,7 +465,7 @@ class Batch:
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: equal to the current ones
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None if all tokens have kl.coef
-    # [A, b, T, ...], recorded arrays, and those of `Tower.arrays` if there are attachments.
+    # [A, b, T, ...], recorded arrays, and those of `Tower.input_arrays` if there are attachments.
     token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
     # Only while a micro-batch is computed: `patches` [S, P, values] in the compute dtype and
     # `places` int32 [S, P, W], on each of the S devices that share tokens those of its own rows.

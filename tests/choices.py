@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxrl.config import default_config
-from jaxrl.models.attention.choice import choose
+from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.policy import Model
 from jaxrl.objectives.kl import KL_ESTIMATORS
-from jaxrl.training.estimators import Estimator
+from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.types import members
+from jaxrl.types import flatten_groups
 from tests.episodes import grouped
 from tests.helpers import NUM_TOKENS, TINY, gradient_of, method_of, random_sequences
 
@@ -108,7 +108,7 @@ def loss_gradient(token_loss):
 
 
 def whole_gradient(mesh, loss, kl, correction):
-    kernels = choose("xla", mesh, TINY)
+    kernels = select_kernels("xla", mesh, TINY)
     sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": 10**6}
     model = Model(TINY, mesh, **sizes, remat="none", attention=kernels)
     token_loss = loss_of(loss, kl, correction)
@@ -124,11 +124,11 @@ def estimator(name, baseline=False):
     config.advantage.reinforce_plus_plus.baseline = baseline
     config.advantage.pass_at_k.k = 2
     method = method_of(config)
-    estimate = Estimator(method.advantage, method.seed)
+    estimate = AdvantageEstimator(method.advantage, method.seed)
 
     def advantages(trajectories, step):
         """Return the advantages float32 [SLOTS] by sample index, not by position."""
-        made = members(estimate(grouped(trajectories), step, 0))
+        made = flatten_groups(estimate(grouped(trajectories), step, 0))
         by_index = {t.sample_index: t.advantage for t in made}
         return np.array([by_index[index] for index in range(SLOTS)], np.float32)
 

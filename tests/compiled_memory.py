@@ -33,14 +33,20 @@ from jaxrl.builders.method import policy_architecture as architecture_of
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
-from jaxrl.models.attention.choice import choose
+from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.runtime import sharding
 from jaxrl.sampling.buckets import append_sizes
-from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables, scans
+from jaxrl.sampling.decode import (
+    DecodeRows,
+    PrefillBlocks,
+    Programs,
+    StopTables,
+    should_scan_layers,
+)
 from jaxrl.sampling.next_token import FULL
 from jaxrl.training.method import token_fields
 from jaxrl.training.optimizer import make_optimizer
@@ -95,8 +101,8 @@ MODELS = {
 
 
 MIXTURE = Path(__file__).parents[1] / "configs/models/qwen3-30b-a3b"
-MODELS["30b-a3b"] = read_model(MIXTURE)
-MODELS["4b"] = read_model(MIXTURE.with_name("qwen3-4b"))
+MODELS["30b-a3b"] = read_architecture(MIXTURE)
+MODELS["4b"] = read_architecture(MIXTURE.with_name("qwen3-4b"))
 
 
 def small_run(
@@ -126,7 +132,7 @@ def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
-        attention=choose(config.model.attention, mesh, model),
+        attention=select_kernels(config.model.attention, mesh, model),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -145,7 +151,9 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     batch = abstract_batch(config, policy)
     whole, index = policy.architecture, jax.ShapeDtypeStruct((), jnp.int32)
     params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
-    sums = jax.eval_shape(step.gradient.begin.function, params, policy.of_text(batch))
+    sums = jax.eval_shape(
+        step.gradient.init_sums.function, params, policy.without_attachments(batch)
+    )
     sums = dataclasses.replace(
         sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
     )
@@ -167,7 +175,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
-    given = {**shape.token_arrays, **(shape.tower.arrays if shape.tower else {})}
+    given = {**shape.token_arrays, **(shape.tower.input_arrays if shape.tower else {})}
     batch = Batch(
         token_ids=ints,
         segment_ids=ints,
@@ -198,10 +206,10 @@ def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
     if tower is None:
         return None
     shards = sharding.num_batch_shards(policy.mesh)
-    whole = (shards, shape.micro_rows // shards * shape.row_units * tower.unit)
+    whole = (shards, shape.micro_rows // shards * shape.row_units * tower.patches_per_token)
     arrays = {
         "patches": jax.ShapeDtypeStruct((*whole, tower.patch_values), policy.dtype),
-        "places": jax.ShapeDtypeStruct((*whole, tower.place_values), jnp.int32),
+        "coords": jax.ShapeDtypeStruct((*whole, tower.num_coords), jnp.int32),
     }
     return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
 
@@ -214,12 +222,12 @@ def sampler_programs(
     They are those of one process, on its own devices; each lowers when called.
     """
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
-    sizes = dict(memory.target_mesh(config, model, target).shape)
+    sizes = dict(memory.make_target_mesh(config, model, target).shape)
     if target.num_processes > 1:
         sizes = {"data": -1, "fsdp": 1, "expert": sizes["expert"], "tensor": sizes["tensor"]}
     mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.max_num_seqs
     num_rows //= target.num_processes
-    kernels = choose(config.model.attention, mesh, model)
+    kernels = select_kernels(config.model.attention, mesh, model)
     policy = architecture_of(config, model)
     sampler = Programs(
         architecture=policy.on_mesh(mesh, experts=config.model.experts),
@@ -229,15 +237,15 @@ def sampler_programs(
         num_steps=config.rollout.chunk_tokens,
         num_rows=num_rows,
         dtype=dtype,
-        scan_layers=scans(
+        scan_layers=should_scan_layers(
             config.model.scan_layers, target.platform, has_adapter=policy.wrapper is not None
         ),
     )
     declared = sampler.architecture
     shards = sharding.num_pieces(mesh)
-    num_pages = shards * memory.cache_pages(config, model, target)
+    num_pages = shards * memory.count_cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
-    whole = sharding.replicated(mesh)
+    whole = sharding.replicated_sharding(mesh)
     cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
     state = jax.eval_shape(sampler.empty_state)
@@ -254,19 +262,19 @@ def sampler_programs(
     stops = StopTables(
         next_state=on_all((40, model.vocab_size), jnp.int8),
         is_hit=on_all((40, model.vocab_size), jnp.bool_),
-        is_end=on_all((model.vocab_size,), jnp.bool_),
+        is_eos=on_all((model.vocab_size,), jnp.bool_),
     )
     pages = -(-rollout.max_total_tokens // kernels.page_tokens)
-    rows = Rows(
+    rows = DecodeRows(
         source=on_all((num_rows,)),
         state=like(state, jax.tree.map(lambda _: whole, state)),
         tables=on_all((num_rows, pages)),
         keys=on_all((num_rows, 2), jnp.uint32),
     )
     read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
-    num_blocks = shards * read // sampler.block
-    blocks = Blocks(
-        token_ids=on_all((num_blocks, sampler.block)),
+    num_blocks = shards * read // sampler.block_tokens
+    blocks = PrefillBlocks(
+        token_ids=on_all((num_blocks, sampler.block_tokens)),
         start=on_all((num_blocks,)),
         counts=on_all((num_blocks,)),
         tables=on_all((num_blocks, pages)),
@@ -370,8 +378,8 @@ def planned_bytes(
 ) -> int:
     """Bytes of one device that the plan has for one of `PARTS`."""
     if part in ("update", "score"):  # scoring needs less than an update
-        return memory.update_phase(config, model, target, "train").peak
-    rollout = memory.rollout_phase(config, model, target)
+        return memory.plan_update(config, model, target, "train").peak
+    rollout = memory.plan_rollout(config, model, target)
     held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
     return held + sum(rollout.moments[part].values())
 
@@ -413,7 +421,9 @@ def shipped_on(
         config.model.dtype = "bfloat16"
         config.search.engine = "local"  # vectors are searched by programs of their own
         config.update_from_flattened_dict(dict(keys or {}))
-    model = _cut(read_model(Path(__file__).parents[1] / "configs/models" / folder), num_layers)
+    model = _cut(
+        read_architecture(Path(__file__).parents[1] / "configs/models" / folder), num_layers
+    )
     resolved = resolve_names(config, needs_data=False)
     advice.choose_micro_rows(resolved, model, target, must_fit=False)
     return resolved, model

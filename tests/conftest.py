@@ -84,7 +84,7 @@ def keeps_freed_memory():
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (run_state, weights, host_memory):
-            patch.setattr(module, "give_back", lambda: None)
+            patch.setattr(module, "trim_memory", lambda: None)
         yield
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.types import Divergence, Group, Trajectory, Windows
+from jaxrl.types import Divergence, EntropyWindows, Group, Trajectory
 
 COMPUTE = Turn(
     text="<python>print(6 * 7)</python>",
@@ -121,7 +121,7 @@ def strayed(*values):
 
 def wavering(count, *, length=40, percentile=1.5, excess=0.0):
     """Return windows with the first `count` high."""
-    return Windows(
+    return EntropyWindows(
         values=np.zeros(length, np.float32),
         valid=np.ones(length, bool),
         is_high=np.arange(length) < count,

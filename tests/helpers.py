@@ -26,15 +26,15 @@ from jaxrl.config.schema import EXTRA_KEYS, KEYS, default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA, attend_pages
-from jaxrl.models.layers import LayerScan, SamplerLayerScan, for_sampler
+from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
-from jaxrl.training.estimators import Estimator
-from jaxrl.training.packing import Packed, logit_capacities, pack
+from jaxrl.training.estimators import AdvantageEstimator
+from jaxrl.training.packing import PackedBatch, logit_capacities, pack
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import Gradient
+from jaxrl.training.update import GradientStep
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,8 +84,8 @@ TINY_MOE = QwenMoeConfig(
     **{**vars(TINY), "num_layers": 3, "qkv_bias": False},
     expert_width=26,
     num_experts=8,
-    num_chosen=2,
-    normalises_shares=True,
+    top_k=2,
+    renormalize=True,
     expert_layers=(0, 2),
 )
 UPDATE_PROGRAMS = 2 + 2 * len(LOGIT_CAPACITIES)
@@ -230,7 +230,7 @@ def gather(batch, values, index):
 
 def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
     """Return the final hidden states of packed rows, with XLA's attention."""
-    attend = XLA.within(segment_ids, positions)
+    attend = XLA.make_attend(segment_ids, positions)
     return config.hidden_states(
         params, token_ids, positions, attend, LayerScan(remat=remat, scan=scan)
     )
@@ -264,10 +264,12 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
         out, _ = attend_pages(q, *written, tables, limits)
         return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), written
 
-    through = SamplerLayerScan(attend, cache)
-    weights = for_sampler(weights, scan=False, stacks=config.stacks)
-    hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), through)
-    return hidden.reshape(B, C, -1), through.memory
+    layer_scan = SamplerLayerScan(attend, cache)
+    weights = prepare_sampler_weights(weights, scan=False, stacks=config.stacks)
+    hidden = config.sampler_hidden_states(
+        weights, token_ids.reshape(-1), positions.reshape(-1), layer_scan
+    )
+    return hidden.reshape(B, C, -1), layer_scan.cache
 
 
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):
@@ -303,32 +305,32 @@ def method_with(**changes):
 def estimator(**changes):
     """Return the advantage estimator of the default configuration with changed keys."""
     method = method_with(**changes)
-    return Estimator(method.advantage, method.seed)
+    return AdvantageEstimator(method.advantage, method.seed)
 
 
 def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
     """Return `gradient(params, batch, num_micro) -> (gradients, metrics)` of all micro-batches."""
-    gradient = Gradient(
+    gradient = GradientStep(
         model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
     )
-    begin = jax.jit(gradient.begin.function)
+    begin = jax.jit(gradient.init_sums.function)
     add = jax.jit(gradient.add.program.function, static_argnums=5)
 
     def compute(params, batch, num_micro):
         sizes = {
             "num_tokens": 0,
             "num_shared": 0,
-            "num_counted": 0,
+            "num_loss_tokens": 0,
             "padding": 0.0,
             "imbalance": 0.0,
         }
-        packed = Packed(batch=batch, num_micro=num_micro, **sizes)
+        packed = PackedBatch(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
         for index, room in enumerate(
             logit_capacities(packed, num_batch_shards(model.mesh), model.num_pieces)
         ):
             sums = add(params, sums, batch, index, index + 1, room)
-        return sums.gradients, sums.finished_metrics(model.architecture.statistics)
+        return sums.gradients, sums.finish_metrics(model.architecture.statistics)
 
     return compute
 

@@ -18,32 +18,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.extras.experts.routing import ROUTED
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention import reference
-from jaxrl.models.attention.choice import choose, on_mesh
+from jaxrl.models.attention.choice import select_kernels, shard_attention
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
-    in_pieces,
-    in_rows,
     local_mesh,
     make_mesh,
+    merge_pieces,
     num_batch_shards,
     param_shardings,
+    split_into_pieces,
 )
 from jaxrl.sampling import next_token
-from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.engine import PAGES_PER_TRANSFER, Engine, Request
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sampling.weights import Weights
+from jaxrl.sampling.weights import WeightConverter
 from jaxrl.training.packing import BatchShape, logit_capacities
 from jaxrl.training.update import (
-    Gradient,
+    GradientStep,
     ScoreStep,
     UpdateStep,
     init_state,
@@ -135,7 +135,7 @@ def requests():
     prompts = [tuple(rng.integers(0, NUM_TOKENS, rng.integers(4, 16)).tolist()) for _ in range(6)]
     number = np.arange(len(prompts) * GROUP_SIZE)
     group, sample = number // GROUP_SIZE, number % GROUP_SIZE
-    keys = sample_keys(0, 1, 0, group, sample, np.zeros_like(number))
+    keys = derive_sample_keys(0, 1, 0, group, sample, np.zeros_like(number))
     return [
         Request(prompt_ids=prompts[g], sample_key=key, budget=BUDGET)
         for g, key in zip(group, keys, strict=True)
@@ -188,7 +188,7 @@ def sample(mesh, params, config=TINY):
                 row["token_ids"] += event.token_ids.tolist()
                 row["logprobs"] += event.logprobs.tolist()
                 row["mask"] += [True] * len(event.token_ids)
-                row["experts"].append(event.recorded.get(ROUTED))
+                row["experts"].append(event.recorded.get(ROUTED_EXPERTS))
                 if event.status == 0:
                     continue
                 num_turns[event.request] += 1
@@ -214,12 +214,12 @@ def sample(mesh, params, config=TINY):
 def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
-    chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
-    blocks, _ = engine._prefill.blocks((), 4 * engine.programs.block, engine._tables)
-    places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
+    chunk, _ = engine._build_rows([[] for _ in range(engine.num_shards)], num_rows)
+    blocks, _ = engine._prefill_batcher.blocks((), 4 * engine.programs.block_tokens, engine._tables)
+    places = np.zeros(engine.num_shards * PAGES_PER_TRANSFER, np.int32)
     one = np.float32(1)
     arguments = {
-        "append": (engine._weights, engine._cache, blocks, engine._seen),
+        "append": (engine._weights, engine._cache, blocks, engine._attachment_embeds),
         "decode": (
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
             *(one, one, next_token.FULL),
@@ -269,7 +269,7 @@ def share_on_first_device(tree):
 
 
 def model_on(mesh, config=TINY, **settings):
-    settings["attention"] = choose("xla", mesh, config)
+    settings["attention"] = select_kernels("xla", mesh, config)
     return Model(config.on_mesh(mesh, experts="auto"), mesh, num_tokens=NUM_TOKENS, **settings)
 
 
@@ -279,9 +279,9 @@ def with_random_experts(sequences):
     found = []
     for sequence in sequences:
         scores = rng.random((len(sequence.token_ids), *sizes))
-        experts = scores.argsort(axis=-1)[..., : TINY_MOE.num_chosen].astype(np.uint8)
+        experts = scores.argsort(axis=-1)[..., : TINY_MOE.top_k].astype(np.uint8)
         experts[::2] = 255
-        found.append(replace(sequence, token_arrays={ROUTED: experts}))
+        found.append(replace(sequence, token_arrays={ROUTED_EXPERTS: experts}))
     return found
 
 
@@ -299,12 +299,12 @@ def num_misrecorded(params, rows):
 
 def chosen_experts(params, ids):
     """The experts of each token of one sequence, `[T, layers, k]`."""
-    beside = AuxArrays(records=True)
+    aux = AuxArrays(records=True)
     positions = jnp.arange(len(ids))[None]
-    attend = XLA.within(jnp.ones_like(positions), positions)
-    through = LayerScan(beside=beside, scan=False)
-    TINY_MOE.hidden_states(params, ids[None], positions, attend, through)
-    return beside.recorded[ROUTED]
+    attend = XLA.make_attend(jnp.ones_like(positions), positions)
+    layer_scan = LayerScan(aux=aux, scan=False)
+    TINY_MOE.hidden_states(params, ids[None], positions, attend, layer_scan)
+    return aux.recorded[ROUTED_EXPERTS]
 
 
 def train(mesh, params, config=TINY):
@@ -332,7 +332,7 @@ def train(mesh, params, config=TINY):
         gradient = jax.tree.map(lambda leaf: np.asarray(leaf) / 0.1, mu)
         for _ in range(2):
             state, _ = step(state, batch, packed)
-    sums = step.gradient.begin(state.params, batch)
+    sums = step.gradient.init_sums(state.params, batch)
     room = logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
     text = program_text(
         step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), room
@@ -362,23 +362,23 @@ def adapt(mesh, params):
     """The gradient of an adapter, and how its sampler's weights lie on a mesh."""
     adapter = Adapter(model=TINY, rank=4, alpha=8.0, targets=find_targets(TINY, ["all-linear"]))
     settings = {"logits_chunk_tokens": CHUNK_TOKENS, "remat": "none"}
-    settings["attention"] = choose("xla", mesh, TINY)
+    settings["attention"] = select_kernels("xla", mesh, TINY)
     model = Model(adapter, mesh, num_tokens=NUM_TOKENS, **settings)
-    model.base = jax.device_put(params, param_shardings(mesh, adapter.parts()[1]))
+    model.base = jax.device_put(params, param_shardings(mesh, adapter.param_specs()[1]))
     rng = np.random.default_rng(0)
     own = jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
-        adapter.parts()[0].abstract_params(),
+        adapter.param_specs()[0].abstract_params(),
     )
-    own = jax.device_put(own, param_shardings(mesh, adapter.parts()[0]))
+    own = jax.device_put(own, param_shardings(mesh, adapter.param_specs()[0]))
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
-    sums = Gradient(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
+    sums = GradientStep(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
     prepare = partial(adapter.decode_weights, dtype=jnp.float32)
-    weights = Weights(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
+    weights = WeightConverter(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
     policy = model.whole(own)
-    made, wanted = weights.of(policy), prepare(jax.device_get(policy))
+    made, wanted = weights.convert(policy), prepare(jax.device_get(policy))
     gaps = jax.tree.map(lambda a, b: float(jnp.abs(jax.device_get(a) - b).max()), made, wanted)
-    lie = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), made, weights.layouts)
+    lie = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), made, weights.shardings)
     kernel = made["blocks"]["mlp"]["up"]["kernel"]
     report = {
         "weights_gap": max(jax.tree.leaves(gaps)),
@@ -402,15 +402,15 @@ def attention_gap(mesh):
         back = jax.vjp(lambda *inputs: train(*inputs, reads), q, k, v)[1]
         return back(gradient)
 
-    on_pieces = on_mesh(partial(gpu.train, interpret=True), mesh)
+    on_pieces = shard_attention(partial(gpu.attend_packed, interpret=True), mesh)
 
     def kernel(*inputs):
-        *pieces, reads = *(in_pieces(mesh, x) for x in inputs[:3]), inputs[3]
+        *pieces, reads = *(split_into_pieces(mesh, x) for x in inputs[:3]), inputs[3]
         out = on_pieces(*pieces, reads)
-        columns = (in_rows(mesh, out[:, :, n, h], (8, 44)) for n in range(4) for h in range(8))
+        columns = (merge_pieces(mesh, out[:, :, n, h], (8, 44)) for n in range(4) for h in range(8))
         return jnp.stack(list(columns), axis=2).reshape(8, 44, 4, 8)
 
-    got, wanted = jax.jit(run, static_argnums=0)(kernel), run(reference.train)
+    got, wanted = jax.jit(run, static_argnums=0)(kernel), run(reference.attend_packed)
     return max(float(jnp.abs(a - b).max()) for a, b in zip(got, wanted, strict=True))
 
 
@@ -425,7 +425,7 @@ def farthest_draw(params, rows):
     for index, (row, request) in enumerate(zip(rows, requests(), strict=True)):
         places = np.flatnonzero(row["mask"])
         keys = np.broadcast_to(request.sample_key, (64, 2))
-        uniforms = np.asarray(next_token.uniforms(keys, jnp.arange(64)), np.float64)[places]
+        uniforms = np.asarray(next_token.sample_uniforms(keys, jnp.arange(64)), np.float64)[places]
         drawn = probabilities[index, places - 1]
         sampled = (np.arange(len(places)), token_ids[index, places])
         end = np.cumsum(drawn, axis=-1)[sampled]
@@ -445,7 +445,7 @@ def distances_on(meshes, config=TINY):
         params = jax.device_put(tiny_params(config), param_shardings(mesh, config))
         batch = put_batch(mesh, packed.batch)
         loss = policy_loss(loss={"entropy_coef": 0.01, "clip_high": 0.3})
-        sums = Gradient(model, loss, entropy_gradient=True)(params, batch, packed)
+        sums = GradientStep(model, loss, entropy_gradient=True)(params, batch, packed)
         logprobs = ScoreStep(model, temperature=1.0)(params, batch, packed)
         found.append(jax.device_get((sums.gradients, logprobs)))
     (wanted, logprobs), *others = found
@@ -477,11 +477,11 @@ def of_images(meshes=EVERY_MESH):
         )
         mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
         packed = packed_in(shape, sequences() * 2, advantages, num_shards=num_batch_shards(mesh))
-        kernels = choose("xla", mesh, config)
+        kernels = select_kernels("xla", mesh, config)
         model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
         batch = put_batch(mesh, packed.batch)
         placed = jax.device_put(params, param_shardings(mesh, config))
-        gradient = Gradient(model, weighted)
+        gradient = GradientStep(model, weighted)
         sums = gradient(placed, batch, packed)
         measured = {
             "sizes": sizes,
@@ -544,7 +544,9 @@ def on_two_devices():
     params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
     apart = local_mesh(mesh, rollout_devices=1)
     prepare = partial(TINY.decode_weights, dtype=jnp.float32)
-    made = Weights(prepare, TINY, mesh=apart, train_mesh=mesh, scan_layers=True).of(params)
+    made = WeightConverter(prepare, TINY, mesh=apart, train_mesh=mesh, scan_layers=True).convert(
+        params
+    )
     gaps = jax.tree.map(
         lambda a, b: float(np.abs(a - b).max()), *jax.device_get((made, prepare(params)))
     )

@@ -14,12 +14,12 @@ from benchmarks.common import libtpu_environment
 from jaxrl.config import default_config
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.models.attention.choice import on_mesh
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
+from jaxrl.models.attention.choice import shard_attention
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, AttentionKernels
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
-from jaxrl.sampling.decode import Blocks, Programs, Rows, StopTables
+from jaxrl.sampling.decode import DecodeRows, PrefillBlocks, Programs, StopTables
 from jaxrl.sampling.next_token import FULL
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
@@ -95,10 +95,10 @@ def kernels_on(mesh, name):
     if name == "triton":
         module, attend_pages = gpu, for_gpu(gpu.attend_pages)
         mesh = mesh.abstract_mesh.update(abstract_device=GPU)
-    return Kernels(
+    return AttentionKernels(
         name=name,
         reason="for a test",
-        train=on_mesh(module.train, mesh),
+        attend_packed=shard_attention(module.attend_packed, mesh),
         attend_pages=attend_pages,
         page_tokens=PAGE_TOKENS[name],
         shares_prompts=SHARES_PROMPTS[name],
@@ -119,16 +119,21 @@ def sampler_programs(
     cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
     state = jax.eval_shape(sampler.empty_state)
     tables = shape((8, 16))  # more than a CPU copies at once
-    chunk = Rows(source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32))
-    blocks = Blocks(
-        token_ids=shape((8, sampler.block)), start=shape((8,)), counts=shape((8,)), tables=tables
+    chunk = DecodeRows(
+        source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32)
+    )
+    blocks = PrefillBlocks(
+        token_ids=shape((8, sampler.block_tokens)),
+        start=shape((8,)),
+        counts=shape((8,)),
+        tables=tables,
     )
     one = shape((), jnp.float32)
     weights = jax.eval_shape(sampler.weights, config.abstract_params())
     stops = StopTables(
         next_state=shape((5, config.vocab_size), jnp.int8),
         is_hit=shape((5, config.vocab_size), jnp.bool_),
-        is_end=shape((config.vocab_size,), jnp.bool_),
+        is_eos=shape((config.vocab_size,), jnp.bool_),
     )
     return {
         "decode": (
@@ -164,7 +169,7 @@ def trainer_programs(
         advantages=shape(whole, jnp.float32),
         rollout_logprobs=shape(whole, jnp.float32),
     )
-    sums = jax.eval_shape(step.gradient.begin.function, trained.params, batch)
+    sums = jax.eval_shape(step.gradient.init_sums.function, trained.params, batch)
     return {
         "update": (
             partial(step.gradient.add.program.function, room=3),

@@ -25,7 +25,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
-from jaxrl.sampling.episodes import Limits, Schedule
+from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -208,7 +208,7 @@ class Sampler:
             protocol=protocol,
             max_turns=config.rollout.max_turns,
         )
-        limits = Limits(
+        limits = TokenLimits(
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             max_total_tokens=config.rollout.max_total_tokens,
@@ -216,7 +216,9 @@ class Sampler:
         )
         automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
         pay = RewardCombiner(weights=resolved(config).reward_weights)
-        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule(), pay)
+        rollout = Rollout(
+            parts.engine, env, parts.tokenizer, automaton, limits, ReplySchedule(), pay
+        )
         return dataclasses.replace(made_for(config, parts), rollout=SharedRollout(rollout))
 
 

@@ -17,12 +17,12 @@ from jaxrl import run
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
 from jaxrl.logs.display import Display
-from jaxrl.runtime.checkpoint import steps_in
+from jaxrl.runtime.checkpoint import list_steps
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training.collect import draw
 from jaxrl.training.settings import STAGES
-from jaxrl.types import members
+from jaxrl.types import flatten_groups
 from jaxrl.utils.callables import UserCodeError
 from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
@@ -87,7 +87,7 @@ def as_of(base, workdir, step):
     """A copy of a run as it was when killed some time after the checkpoint of a step."""
     shutil.copytree(base, workdir)
     shutil.rmtree(workdir / "export")
-    for other in steps_in(workdir / "checkpoints"):
+    for other in list_steps(workdir / "checkpoints"):
         if other > step:
             shutil.rmtree(workdir / "checkpoints" / str(other))
     return workdir
@@ -125,7 +125,7 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
         parts.engine.set_weights(params)
         size = config.rollout.tasks_per_step
         draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
-        sampling = Sampling(
+        sampling = SamplingConfig(
             group_size=config.rollout.group_size,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
@@ -134,7 +134,7 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
         )
         wanted = parts.rollout(draws, sampling)
         parts.engine.clear()
-        for one, other in zip(members(ahead), members(wanted), strict=True):
+        for one, other in zip(flatten_groups(ahead), flatten_groups(wanted), strict=True):
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
             assert {*one.policy_versions[one.loss_mask]} == {done - 1}
@@ -181,7 +181,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(base, tiny_world, 
 
     # The evaluation of step 2 is given up, the step itself is saved, with what is ahead.
     assert not play(config, workdir, lambda: is_asked, asking)
-    newest = steps_in(workdir / "checkpoints")[-1]
+    newest = list_steps(workdir / "checkpoints")[-1]
     assert newest == NUM_SFT + 2
     assert position(workdir, newest)["record"]
     assert position(workdir, newest)["prefetched"]
@@ -258,7 +258,7 @@ def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_p
 
     with pytest.raises(UserCodeError, match="mine failed"):
         play(config, workdir, change=failing)
-    assert steps_in(workdir / "checkpoints")[-1] == NUM_SFT + 2
+    assert list_steps(workdir / "checkpoints")[-1] == NUM_SFT + 2
     assert position(workdir, NUM_SFT + 2)["prefetched"] is None
     assert lasting(workdir) == lasting(base)[: NUM_SFT + 3]
     # Mended, it samples that step's groups by the weights it has.

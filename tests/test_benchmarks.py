@@ -220,7 +220,7 @@ def test_agreement_notices_a_wrong_kernel(monkeypatch, capsys):
         return out * 1.01, lse
 
     kernels = dataclasses.replace(XLA, attend_pages=wrong)
-    monkeypatch.setattr(agreement.attention_choice, "choose", lambda *_: kernels)
+    monkeypatch.setattr(agreement.attention_choice, "select_kernels", lambda *_: kernels)
     assert agreement.main(["--part=kernels", "--shapes=1"]) == 1
     assert "is_near                       False" in capsys.readouterr().out
 
@@ -232,12 +232,12 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
     assert json.loads(path.read_text())["xla, float32"]["of weights"] < 1e-5
 
     def wrong(rows, weights, sizes):
-        return products.grouped_product(rows, weights, sizes.at[0].add(1).at[-1].add(-1))
+        return products.grouped_matmul(rows, weights, sizes.at[0].add(1).at[-1].add(-1))
 
-    monkeypatch.setattr(choice, "grouped_product", wrong)
-    choice._checked.cache_clear()
+    monkeypatch.setattr(choice, "grouped_matmul", wrong)
+    choice._select_cached.cache_clear()
     assert agreement.main(flags) == 1
-    choice._checked.cache_clear()
+    choice._select_cached.cache_clear()
 
 
 SCRIPT = """

@@ -130,7 +130,7 @@ except SystemExit:
 print("run \u00e9")
 """
 
-MODULES = {module for module, *_ in cli.PROGRAMS.values() if module.startswith("jaxrl.")}
+MODULES = {module for module, *_ in cli.SUBCOMMANDS.values() if module.startswith("jaxrl.")}
 
 
 @pytest.mark.parametrize("module", ["jaxrl.cli", *sorted(MODULES)])
@@ -152,10 +152,10 @@ def test_only_missing_files_are_looked_for_in_the_bundle(tmp_path, monkeypatch):
         ("--config=my/configs/quickstart.py", "--config=my/configs/quickstart.py"),
         ("Is configs/quickstart.py long?", "Is configs/quickstart.py long?"),
     ):
-        assert cli.came_with_the_package(given) == wanted
+        assert cli.resolve_bundled_path(given) == wanted
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.py").touch()
-    assert cli.came_with_the_package("configs/quickstart.py") == "configs/quickstart.py"
+    assert cli.resolve_bundled_path("configs/quickstart.py") == "configs/quickstart.py"
 
 
 def test_version(site, tmp_path):

@@ -12,7 +12,7 @@ from absl.testing import flagsaver
 
 from jaxrl import launch
 from jaxrl.builders.validation import validate
-from jaxrl.cli import PROGRAMS
+from jaxrl.cli import SUBCOMMANDS
 from tests.helpers import ROOT, blocks, shown_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,7 +46,7 @@ def module_and_arguments(line):
     found = DEPARTED.search(line)
     if not found:
         return None
-    module, *own = PROGRAMS[found[2]] if found[2] else (found[1],)
+    module, *own = SUBCOMMANDS[found[2]] if found[2] else (found[1],)
     given = found[3].replace("$LARGER", shlex.split(LARGER)[0].partition("=")[2])
     given = given.replace("$i", "0").replace("$lr", "1e-6")
     return module, [*own, *shlex.split(given.removesuffix("; do").removesuffix(" &"))]
@@ -114,7 +114,7 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(sys, "path", [*sys.path])
         with flagsaver.flagsaver():
-            config, _ = launch._read(launch.parse_flags(argv))
+            config, _ = launch._load_config(launch.parse_flags(argv))
         validate(config, needs_data=False)
         return
     extras = ("chat", "serve", "view")

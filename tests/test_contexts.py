@@ -15,16 +15,16 @@ from jaxrl.builders.validation import validate
 from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.logs.records import trajectory_record
+from jaxrl.logs.records import trajectory_to_record
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
-from jaxrl.sampling.contexts import Contexts, PlayedTurn, drop_observations, last_turns
+from jaxrl.sampling.contexts import ContextRule, TurnIds, drop_observations, last_turns
 from jaxrl.sampling.demonstrations import encode_demonstration
-from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.training.minibatches import with_loss_mask
-from jaxrl.training.packing import BatchShape, computed, make_items, pack
+from jaxrl.training.packing import BatchShape, make_items, pack, select_tokens
 from jaxrl.training.reference_kl import unpack
 from jaxrl.types import Columns
 from tests.choices import (
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 # What a further context begins with.
 
 TURNS = [
-    PlayedTurn(sampled=[10 * n, 10 * n + 1], observation=[10 * n + 2, 10 * n + 3], omitted=[n])
+    TurnIds(sampled=[10 * n, 10 * n + 1], observation=[10 * n + 2, 10 * n + 3], placeholder=[n])
     for n in range(1, 4)
 ]
 
@@ -80,8 +80,8 @@ def test_what_is_kept_by_hand():
 
 def test_as_many_as_there_is_room_for_are_kept():
     def following(max_tokens, name="last_turns"):
-        contexts = Contexts(name=name, max_tokens=max_tokens, keep=2, turn_tokens=3)
-        return contexts.following([7, 8], TURNS)
+        contexts = ContextRule(name=name, max_tokens=max_tokens, keep=2, turn_tokens=3)
+        return contexts.next_context([7, 8], TURNS)
 
     assert following(13) == ([7, 8, 20, 21, 22, 23, 30, 31, 32, 33], 8)
     assert following(12) == ([7, 8, 30, 31, 32, 33], 4)
@@ -89,8 +89,8 @@ def test_as_many_as_there_is_room_for_are_kept():
     assert following(8) is None
     assert following(15, "drop_observations") == ([7, 8, 10, 11, 1, 20, 21, 2, 30, 31, 32, 33], 10)
     assert following(14, "drop_observations") is None
-    many = Contexts(name="last_turns", max_tokens=12, keep=10**9, turn_tokens=3)
-    assert many.following([7, 8], TURNS) == ([7, 8, 30, 31, 32, 33], 4)
+    many = ContextRule(name="last_turns", max_tokens=12, keep=10**9, turn_tokens=3)
+    assert many.next_context([7, 8], TURNS) == ([7, 8, 30, 31, 32, 33], 4)
 
 
 # Rollouts.
@@ -117,8 +117,8 @@ def player():
 
 
 def limits(name, *, keep=2, max_tokens=160, max_total=1024):
-    contexts = Contexts(name=name, max_tokens=max_tokens, keep=keep, turn_tokens=30)
-    return Limits(
+    contexts = ContextRule(name=name, max_tokens=max_tokens, keep=keep, turn_tokens=30)
+    return TokenLimits(
         max_prompt_tokens=32,
         max_response_tokens=256,
         max_total_tokens=max_total,
@@ -257,11 +257,11 @@ def test_the_trainer_reads_what_the_sampler_read(player, shares_prompts):
 
 
 def whole_model(config, num_tokens):
-    from jaxrl.models.attention.choice import choose
+    from jaxrl.models.attention.choice import select_kernels
     from jaxrl.models.policy import Model
 
     mesh = one_device_mesh()
-    kernels = choose("xla", mesh, config)
+    kernels = select_kernels("xla", mesh, config)
     return Model(config, mesh, kernels, num_tokens=num_tokens, remat="none")
 
 
@@ -476,7 +476,7 @@ def test_every_token_is_packed_with_what_it_read(seed, shares_prompts):
             assert batch.positions[row, 0, t] == len(read) - 1
     for one, count, item in zip(members, seen, items, strict=True):
         assert (count[one.loss_mask] > 0).all()
-        left_out, _ = computed(one, item, 0)
+        left_out, _ = select_tokens(one, item, 0)
         assert one.loss_mask.sum() == one.loss_mask[left_out].sum()
     assert batch.loss_mask.sum() == sum(int(one.loss_mask.sum()) for one in members)
     for values, one in zip(unpack(packed, batch.rollout_logprobs, members), members, strict=True):
@@ -506,7 +506,7 @@ def cut_with_logprobs(members, rng):
 def test_a_trajectory_of_contexts_is_kept(player):
     trajectory = max(play(player, limits("last_turns")), key=lambda t: len(t.contexts))
     assert from_json(to_json(trajectory)).contexts == trajectory.contexts
-    record = trajectory_record(trajectory)
+    record = trajectory_to_record(trajectory)
     assert record["contexts"] == [list(one) for one in trajectory.contexts] or record[
         "contexts"
     ] == list(trajectory.contexts)
@@ -523,7 +523,7 @@ def test_demonstrations_go_through_the_contexts_of_a_rollout():
         chat.append({"role": "assistant", "content": f"<search>who is {number}</search>"})
         chat.append({"role": "tool", "content": f"it is {number + 1}"})
     chat.append({"role": "assistant", "content": "<answer>4</answer>"})
-    contexts = Contexts(name="last_turns", max_tokens=150, keep=1, turn_tokens=40)
+    contexts = ContextRule(name="last_turns", max_tokens=150, keep=1, turn_tokens=40)
     whole = encode_demonstration(chat, tokenizer, showing(30))
     made = encode_demonstration(chat, tokenizer, showing(30, contexts))
     assert whole.contexts == ()

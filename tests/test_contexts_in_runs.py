@@ -46,7 +46,7 @@ def configured(world, source, name, **changes):
 
 
 def play(config, workdir):
-    run(settings_of(config), workdir, build(config), Display(is_shown=False))
+    run(settings_of(config), workdir, build(config), Display(is_enabled=False))
 
 
 @pytest.mark.parametrize("name", ["drop_observations", "last_turns"])

@@ -21,10 +21,10 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.collect import StepSampler, collect
-from jaxrl.training.controllers import BUCKETS, Controllers, advance
+from jaxrl.training.controllers import BUCKETS, Controllers, update_controllers
 from jaxrl.training.failures import FailureCounter
-from jaxrl.training.rewards import pay_entropy
-from jaxrl.types import Group, members
+from jaxrl.training.rewards import add_entropy_reward
+from jaxrl.types import Group, flatten_groups
 from tests.episodes import NumberedTasks, make_trajectory
 from tests.helpers import build, method_of, settings_of, with_devices
 from tests.runs import (
@@ -208,14 +208,14 @@ def decisions():
             num_tasks_taken=taken,
             buffered_groups=leftover,
             controllers=controllers,
-            measure=list,
+            add_divergences=list,
             failures=failures,
         )
         leftover, taken = collected.buffered_groups, collected.num_tasks_taken
-        controllers, groups = advance(
+        controllers, groups = update_controllers(
             controllers, collected.groups, collected.sampled_stats, method, None
         )
-        shaped = members(pay_entropy(groups, controllers, method.shaping))
+        shaped = flatten_groups(add_entropy_reward(groups, controllers, method.shaping))
         found.append(
             {
                 "tasks": [t.task_id for t in shaped],

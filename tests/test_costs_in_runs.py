@@ -13,7 +13,7 @@ from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.random_search import RandomSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.runtime.checkpoint import steps_in
+from jaxrl.runtime.checkpoint import list_steps
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.usage import BudgetSpentError, Usage, UsageStats
 from tests.helpers import build, settings_of
@@ -82,11 +82,11 @@ def base(tiny_world, source, held_out, parts, tmp_path_factory):
     config = configured(tiny_world, source, **first)
     with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_calls=1; to resume, raise it"):
         play(config, workdir, parts)
-    assert steps_in(workdir / "checkpoints") == []  # the first evaluation has spent it
+    assert list_steps(workdir / "checkpoints") == []  # the first evaluation has spent it
     config.ledger.max_calls = records(workdir)[0]["perf/ledger/total/attempts/search"] + 1
     with pytest.raises(BudgetSpentError):
         play(config, workdir, parts)
-    assert steps_in(workdir / "checkpoints") == [1]
+    assert list_steps(workdir / "checkpoints") == [1]
     progress, _ = saved_progress(parts, workdir)
     assert progress.ledger.num_calls["search"] == records(workdir)[1]["ledger/total/calls/search"]
     config.ledger.max_calls = 0
@@ -232,7 +232,7 @@ def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
     config.ledger.max_calls = 60  # steps have 16 trajectories with a search each, or two
     with pytest.raises(BudgetSpentError, match=r"has spent .* of config\.ledger\.max_calls=60; "):
         play(config, tmp_path / "run", parts)
-    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
+    assert list_steps(tmp_path / "run" / "checkpoints") == [1]
     first = records(tmp_path / "run")[-1]
     assert first["ledger/total/calls/search"] <= 16 * 2
     progress, _ = saved_progress(parts, tmp_path / "run")
@@ -280,14 +280,14 @@ def test_a_step_that_is_stopped_behind_its_rollout_counts_what_that_cost(
 def test_an_evaluation_that_is_stopped_counts_its_suites(tiny_world, source, tmp_path, monkeypatch):
     changes = {"eval.suites": ("greedy", "sampled"), "eval.every_steps": 1, "stages": ("train",)}
     config = configured(tiny_world, source, **changes)
-    parts, suite = build(config), evaluate.play
+    parts, suite = build(config), evaluate.roll_out_suite
 
     def stopped(session, name):
         if session.progress.stage_step and name == "sampled":
             raise Interrupted("the run was asked to stop")
         return suite(session, name)
 
-    monkeypatch.setattr(evaluate, "play", stopped)
+    monkeypatch.setattr(evaluate, "roll_out_suite", stopped)
     with pytest.raises(Interrupted):
         play(config, tmp_path / "run", parts)
     monkeypatch.undo()
@@ -307,14 +307,14 @@ def test_a_final_evaluation_that_is_stopped_resumes(
 ):
     """It is stopped after its first suite, when nothing is left that a checkpoint could hold."""
     config = configured(tiny_world, source, **{"tasks.eval.source": held_out})
-    suite = evaluate.play
+    suite = evaluate.roll_out_suite
 
     def stopped(session, name):
         if name == "random_search":
             raise Interrupted("the run was asked to stop")
         return suite(session, name)
 
-    monkeypatch.setattr(evaluate, "play", stopped)
+    monkeypatch.setattr(evaluate, "roll_out_suite", stopped)
     with pytest.raises(Interrupted):
         play(config, tmp_path / "run", parts)
     monkeypatch.undo()
@@ -340,4 +340,4 @@ def test_a_run_that_spent_its_budget_is_as_if_it_had_not(
     config.ledger.max_cost = (before + after) / 2
     with pytest.raises(BudgetSpentError, match=r"of config\.ledger\.max_cost="):
         play(config, tmp_path / "other", parts)
-    assert steps_in(tmp_path / "other" / "checkpoints") == [1]
+    assert list_steps(tmp_path / "other" / "checkpoints") == [1]

@@ -7,9 +7,15 @@ import pytest
 
 from jaxrl.data.tasks import check_data_sources
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.evaluate import as_record, read_ledger, read_metrics, write
-from jaxrl.logs.eval_summary import as_metrics, as_text, one_line, subset_sizes, summarize
-from jaxrl.logs.metrics import num_unscored_suites
+from jaxrl.evaluate import build_record, read_metrics, read_usage, write_results
+from jaxrl.logs.eval_summary import (
+    format_suite_line,
+    format_tables,
+    subset_sizes,
+    summarize,
+    to_metrics,
+)
+from jaxrl.logs.metrics import count_unscored_suites
 from jaxrl.training.usage import UsageStats
 from jaxrl.types import Group
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
@@ -141,14 +147,14 @@ def test_precision_and_reliability_by_hand():
     low, high = got.intervals["all"]["reliability"]
     assert 0 <= low < 0.375 < high <= 1
     assert got.intervals["untold"]["precision"] is None
-    assert as_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
+    assert to_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
 
 
 def test_searches_and_python_calls_are_counted_apart():
     got = summary(declining(), has_python=True).means["all"]
     assert (got["searches"], got["searched"], got["python_calls"]) == (1.0, 0.75, 0.5)
     assert "python_calls" not in summary(declining()).means["all"]
-    [*_, declined, _] = as_record(1, "train", {}, {"greedy": questions(declining())}, {})[
+    [*_, declined, _] = build_record(1, "train", {}, {"greedy": questions(declining())}, {})[
         "questions"
     ]["greedy"]
     assert (declined["searches"], declined["python_calls"]) == (["q", "q"], ["print(6 * 7)"])
@@ -210,7 +216,7 @@ def test_data_sets_are_resampled_independently():
 
 def test_names_in_the_metrics():
     made = summary(members())
-    sampled, greedy = (as_metrics(suite, made) for suite in ("sampled", "greedy"))
+    sampled, greedy = (to_metrics(suite, made) for suite in ("sampled", "greedy"))
     assert sampled["val-core/nq/exact_match/mean@1"] == 0.5
     assert greedy["val-core/nq/exact_match/greedy"] == 0.5
     assert sampled["val-core/mean/exact_match/mean@1"] == 0.25
@@ -222,7 +228,7 @@ def test_names_in_the_metrics():
 
 def test_names_of_several_samples():
     made = summary(four_samples(), num_samples=4)
-    got = as_metrics("sampled", made)
+    got = to_metrics("sampled", made)
     assert {name for name in got if name.startswith("val-core/all/")} == {
         "val-core/all/exact_match/mean@4",
         "val-core/all/exact_match/best@2/mean",
@@ -231,7 +237,7 @@ def test_names_of_several_samples():
         "val-core/all/exact_match/maj@4/mean",
     }
     assert got["val-core/nq/exact_match/best@2/mean"] == pytest.approx(5 / 6)
-    control = as_metrics("empty_search", made)
+    control = to_metrics("empty_search", made)
     assert control["val-core/all/exact_match/empty_search"] == 0.5
     assert control["val-core/nq/exact_match/empty_search/maj@4/mean"] == 1.0
     assert not got.keys() & control.keys()
@@ -243,8 +249,8 @@ def test_results_on_disk(tmp_path):
     summaries = {suite: summary(trajectories) for suite, trajectories in suites.items()}
     path = tmp_path / "eval" / "train_3.json"
     played = {suite: questions(trajectories) for suite, trajectories in suites.items()}
-    record = as_record(3, "train", {"samples": 1}, played, summaries)
-    write(path, record, as_text(3, "train", summaries))
+    record = build_record(3, "train", {"samples": 1}, played, summaries)
+    write_results(path, record, format_tables(3, "train", summaries))
     text = path.read_text(encoding="utf-8")
     assert "NaN" not in text
     content = json.loads(text)
@@ -279,16 +285,18 @@ def test_an_evaluation_that_is_on_disk(tmp_path):
     suites = {"sampled": four_samples()[:4], "greedy": members()[:3]}
     counts = {"sampled": 4, "greedy": 1}
     summaries = {name: summary(suites[name], num_samples=counts[name]) for name in suites}
-    made = [as_metrics(suite, summaries[suite]) for suite in suites]
+    made = [to_metrics(suite, summaries[suite]) for suite in suites]
     suites = {name: questions(suites[name], counts[name]) for name in suites}
-    record = as_record(3, "evaluate", {"samples": 4}, suites, summaries, made_with="a")
+    record = build_record(3, "evaluate", {"samples": 4}, suites, summaries, fingerprint="a")
     assert read_metrics(path, 3, "a") is None
-    write(path, record, "")
+    write_results(path, record, "")
     np.testing.assert_equal(read_metrics(path, 3, "a"), made[0] | made[1])
     assert read_metrics(path, 2, "a") is None  # other weights
     assert read_metrics(path, 3, "b") is None  # other settings
     summaries["greedy"] = summary([make_failure()])
-    write(path, as_record(3, "evaluate", {"samples": 4}, suites, summaries, made_with="a"), "")
+    write_results(
+        path, build_record(3, "evaluate", {"samples": 4}, suites, summaries, fingerprint="a"), ""
+    )
     assert read_metrics(path, 3, "a") is None  # the engine may answer by now
     path.write_text('{"step": 3')
     assert read_metrics(path, 3, "a") is None
@@ -351,7 +359,7 @@ def test_tables():
         "sampled": summary(four_samples(), num_samples=4, ks=(4,), weights={"format": 1.0}),
         "greedy": summary([make_failure(), make_failure()]),
     }
-    assert as_text(960, "evaluate", summaries) == TABLES
+    assert format_tables(960, "evaluate", summaries) == TABLES
 
 
 MORE_TABLE = """
@@ -368,7 +376,7 @@ def test_a_table_of_what_abstaining_and_computing_come_to():
         for measure in ("precision", "reliability"):
             value = made.means[name][measure]
             intervals[measure] = None if math.isnan(value) else (value, value)
-    assert as_text(1, "train", {"greedy": made}).endswith(MORE_TABLE)
+    assert format_tables(1, "train", {"greedy": made}).endswith(MORE_TABLE)
 
 
 def test_tables_fit_a_terminal():
@@ -377,7 +385,7 @@ def test_tables_fit_a_terminal():
     made = summary(trajectories, num_samples=2, num_resamples=5)
     made.means["all"].update(sampled_tokens=12_345.6, searches=12.34, environment_errors=98_760)
     made.means["all"]["num_questions"] = 49_380
-    text = as_text(100_000, "evaluate", {"empty_search": made})
+    text = format_tables(100_000, "evaluate", {"empty_search": made})
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "musique [red]" in text
     for number in ("12345.6", "12.34", "98760", "49380"):
@@ -397,7 +405,7 @@ def test_every_part_of_the_reward_is_shown_those_with_weight_first():
         weights={"brevity": 0.5},
     )
     assert list(made.weights.items()) == [("brevity", 0.5), (long, 0.0), ("exact_match", 0.0)]
-    text = as_text(1, "evaluate", {"greedy": made})
+    text = format_tables(1, "evaluate", {"greedy": made})
     rows = [line.split() for line in text.splitlines()]
     start = rows.index(["reward", "part", "weight", "mean"])
     assert rows[start + 1] == ["all", "brevity", "0.5", "-0.200", "[-0.400,", "0.000]"]
@@ -406,24 +414,31 @@ def test_every_part_of_the_reward_is_shown_those_with_weight_first():
     assert judge[2:4] == ["0", "0.700"]
     assert exact[:4] == ["all", "exact_match", "0", "0.500"]
     assert max(len(line) for line in text.splitlines()) <= 80
-    assert one_line("greedy", made) == (
+    assert format_suite_line("greedy", made) == (
         "greedy: exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
     )
-    record = as_record(1, "evaluate", {}, {}, {"greedy": made})
+    record = build_record(1, "evaluate", {}, {}, {"greedy": made})
     assert record["reward_weights"] == {"greedy": dict(made.weights)}
 
 
 def test_what_could_not_be_scored_has_no_score():
     failed = summary([make_failure(), make_failure(task_number=1)])
-    assert one_line("greedy", failed) == "greedy: nothing could be scored (2 environment errors)"
-    assert "nan" not in as_text(4, "train", {"greedy": failed})
-    assert num_unscored_suites(as_metrics("greedy", failed)) == 1
+    assert (
+        format_suite_line("greedy", failed)
+        == "greedy: nothing could be scored (2 environment errors)"
+    )
+    assert "nan" not in format_tables(4, "train", {"greedy": failed})
+    assert count_unscored_suites(to_metrics("greedy", failed)) == 1
     partly = summary(
         [make_trajectory(parts={"exact_match": 1.0}), make_failure(task_number=1, data_source="x")]
     )
-    assert one_line("greedy", partly).startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
-    assert num_unscored_suites(as_metrics("greedy", partly)) == 0
-    record = as_record(4, "train", {}, {"greedy": questions([make_failure()])}, {"greedy": failed})
+    assert format_suite_line("greedy", partly).startswith(
+        "greedy: exact match all 1.000, nq 1.000, x -, "
+    )
+    assert count_unscored_suites(to_metrics("greedy", partly)) == 0
+    record = build_record(
+        4, "train", {}, {"greedy": questions([make_failure()])}, {"greedy": failed}
+    )
     assert record["questions"]["greedy"][0]["error"] == "the server is down"
 
 
@@ -472,7 +487,7 @@ def test_where_answers_come_from_by_hand():
         assert means["exact_match"] == in_results - ignored + without
     low, high = got.intervals["all"]["answer_in_results"]
     assert low < 0.5 < high
-    assert as_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
+    assert to_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
     # All else is as without it.
     bare = summary(attributed())
     for name, means in bare.means.items():
@@ -482,7 +497,7 @@ def test_where_answers_come_from_by_hand():
 
 def test_each_answer_says_where_it_comes_from():
     played = {"sampled": questions(attributed())}
-    record = as_record(1, "train", {}, played, {}, has_results=True)
+    record = build_record(1, "train", {}, played, {}, has_results=True)
     used, ignored, without, nothing, failed = record["questions"]["sampled"]
     assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
     assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
@@ -499,10 +514,10 @@ def test_of_an_answer_without_an_exact_match_nobody_says_whether_it_is_right():
     assert (means["answer_in_results"], means["redundant_searches"]) == (1.0, 0.0)
     for name in ("retrieved_but_ignored", "right_without_evidence"):
         assert math.isnan(means[name])
-    assert as_text(1, "train", {"greedy": got}).splitlines()[-1].split() == [
+    assert format_tables(1, "train", {"greedy": got}).splitlines()[-1].split() == [
         *("all", "1.000", "-", "-", "0.00"),
     ]
-    record = as_record(1, "train", {}, {"greedy": questions(played)}, {}, has_results=True)
+    record = build_record(1, "train", {}, {"greedy": questions(played)}, {}, has_results=True)
     [one] = record["questions"]["greedy"]
     assert one["answer_in_results"] is True
     assert "retrieved_but_ignored" not in one
@@ -518,15 +533,15 @@ mean         0.500              0.250          0.250                0.50"""
 
 def test_a_table_of_where_answers_come_from():
     made = summary(attributed(), has_results=True)
-    assert as_text(1, "train", {"greedy": made}).endswith(EVIDENCE_TABLE)
+    assert format_tables(1, "train", {"greedy": made}).endswith(EVIDENCE_TABLE)
 
 
 def test_what_an_evaluation_took_is_read_with_it(tmp_path):
     path = tmp_path / "evaluate_3.json"
-    assert read_ledger(path) == UsageStats()
+    assert read_usage(path) == UsageStats()
     took = UsageStats.of(attributed(), {"search": 0.5})
-    write(path, {"ledger": took.to_json()}, "")
-    assert read_ledger(path) == took
+    write_results(path, {"ledger": took.to_json()}, "")
+    assert read_usage(path) == took
     assert took.usage.cost == 3.5  # seven searches, that of the failure too
-    write(path, {"step": 3}, "")
-    assert read_ledger(path) == UsageStats()
+    write_results(path, {"step": 3}, "")
+    assert read_usage(path) == UsageStats()

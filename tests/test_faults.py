@@ -12,7 +12,7 @@ from jaxrl.envs.base import OutageError
 from jaxrl.envs.search.resilient import PROBE
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from jaxrl.runtime.preemption import EXIT_NOTHING_WORKS
+from jaxrl.runtime.preemption import EXIT_UNAVAILABLE
 from tests.envs.fault_server import MIX, FaultServer
 from tests.helpers import build, settings_of
 from tests.runs import (
@@ -264,7 +264,7 @@ def test_the_command_ends_with_its_code_and_goes_on(
         dead = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | quick_compilation, timeout=600
         )
-        assert dead.returncode == EXIT_NOTHING_WORKS == 69, dead.stderr
+        assert dead.returncode == EXIT_UNAVAILABLE == 69, dead.stderr
         last = dead.stderr.strip().splitlines()[-1]
         assert last.startswith("error: the search engine has not answered for ")
         assert "Traceback" not in dead.stderr

@@ -41,11 +41,11 @@ from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool, run_one
 from jaxrl.extras.endpoints.sent_images import sent_image
-from jaxrl.extras.vision.processor import BlankProcessor, Processor
-from jaxrl.logs.records import trajectory_record
+from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
+from jaxrl.logs.records import trajectory_to_record
 from jaxrl.logs.writers import write_images
 from jaxrl.sampling.demonstrations import read_demonstrations
-from jaxrl.sampling.episodes import EpisodePlayer, Limits, StartError
+from jaxrl.sampling.episodes import BaseRollout, StartError, TokenLimits
 from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
 from tests.helpers import resolved
@@ -53,7 +53,7 @@ from tests.images import PAD, TEMPLATE, drawn, encoded, looking_tokenizer, save_
 from tests.toys import ScriptedEnv, toy_tokenizer
 from tests.vision import golden
 
-LIMITS = Limits(
+LIMITS = TokenLimits(
     max_prompt_tokens=200, max_response_tokens=64, max_total_tokens=300, max_observation_tokens=20
 )
 CHAT = [{"role": "user", "content": "<image>What is it?"}]
@@ -61,7 +61,7 @@ CHAT = [{"role": "user", "content": "<image>What is it?"}]
 
 @pytest.fixture
 def processor(tmp_path):
-    return Processor(save_processor(tmp_path / "model"))
+    return HFImageProcessor(save_processor(tmp_path / "model"))
 
 
 def saved(path, **settings):
@@ -222,7 +222,7 @@ class TestProcessor:
             "image_processor_type": "Qwen2VLImageProcessorFast",
         }
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
-        processor = Processor(str(tmp_path))
+        processor = HFImageProcessor(str(tmp_path))
         picture = Picture(data=encoded(PIL.Image.new("RGB", (320, 288), (255, 0, 51))))
         made = processor(picture)
         assert made.grid == (1, 18, 20)
@@ -243,11 +243,11 @@ class TestProcessor:
     def test_limits_of_pixels_are_the_users(self, tmp_path):
         folder = save_processor(tmp_path)
         picture = Picture(data=encoded(drawn(width=64, height=64)))
-        small, large = (Processor(folder, max_pixels=n) for n in (256, 4096))
+        small, large = (HFImageProcessor(folder, max_pixels=n) for n in (256, 4096))
         assert (small.num_tokens(picture), large.num_tokens(picture)) == (4, 64)
         assert (small(picture).grid, large(picture).grid) == ((1, 4, 4), (1, 16, 16))
         tiny = Picture(data=encoded(drawn(width=8, height=8)))
-        assert Processor(folder, min_pixels=1024).num_tokens(tiny) == 16
+        assert HFImageProcessor(folder, min_pixels=1024).num_tokens(tiny) == 16
 
     @pytest.mark.parametrize("orientation", range(1, 10))
     def test_photos_are_upright_whatever_else_their_exif_holds(self, processor, orientation):
@@ -270,13 +270,13 @@ class TestProcessor:
     def test_images_made_last_are_kept_up_to_a_limit(self, tmp_path):
         folder = save_processor(tmp_path)
         size = 24 * 96 * 4  # bytes of an image
-        few = Processor(folder, cache_mib=2.5 * size / 2**20)
+        few = HFImageProcessor(folder, cache_mib=2.5 * size / 2**20)
         pictures = [Picture(data=encoded(drawn(seed=seed))) for seed in range(3)]
         first, second, third = map(few, pictures)
         assert few(pictures[2]) is third
         assert few(pictures[1]) is second
         assert few(pictures[0]) is not first
-        none = Processor(folder, cache_mib=0.0)
+        none = HFImageProcessor(folder, cache_mib=0.0)
         assert none(pictures[0]) is not none(pictures[0])
 
     def test_blank_images_have_the_size_and_nothing_else(self, processor):
@@ -394,11 +394,11 @@ class TestProcessor:
 
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
         with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):
-            Processor(str(tmp_path))
+            HFImageProcessor(str(tmp_path))
         file = tmp_path / "preprocessor_config.json"
         file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
         with pytest.raises(ValueError, match=r"preprocessor_config.json"):
-            Processor(str(tmp_path))
+            HFImageProcessor(str(tmp_path))
 
 
 class TestPrompts:
@@ -486,7 +486,7 @@ class LookingEnv(ScriptedEnv):
 def player(processor, reply=None, **changes):
     env = LookingEnv((), lambda turn: reply)
     limits = dataclasses.replace(LIMITS, **changes)
-    return EpisodePlayer(env, looking_tokenizer(), limits, processor=processor)
+    return BaseRollout(env, looking_tokenizer(), limits, processor=processor)
 
 
 def looking_task(tmp_path, **settings):
@@ -495,7 +495,7 @@ def looking_task(tmp_path, **settings):
 
 
 class TestEpisodes:
-    """What `EpisodePlayer` makes of tasks and replies, without an engine."""
+    """What `BaseRollout` makes of tasks and replies, without an engine."""
 
     def sample(self, play, task):
         return play._make_samples([Draw(task=task, stream_index=0)], 2)
@@ -552,8 +552,8 @@ class TestEpisodes:
         """The sample after a reply, and the reply as it was taken."""
         play = player(processor, StepResult(observation=observation), **changes)
         sample, _ = self.sample(play, looking_task(tmp_path))
-        [reply] = play._step([sample.episode], ["call"])
-        play._take(sample, "call", reply)
+        [reply] = play._step_episodes([sample.episode], ["call"])
+        play._apply_step_result(sample, "call", reply)
         return sample
 
     def test_an_observation_shows_images_inside_its_tags(self, processor, tmp_path):
@@ -627,7 +627,7 @@ class TestCodecs:
         [after] = group.trajectories
         assert after.attachments == seen  # the very same: they were kept
         assert (after.task, after.turns) == (before.task, before.turns)
-        record = json.loads(json.dumps(trajectory_record(before)))
+        record = json.loads(json.dumps(trajectory_to_record(before)))
         assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
         [shown] = record["turns"][0]["images"]
         assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
@@ -686,13 +686,13 @@ class TestTools:
         picture = Picture(data=encoded(drawn()))
         observation = Observation(prefix="<", body="two", suffix=">", images=(picture,) * 2)
         play = player(None, StepResult(observation=observation))
-        [reply] = play._step([Episode(task=Task(id="t", question="?"))], ["call"])
+        [reply] = play._step_episodes([Episode(task=Task(id="t", question="?"))], ["call"])
         assert reply.observation == Observation(
             prefix="<", body="two\n[image]\n[image]", suffix=">"
         )
         results = ToolResults(bodies=("", "b"), images=((picture,), ()))
         play = player(None, StepResult(observation=results))
-        [reply] = play._step([Episode(task=Task(id="t", question="?"))], ["call"])
+        [reply] = play._step_episodes([Episode(task=Task(id="t", question="?"))], ["call"])
         assert reply.observation == ToolResults(bodies=("[image]", "b"))
 
 
@@ -717,7 +717,7 @@ class TestDemonstrations:
         return read_demonstrations(
             str(tmp_path / "d.jsonl"),
             watching_tokenizer(),
-            Limits(
+            TokenLimits(
                 max_prompt_tokens=100,
                 max_response_tokens=100,
                 max_total_tokens=100,

@@ -26,15 +26,15 @@ def broken_kernels(monkeypatch):
                  "triton": f"{BROKEN}:train_nothing_is_wrong"}  # fmt: skip
     of_sampler = {"mosaic": f"{BROKEN}:attend_pages_one_is_not_a_number",
                   "triton": f"{BROKEN}:attend_pages_runs_out_of_memory"}  # fmt: skip
-    monkeypatch.setitem(choice.TRAIN, "cpu", of_update)
-    monkeypatch.setitem(choice.PAGES, "cpu", of_sampler)
+    monkeypatch.setitem(choice.TRAIN_KERNELS, "cpu", of_update)
+    monkeypatch.setitem(choice.PAGED_KERNELS, "cpu", of_sampler)
     experts = {"megablox": f"{BROKEN}:product_does_not_compile", "triton": f"{BROKEN}:no_such"}
     monkeypatch.setitem(choice_of_experts.KERNELS, "cpu", experts)
-    choice._checked.cache_clear()
-    choice_of_experts._checked.cache_clear()
+    choice._select_cached.cache_clear()
+    choice_of_experts._select_cached.cache_clear()
     yield
-    choice._checked.cache_clear()
-    choice_of_experts._checked.cache_clear()
+    choice._select_cached.cache_clear()
+    choice_of_experts._select_cached.cache_clear()
 
 
 def play(config, workdir):
@@ -79,10 +79,10 @@ def test_a_kernel_that_was_named_ends_the_run_before_it_begins(tiny_world, broke
 
 def test_products_of_experts_give_way_too(broken_kernels):
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    chosen = choice_of_experts.choose("auto", mesh, 48, 32, check_dtype="bfloat16")
+    chosen = choice_of_experts.select_kernels("auto", mesh, 48, 32, check_dtype="bfloat16")
     assert (chosen.name, chosen.reason) == ("xla", "where megablox failed its check")
     megablox, triton = chosen.kernel_checks
     assert megablox.finding == "ValueError: Only interpret mode is supported on CPU backend."
     assert triton.finding == "AttributeError: no_such"
     with pytest.raises(ValueError, match=r"config\.model\.experts is 'triton', which fails its ch"):
-        choice_of_experts.choose("triton", mesh, 48, 32, check_dtype="bfloat16")
+        choice_of_experts.select_kernels("triton", mesh, 48, 32, check_dtype="bfloat16")

@@ -19,7 +19,7 @@ from jaxrl.config.schema import to_json
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import OutageError
 from jaxrl.models.hf_weights import open_tensors
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.usage import BudgetSpentError
@@ -205,7 +205,7 @@ def test_the_command_line_wins(monkeypatch, tmp_path):
     argv += ["--config.seed=7", "--config.stages=('train',)"]
     monkeypatch.setattr(sys, "argv", argv)
     with flagsaver.flagsaver():
-        config, workdir = launch._read(launch.parse_flags(argv))
+        config, workdir = launch._load_config(launch.parse_flags(argv))
     assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
     assert (config.stages, config.eval.final_suites) == (("train",), ("greedy",))
     assert workdir == tmp_path
@@ -217,7 +217,7 @@ class TestModelFolder:
         [
             ("model.safetensors", open_tensors),
             ("tokenizer.json", Tokenizer.from_folder),
-            ("config.json", read_model),
+            ("config.json", read_architecture),
         ],
     )
     def test_files_without_permission(self, tiny_world, open_folder, name, read):
@@ -306,10 +306,10 @@ class TestIndex:
 class TestWorkdir:
     """What a run began with stays."""
 
-    def check(self, tmp_path, *, is_accepted=False, **changes):
+    def check(self, tmp_path, *, accept_changes=False, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
-        launch._check_workdir(config, tmp_path, is_accepted=is_accepted)
+        launch._check_workdir(config, tmp_path, accept_changes=accept_changes)
 
     def begin(self, tmp_path, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
@@ -329,7 +329,7 @@ class TestWorkdir:
         changes = {"seed": 7, "optimizer.lr": 1.0}
         with pytest.raises(ValueError, match=r"config.optimizer.lr: .*seed: 0 -> 7. .*--acc"):
             self.check(tmp_path, **changes)
-        self.check(tmp_path, is_accepted=True, **changes)
+        self.check(tmp_path, accept_changes=True, **changes)
 
     @pytest.mark.parametrize(
         ("key", "value", "began"),
@@ -345,14 +345,14 @@ class TestWorkdir:
     def test_what_cannot_change(self, tmp_path, key, value, began):
         self.begin(tmp_path, **began)
         with pytest.raises(ValueError, match=f"config.{key} is {value!r}, but .* began with"):
-            self.check(tmp_path, is_accepted=True, **began | {key: value})
+            self.check(tmp_path, accept_changes=True, **began | {key: value})
 
     def test_what_an_adapter_is_of_cannot_change(self, tmp_path):
         lora = {"model.lora.rank": 2, "model.lora.targets": ("q_proj",)}
         self.begin(tmp_path, **lora)
-        self.check(tmp_path, is_accepted=True, **lora, **{"model.freeze_tower": True})
+        self.check(tmp_path, accept_changes=True, **lora, **{"model.freeze_tower": True})
         with pytest.raises(ValueError, match=r"config.model.lora.targets is .*, but .* began with"):
-            self.check(tmp_path, is_accepted=True, **lora | {"model.lora.targets": ("k_proj",)})
+            self.check(tmp_path, accept_changes=True, **lora | {"model.lora.targets": ("k_proj",)})
 
     def test_the_best_checkpoint_is_of_one_set_of_held_out_sources(self, tmp_path):
         best = {"checkpoint.keep_best": 1, "tasks.eval.source": ""}
@@ -361,7 +361,7 @@ class TestWorkdir:
         self.check(tmp_path, **best)
         best["tasks.eval.sources"] = best["tasks.eval.sources"][:1]
         with pytest.raises(ValueError, match=r"config.tasks.eval.sources is .*, but .* began with"):
-            self.check(tmp_path, is_accepted=True, **best)
+            self.check(tmp_path, accept_changes=True, **best)
 
     @pytest.mark.parametrize(
         ("key", "folder"), [("model.path", "export"), ("model.lora.path", "adapter")]

@@ -18,7 +18,7 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.params import join
+from jaxrl.models.params import merge_params
 from jaxrl.run import run
 from jaxrl.runtime.resume import write_config
 from tests.helpers import build, relative_distance, settings_of
@@ -177,7 +177,7 @@ def test_the_adapter_and_the_export_are_one_model(base):
     fields = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
     assert fields["r"] == 4
     assert fields["target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj"]
-    policy = join(
+    policy = merge_params(
         load_base(config.model.path, mesh, adapter),
         load_adapter(workdir / "adapter", adapter, mesh),
     )

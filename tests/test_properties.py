@@ -26,11 +26,11 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.method import takes_own_logprobs
+from jaxrl.training.method import old_logprobs_are_current
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import Gradient, put_batch
+from jaxrl.training.update import GradientStep, put_batch
 from jaxrl.types import Batch, with_fields
 from tests.choices import (
     CORRECTIONS,
@@ -425,14 +425,14 @@ def step_of(changes):
         **dict.fromkeys(fields, shape),
     )  # fmt: skip
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    step = Gradient(
+    step = GradientStep(
         Model(TINY, mesh, XLA, num_tokens=NUM_TOKENS, remat="none"),
         make_policy_loss(method),
         temperature=method.temperature,
         entropy_gradient=method.loss.entropy_coef != 0,
     )
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
-    sums = jax.eval_shape(step.begin.function, abstract, batch)
+    sums = jax.eval_shape(step.init_sums.function, abstract, batch)
     program = jax.jit(step.add.program.function, static_argnums=5)
     traced = program.trace(abstract, sums, batch, jnp.int32(0), jnp.int32(1), 4)
     return fields, traced.lower().as_text(), str(traced.jaxpr).count(" = ")
@@ -448,7 +448,7 @@ def needed_fields(method):
     (packed,) = make_minibatches(grouped([one]), shape, alone, controllers=controllers)
     optional = ("old_logprobs", "ref_logprobs", "kl_weights")
     fields = {name for name in optional if getattr(packed.batch, name) is not None}
-    is_own = takes_own_logprobs(method.optimizer, method.filter)
+    is_own = old_logprobs_are_current(method.optimizer, method.filter)
     fields |= set() if is_own else {"old_logprobs"}
     is_in_loss = method.kl.apply_to == "loss" and method.has_reference
     return fields | ({"ref_logprobs"} if is_in_loss else set())

@@ -24,8 +24,8 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import resume
-from jaxrl.runtime.checkpoint import MANIFEST, steps_in
-from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted
+from jaxrl.runtime.checkpoint import MANIFEST, list_steps
+from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Interrupted
 from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     SIZES,
@@ -108,7 +108,7 @@ def assert_same_run(workdir, base):
     assert {*files(workdir, ".")} - made == {*files(base, ".")}
     best = position(base, LAST)["best"]
     assert position(workdir, LAST)["best"] == best
-    assert {best["step"], LAST} <= set(steps_in(workdir / "checkpoints"))
+    assert {best["step"], LAST} <= set(list_steps(workdir / "checkpoints"))
 
 
 def position(workdir, step):
@@ -121,7 +121,7 @@ def as_of(base, workdir, step):
         return workdir
     shutil.copytree(base, workdir)
     shutil.rmtree(workdir / "export")
-    for other in steps_in(workdir / "checkpoints"):
+    for other in list_steps(workdir / "checkpoints"):
         if other > step:
             shutil.rmtree(workdir / "checkpoints" / str(other))
     return workdir
@@ -168,7 +168,7 @@ def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world
     for should_stop, step in stops:
         assert not play(config, workdir, should_stop)
         assert f"stopped; step {step} is saved." in capsys.readouterr().out
-        assert steps_in(workdir / "checkpoints")[-1] == step
+        assert list_steps(workdir / "checkpoints")[-1] == step
         pending = position(workdir, step)["record"]
         assert (pending is not None) == (step == NUM_SFT + 2)
     assert play(config, workdir)
@@ -210,11 +210,11 @@ def signalled(base, tiny_world, workdir, environment, number):
         assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 3, process)
         assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 4, process)
         process.send_signal(number)
-        assert process.wait(timeout=120) == EXIT_TRY_AGAIN == 75
+        assert process.wait(timeout=120) == EXIT_INTERRUPTED == 75
     log = file.read_text()
     assert f"{number.name}: stopping; once more to end at once" in log
     assert "Traceback" not in log
-    newest = steps_in(workdir / "checkpoints")[-1]
+    newest = list_steps(workdir / "checkpoints")[-1]
     assert f"stopped; step {newest} is saved." in log
     assert newest >= NUM_SFT + 3
 
@@ -333,7 +333,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     for name in [*kept, *gone]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    resume.remove_later_files(tmp_path, 4)
+    resume.delete_later_output(tmp_path, 4)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 
@@ -359,7 +359,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
 
 def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
     workdir = as_of(warm, tmp_path / "run", 4)
-    for step in steps_in(workdir / "checkpoints"):
+    for step in list_steps(workdir / "checkpoints"):
         (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=rf"checkpoint 4: {MANIFEST}: missing or unreadable; "):
@@ -468,7 +468,7 @@ def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, 
                 process.send_signal(signal.SIGTERM)
             process.wait()
         log = (tmp_path / "log").read_text()
-        assert process.returncode == (0 if num_records is None else EXIT_TRY_AGAIN), log
+        assert process.returncode == (0 if num_records is None else EXIT_INTERRUPTED), log
         assert "damaged" not in log
     got, wanted = records(workdir), records(base)[: NUM_SFT + 3]
     assert [(r["stage"], r["step"]) for r in got] == [(r["stage"], r["step"]) for r in wanted]

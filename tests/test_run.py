@@ -52,6 +52,6 @@ def test_more_steps_are_done_than_are_asked_for():
 
 
 def test_a_rate_of_zero_is_named():
-    assert "config.optimizer.lr is 0" in run.nothing_learned(4, 0.0)
-    assert "NOTHING WAS LEARNED in the 4 steps" in run.nothing_learned(4, 1e-6)
-    assert "NOTHING WAS LEARNED in the one step of" in run.nothing_learned(1, 1e-6)
+    assert "config.optimizer.lr is 0" in run.describe_no_learning(4, 0.0)
+    assert "NOTHING WAS LEARNED in the 4 steps" in run.describe_no_learning(4, 1e-6)
+    assert "NOTHING WAS LEARNED in the one step of" in run.describe_no_learning(1, 1e-6)

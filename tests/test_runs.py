@@ -30,7 +30,7 @@ from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
-from jaxrl.types import members, with_fields
+from jaxrl.types import flatten_groups, with_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     SIZES,
@@ -349,9 +349,9 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
         assert all(error.startswith("ConnectionError: no answer to") for error in errors)
         assert all("\N{REPLACEMENT CHARACTER}" in error for error in errors)
         for group in {line["group_id"] for line in scored}:
-            members = [line for line in scored if line["group_id"] == group]
-            mean = np.mean([line["reward"] for line in members])
-            for line in members:
+            flatten_groups = [line for line in scored if line["group_id"] == group]
+            mean = np.mean([line["reward"] for line in flatten_groups])
+            for line in flatten_groups:
                 assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-6)
     summary = json.loads((tmp_path / "eval" / "train_2.json").read_text())["summary"]
     means = summary["sampled"]["all"]
@@ -375,7 +375,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
             return made
         lost["turns"] = turns
         return with_fields(
-            made, **{name: [value] * len(members(made)) for name, value in lost.items()}
+            made, **{name: [value] * len(flatten_groups(made)) for name, value in lost.items()}
         )
 
     def go_on(workdir):
@@ -431,13 +431,13 @@ def test_moments_may_be_short_and_in_host_memory_and_activations_too(
         **{"stages": ("sft",), "sft.num_steps": 2, "model.remat": "offload"},
         **{f"sft.optimizer.{key}": value for key, value in keys.items()},
     )
-    states, end = [], RunState.end
+    states, end = [], RunState.end_stage
 
     def watched(session, state):
         states.append(state)
         return end(session, state)
 
-    monkeypatch.setattr(RunState, "end", watched)
+    monkeypatch.setattr(RunState, "end_stage", watched)
     run.run(settings_of(config), tmp_path, build(config), Display())
     [state] = states
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}

@@ -15,12 +15,12 @@ from jaxrl.envs.tools.base import Tool
 from jaxrl.sampling import decode
 from jaxrl.sampling.demonstrations import encode_demonstration, read_demonstrations
 from jaxrl.sampling.engine import Event
-from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.interfaces import Counts, Sampling, Seeds
+from jaxrl.sampling.episodes import TokenLimits
+from jaxrl.sampling.interfaces import EngineCounts, SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
-from jaxrl.types import Batch, Draw, members
+from jaxrl.types import Batch, Draw, flatten_groups
 from tests.qwen import qwen3
 from tests.servers import KeywordSearch
 from tests.toys import chain, showing, toy_tokenizer
@@ -38,13 +38,13 @@ TURNS += ["<answer> Paris </answer>"]
 class Replay:
     """An engine whose policy writes given turns, in chunks of three tokens."""
 
-    most_pages, num_pages, device = 0, 1, None
+    peak_pages, num_pages, device = 0, 1, None
     is_stalled = overlaps = is_busy = False
-    wait_cause = "tasks"
+    wait_reason = "tasks"
 
     def __init__(self, turns):
         self._turns = [list(turn) for turn in turns]
-        self.counts, self.waits = Counts(), Counter()
+        self.counts, self.wait_s = EngineCounts(), Counter()
         self.clear()
 
     @property
@@ -96,12 +96,14 @@ def make_chat(query, found):
     return [question, first, results[0], second, results[1], answer]
 
 
-SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0))
+SAMPLING = SamplingConfig(
+    group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0)
+)
 
 
 def play(tokenizer, chat, **settings):
     """The chat's assistant turns in the environment."""
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=64,
         max_response_tokens=200,
         max_total_tokens=400,
@@ -118,7 +120,7 @@ def play(tokenizer, chat, **settings):
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     rollout = Rollout(Replay(turns), env, tokenizer, automaton, limits)
     task = Task(id="1", question=chat[0]["content"], answers=("Paris",))
-    [played] = members(rollout([Draw(task=task, stream_index=0)], SAMPLING))
+    [played] = flatten_groups(rollout([Draw(task=task, stream_index=0)], SAMPLING))
     return played
 
 
@@ -182,7 +184,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
         protocol=protocol,
     )
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=64,
         max_response_tokens=64,
         max_total_tokens=128,
@@ -190,7 +192,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     )
     rollout = Rollout(Replay([tokenizer.encode(turn)]), env, tokenizer, automaton, limits)
     task = Task(id="1", question="Where?", answers=("Paris",))
-    [played] = members(rollout([Draw(task=task, stream_index=0)], SAMPLING))
+    [played] = flatten_groups(rollout([Draw(task=task, stream_index=0)], SAMPLING))
     assert played.generated_text == f"<think>\n{turn}"
     assert played.is_well_formed
     assert played.reward_parts["format"] == protocol().format_reward(f"<think>\n{turn}") >= 0
@@ -220,7 +222,7 @@ def test_only_assistant_messages_are_trained_on(tokenizer):
 def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=400,
         max_response_tokens=400,
         max_total_tokens=max_total_tokens,

@@ -10,10 +10,10 @@ from configs import debug_tiny
 from jaxrl.builders.method import batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.sampling.interfaces import Counts
+from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.train import Collector, show_step, update_gate
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import Estimator
+from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import FailureCounter
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.run_state import Progress, RunState
@@ -33,7 +33,7 @@ def minibatches(trajectories, **changes):
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
     shape, method = batch_shape(resolved(config), "train"), method_of(config)
-    groups = Estimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
+    groups = AdvantageEstimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
     return make_minibatches(groups, shape, method, controllers=Controllers())
 
 
@@ -43,7 +43,7 @@ def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
     others += [trajectory(1, 1.0, seed=1), trajectory(1, 0.0, seed=2)]
     [got] = minibatches([*others[:2], failed, *others[2:]])
     [wanted] = minibatches(others)
-    assert got.num_counted == wanted.num_counted == 5 * 4
+    assert got.num_loss_tokens == wanted.num_loss_tokens == 5 * 4
     jax.tree.map(np.testing.assert_array_equal, got.batch, wanted.batch)
 
 
@@ -52,8 +52,8 @@ def test_groups_stay_whole_in_minibatches():
     made = [trajectory(group, reward, seed=i) for i, (group, reward) in enumerate(rewards)]
     first, second = minibatches(made, **{"optimizer.num_minibatches": 2})
     # Group 1 is all right: it has no signal and is left out, but still counts as sampled.
-    assert (first.num_tokens, first.num_counted) == (3 * 6, 3 * 4)
-    assert (second.num_tokens, second.num_micro, second.num_counted) == (0, 0, 3 * 4)
+    assert (first.num_tokens, first.num_loss_tokens) == (3 * 6, 3 * 4)
+    assert (second.num_tokens, second.num_micro, second.num_loss_tokens) == (0, 0, 3 * 4)
 
 
 def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
@@ -84,7 +84,7 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
     parts = types.SimpleNamespace(
         method=method_of(config),
         rollout=rollout,
-        engine=types.SimpleNamespace(counts=Counts(), waits={}),
+        engine=types.SimpleNamespace(counts=EngineCounts(), wait_s={}),
     )
     run_state = types.SimpleNamespace(
         settings=settings_of(config),
@@ -94,13 +94,13 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
         failures=FailureCounter(limit=0, log=print, num_batches=0),
         check_budget=lambda: None,
         should_stop=lambda: False,
-        uncounted=UsageStats(),
+        pending_usage=UsageStats(),
     )
-    run_state.count_lost = partial(RunState.count_lost, run_state)
-    collector = Collector(run_state=run_state, stream=NumberedTasks(), measure=list)
+    run_state.add_discarded_cost = partial(RunState.add_discarded_cost, run_state)
+    collector = Collector(run_state=run_state, stream=NumberedTasks(), add_divergences=list)
     saved = dataclasses.replace(progress)
     with pytest.raises(Interrupted):
-        collector.take(0)
+        collector.get_groups(0)
     assert progress.ledger.usage.attempts == {"search": 4}
     assert progress.ledger.usage.cost == 4 * 0.5
     # They are drawn again and count then; `save_progress` writes a progress that differs.

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.types import Columns, Group, GroupStats, members, with_fields
+from jaxrl.types import Columns, Group, GroupStats, flatten_groups, with_fields
 from tests.episodes import FAILED, grouped, make_failure, make_trajectory, strayed, wavering
 
 
@@ -43,9 +43,9 @@ class TestGroup:
         assert [group.num_correct for group in GROUPS] == [1, 1, 0]
 
     def test_members_are_side_by_side(self):
-        found = [(t.task_id, t.sample_index) for t in members(GROUPS)]
+        found = [(t.task_id, t.sample_index) for t in flatten_groups(GROUPS)]
         assert found == [("t0", 0), ("t0", 1), ("t0", 2), ("t1", 0), ("t2", 0)]
-        assert members([]) == []
+        assert flatten_groups([]) == []
 
     def test_what_became_of_it(self):
         mixed, lone, failed = (GroupStats.of(group) for group in GROUPS)
@@ -97,10 +97,12 @@ class TestWithFields:
     def test_each_gets_its_own(self):
         changed = with_fields(GROUPS, advantage=[1, 2, 3, 4, 5], reward=[5, 4, 3, 2, 1])
         assert [len(group.trajectories) for group in changed] == [3, 1, 1]
-        assert [t.advantage for t in members(changed)] == [1, 2, 3, 4, 5]
-        assert [t.reward for t in members(changed)] == [5, 4, 3, 2, 1]
-        assert [t.task_id for t in members(changed)] == [t.task_id for t in members(GROUPS)]
-        assert [t.advantage for t in members(GROUPS)] == [None] * 5  # they are as they were
+        assert [t.advantage for t in flatten_groups(changed)] == [1, 2, 3, 4, 5]
+        assert [t.reward for t in flatten_groups(changed)] == [5, 4, 3, 2, 1]
+        assert [t.task_id for t in flatten_groups(changed)] == [
+            t.task_id for t in flatten_groups(GROUPS)
+        ]
+        assert [t.advantage for t in flatten_groups(GROUPS)] == [None] * 5  # they are as they were
         assert with_fields([], advantage=[]) == []
 
     @pytest.mark.parametrize("count", [4, 6])

@@ -73,7 +73,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def qwen3_world(tmp_path_factory):
     """The same for a Qwen3-VL, both of whose layers see images."""
-    vision = Qwen3Vision(**tower(), side=3, deep_layers=(0, 1))
+    vision = Qwen3Vision(**tower(), side=3, deepstack_layers=(0, 1))
     config = Qwen3VLConfig(**DECODER, qkv_bias=False, qk_norm=True, tower=vision)
     return make_world(tmp_path_factory.mktemp("looking_deeper"), config)
 

@@ -21,20 +21,20 @@ from jaxrl.envs.protocol import SEARCH_R1, Asked, qwen
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
-from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.observations import encode_results as encode_tool_results
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Draw, members
+from jaxrl.types import Draw, flatten_groups
 from tests.helpers import ROOT
 from tests.servers import KeywordSearch
 from tests.vocabularies import needed, whole_gguf
 
 QWEN25, SMOLLM2 = "qwen2.5-coder-1.5b-instruct.gguf", "smollm2-135m-instruct.gguf"
 NO_THOUGHT = "<think>\n\n</think>\n\n"
-PLENTY = Limits(
+PLENTY = TokenLimits(
     max_prompt_tokens=1000,
     max_response_tokens=1000,
     max_total_tokens=3000,
@@ -131,11 +131,11 @@ class Recital:
     """An engine that samples the turns it was given, and notes what it is given to read."""
 
     overlaps, is_idle, is_stalled, device = False, True, False, None
-    is_busy, wait_cause = False, "tasks"
+    is_busy, wait_reason = False, "tasks"
 
     def __init__(self, turns, status):
         self.turns, self.status, self.read = deque(turns), status, []
-        self.counts, self.waits = SimpleNamespace(chunks=0), Counter()
+        self.counts, self.wait_s = SimpleNamespace(chunks=0), Counter()
 
     def submit(self, requests, *, temperature, top_p):
         [request] = requests
@@ -181,10 +181,10 @@ def play(tokenizer, protocol, turns, status, *, prompt, found=FOUND):
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     rollout = Rollout(engine, env, tokenizer, automaton, PLENTY)
     task = Task(id="0", question="Who designed it?", answers=("Ada Kerr",))
-    sampling = Sampling(
+    sampling = SamplingConfig(
         group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0)
     )
-    [trajectory] = members(rollout([Draw(task=task, stream_index=0)], sampling))
+    [trajectory] = flatten_groups(rollout([Draw(task=task, stream_index=0)], sampling))
     return trajectory, engine
 
 

@@ -15,11 +15,11 @@ from jaxrl.envs.base import Env, Reward, Task
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Draw, members
+from jaxrl.types import Draw, flatten_groups
 from tests.helpers import full_pass
 
 CHATML = (
@@ -33,7 +33,7 @@ OWN_SYSTEM = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ROOMY = Limits(
+ROOMY = TokenLimits(
     max_prompt_tokens=32, max_response_tokens=64, max_total_tokens=64, max_observation_tokens=64
 )
 
@@ -160,7 +160,7 @@ class Player:
             for p, q in zip(places, questions, strict=True)
         ]
         rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule, pay)
-        sampling = Sampling(
+        sampling = SamplingConfig(
             group_size=group_size,
             temperature=temperature,
             top_p=top_p,
@@ -168,7 +168,7 @@ class Player:
             policy_version=step,
             keeps_arrays=keeps_arrays,
         )
-        return members(rollout(draws, sampling, **settings))
+        return flatten_groups(rollout(draws, sampling, **settings))
 
 
 def taught(params, config, token_ids, *, start):

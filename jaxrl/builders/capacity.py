@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.sharding import BATCH, PIECES, num_batch_shards, num_pieces
-from jaxrl.sampling.blocks import pages_for
+from jaxrl.runtime.sharding import BATCH_AXES, PIECE_AXES, num_batch_shards, num_pieces
+from jaxrl.sampling.blocks import count_pages
 
 GIB = 2**30
 
@@ -36,8 +36,8 @@ def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
     Raises:
         ValueError: A number of rows does not. The message names the key.
     """
-    batch, shards = " * ".join(BATCH), num_batch_shards(mesh)
-    pieces = " * ".join(PIECES)
+    batch, shards = " * ".join(BATCH_AXES), num_batch_shards(mesh)
+    pieces = " * ".join(PIECE_AXES)
     if config.mesh.rollout_devices:
         pieces = "rollout_devices / tensor, of all processes,"
     sampling = sampling_shards(config, mesh, num_processes)
@@ -108,7 +108,7 @@ class CacheSizes:
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
             rows=config.rollout.max_num_seqs // sampling_shards(config, mesh, num_processes),
-            pages_each=pages_for(config.context_tokens, page_tokens),
+            pages_each=count_pages(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
         )
 

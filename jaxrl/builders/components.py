@@ -44,21 +44,21 @@ from jaxrl.envs.base import Env, Task
 from jaxrl.envs.images import UnreadableError
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import choose
-from jaxrl.models.hf_weights import check_hf, save_hf
+from jaxrl.models.attention.choice import select_kernels
+from jaxrl.models.hf_weights import open_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_model
-from jaxrl.runtime.checkpoint import newest_whole
-from jaxrl.runtime.compilation import forget_if_edited
+from jaxrl.models.registry import read_architecture
+from jaxrl.runtime.checkpoint import latest_complete_step
+from jaxrl.runtime.compilation import clear_cache_if_edited
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
-from jaxrl.sampling.contexts import Contexts
-from jaxrl.sampling.decode import scans
+from jaxrl.sampling.contexts import ContextRule
+from jaxrl.sampling.decode import should_scan_layers
 from jaxrl.sampling.demonstrations import Demonstration, read_demonstrations
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.episodes import EpisodePlayer, Limits, Schedule
-from jaxrl.sampling.interfaces import PROCESSOR, External, Processor
-from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, kind_of
+from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, TokenLimits
+from jaxrl.sampling.interfaces import PROCESSOR, ExternalModel, Processor
+from jaxrl.sampling.next_token import FULL, GREEDY, TOP_P, select_kind
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -67,7 +67,7 @@ from jaxrl.training.method import Method
 from jaxrl.training.optimizer import learning_rate, make_optimizer
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.run_state import Components, Stage
-from jaxrl.training.settings import Checkpointing, Costs, Evaluation, Settings
+from jaxrl.training.settings import CheckpointSettings, EvaluationSettings, LedgerSettings, Settings
 from jaxrl.training.update import UpdateStep
 from jaxrl.types import Params
 
@@ -105,7 +105,7 @@ def build(
         OutageError: The search engine's server does not answer.
     """
     # The model: the run's own, or one behind an endpoint that needs only config and tokenizer.
-    forget_if_edited()
+    clear_cache_if_edited()
     mesh = make_mesh(**c.mesh)
     method = build_method(c)
     external = _build_external(c, workdir, log)
@@ -132,8 +132,8 @@ def build(
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks = _read_tasks(c, show)
     check_documents(c, show)
-    contexts = from_section(Contexts, c.rollout.context) if c.has_contexts else None
-    limits = from_section(Limits, c.rollout, max_image_tokens=c.image_tokens, context=contexts)
+    contexts = from_section(ContextRule, c.rollout.context) if c.has_contexts else None
+    limits = from_section(TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts)
     demonstrations: list[Demonstration] = []
     if "sft" in c.stages:
         names = [tool.name for tool in tools]
@@ -212,7 +212,7 @@ def build(
         eval_tasks=list(eval_tasks),
         demonstrations=demonstrations,
         sampler=engine,
-        external=external.shown if external else "",
+        external=external.display_name if external else "",
         rollout=rollout_of(env),
         controls=controls,
         reward_weights=c.reward_weights,
@@ -243,7 +243,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
         max_response_tokens=c.rollout.max_response_tokens,
         max_failed_steps=c.rollout.max_failed_steps,
         evaluation=from_section(
-            Evaluation,
+            EvaluationSettings,
             c.eval,
             correct=c.reward.correct,
             has_python="python" in c.env.search.tools,
@@ -251,13 +251,13 @@ def run_settings(c: ResolvedConfig) -> Settings:
             section=c.eval.to_dict(),
             depends_on=depends_on,
         ),
-        checkpoint=from_section(Checkpointing, c.checkpoint),
-        ledger=from_section(Costs, c.ledger),
+        checkpoint=from_section(CheckpointSettings, c.checkpoint),
+        ledger=from_section(LedgerSettings, c.ledger),
         model_path=c.model.path,
         architecture=c.model.architecture,
-        trajectories=c.log.trajectories,
+        num_logged_trajectories=c.log.trajectories,
         tokens=c.log.tokens,
-        kept_replies=endpoint.replay_folder if endpoint and endpoint.replay == "record" else None,
+        replay_folder=endpoint.replay_folder if endpoint and endpoint.replay == "record" else None,
         wandb_project=c.log.wandb_project,
         values=values,
     )
@@ -274,8 +274,10 @@ def _build_processor(
     if tokenizer.image_id is None:
         return None
     processor: Any = pkgutil.resolve_name(PROCESSOR)(c.model.path, **c.get("images", {}))
-    patches = processor.patch_values, processor.unit
-    if model.tower and patches != (expected := (model.tower.patch_values, model.tower.unit)):
+    patches = processor.patch_values, processor.patches_per_token
+    if model.tower and patches != (
+        expected := (model.tower.patch_values, model.tower.patches_per_token)
+    ):
         raise ValueError(
             f"preprocessor_config.json in {c.model.path!r} makes patches of {patches[0]} values, "
             f"{patches[1]} per token; the model's config.json expects {expected[0]} and "
@@ -284,7 +286,7 @@ def _build_processor(
     return processor
 
 
-def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> External | None:
+def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> ExternalModel | None:
     """Create the client of a model behind an endpoint; None for the run's own model.
 
     Raises:
@@ -292,13 +294,13 @@ def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> Extern
     """
     if c.policy_class is None:
         return None
-    if workdir is not None and newest_whole(workdir / "checkpoints") is not None:
+    if workdir is not None and latest_complete_step(workdir / "checkpoints") is not None:
         raise ValueError(
             f"config.policy.name is {c.policy.name!r}, but {workdir} holds checkpoints of a "
             "model of its own; set --workdir to another folder."
         )
     settings, process = c.policy[c.policy.name].to_dict(), jax.process_index()
-    external: External = c.policy_class(settings, workdir=workdir, process=process, log=log)
+    external: ExternalModel = c.policy_class(settings, workdir=workdir, process=process, log=log)
     return external
 
 
@@ -324,7 +326,7 @@ def read_model_and_tokenizer(
     """
     # The architecture, checked against devices and keys. A model behind an endpoint runs elsewhere.
     folder = c.model.path
-    model = read_model(folder, c.model.architecture)
+    model = read_architecture(folder, c.model.architecture)
     if is_local:
         check_model_fits(mesh, model)
         for key, supported in (
@@ -354,7 +356,7 @@ def read_model_and_tokenizer(
     )
     if is_local:
         _check_tokenizer(folder, tokenizer, model)
-        check_hf(folder, c.model.architecture, log)
+        open_hf(folder, c.model.architecture, log)
     return model, tokenizer
 
 
@@ -426,7 +428,7 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(c.model.dtype),
-        attention=choose(c.model.attention, mesh, policy, check_dtype=c.model.dtype),
+        attention=select_kernels(c.model.attention, mesh, policy, check_dtype=c.model.dtype),
         remat=c.model.remat,
         scan_layers=c.model.scan_layers,
         logits_chunk_tokens=c.model.logits_chunk_tokens,
@@ -481,7 +483,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
                 balance_coef=method.balance_coef,
                 offload=settings.offload,
                 shares_programs=not (
-                    settings.schedule.is_user_code or (is_train and method.has_users_loss)
+                    settings.schedule.is_user_code or (is_train and method.loss_has_user_code)
                 ),
             ),
         )
@@ -490,10 +492,10 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
     return stages
 
 
-def build_schedule(c: ResolvedConfig, platform: str) -> Schedule:
+def build_schedule(c: ResolvedConfig, platform: str) -> ReplySchedule:
     """Create the schedule by which observations enter the sampler."""
     is_deterministic = c.rollout.deterministic
-    return Schedule(
+    return ReplySchedule(
         deterministic=platform == "cpu" if is_deterministic is None else is_deterministic,
         lag_chunks=c.rollout.observation_lag_chunks,
         deadline_s=c.env.step_deadline_s,
@@ -513,12 +515,12 @@ def build_engine(
     # The cache gets the configured size, or what the memory plan leaves.
     rollout, length = c.rollout, c.context_tokens
     sampling = local_mesh(mesh, c.mesh.rollout_devices)
-    kernels = choose(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
+    kernels = select_kernels(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
     page_tokens, platform = kernels.page_tokens, sampling.devices.flat[0].platform
-    cache = capacity.CacheSizes.of(c, policy.plain, mesh, jax.process_count(), page_tokens)
+    cache = capacity.CacheSizes.of(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
     num_pages = cache.fixed_pages(c, platform)
     if num_pages is None:
-        num_pages = pages_left(c, policy.plain, page_tokens)
+        num_pages = count_free_pages(c, policy.unwrapped, page_tokens)
     engine = kind(
         policy.on_mesh(sampling, experts=c.model.experts, check_dtype=c.model.dtype),
         sampling,
@@ -535,7 +537,7 @@ def build_engine(
         kernels=kernels,
         records=c.model.replay and "train" in c.stages,
         train_mesh=mesh,
-        scan_layers=scans(
+        scan_layers=should_scan_layers(
             c.model.scan_layers,
             platform,
             has_adapter=policy.wrapper is not None,
@@ -547,7 +549,7 @@ def build_engine(
     return engine
 
 
-def pages_left(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
+def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Return the number of cache pages that fit in the memory left by the plan."""
     plan = optional(PAGES_LEFT)
     if plan is None:
@@ -558,7 +560,7 @@ def pages_left(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     return int(plan(c, model, page_tokens))
 
 
-PAGES_LEFT = "jaxrl.extras.plan.fitting:pages_left"
+PAGES_LEFT = "jaxrl.extras.plan.fitting:count_free_pages"
 """Function that sizes the sampler's cache given everything else on a device."""
 
 
@@ -567,12 +569,12 @@ def draw_kinds(c: ResolvedConfig) -> list[str]:
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
-        kinds.append(kind_of(rollout.temperature, rollout.top_p))
+        kinds.append(select_kind(rollout.temperature, rollout.top_p))
     suites = c.suites
     if "greedy" in suites or not c.stages:
         kinds.append(GREEDY)
     if suites - {"greedy"} or not c.stages:
-        kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
+        kinds.append(select_kind(evaluation.temperature, evaluation.top_p))
     if TOP_P in kinds and kinds[0] != FULL:
         kinds = [kind for kind in kinds if kind != FULL]  # full sampling is top-p with p = 1
     return list(dict.fromkeys(kinds)) or [FULL]
@@ -598,7 +600,7 @@ def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 
 
 def _fit_sources(
-    tasks: Mixture[Task], rollout: EpisodePlayer, c: ResolvedConfig, show: Show
+    tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
     """Apply `fit_prompts` to each source. Also return notes about dropped tasks and shares."""
     sources, notes = [], []
@@ -619,7 +621,7 @@ def _fit_sources(
 
 
 def fit_prompts(
-    tasks: Sequence[Task], rollout: EpisodePlayer, c: ResolvedConfig, key: str
+    tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
     """Return the tasks with prompts that fit, and a note about the others, or "".
 
@@ -657,7 +659,7 @@ def fit_prompts(
     return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], note
 
 
-def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: EpisodePlayer) -> bool:
+def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
     """Return True if a task's prompt fits. Errors name the task's line."""
     try:
         return rollout.prompt_fits(task)

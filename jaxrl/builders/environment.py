@@ -29,7 +29,7 @@ from jaxrl.envs.search.corpus import (
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig, health_check
 from jaxrl.envs.tools.base import Tool
 from jaxrl.envs.tools.budget import SEARCH, Budget
-from jaxrl.utils.callables import is_dotted
+from jaxrl.utils.callables import is_dotted_path
 
 Log = Callable[[str], None]
 
@@ -92,7 +92,7 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
             "judge, because costs are counted by name."
         )
     unknown = [name for name in c.ledger.prices if name not in (*tools, *judges)]
-    if unknown and not is_dotted(c.env.name):  # a custom environment may have tools of its own
+    if unknown and not is_dotted_path(c.env.name):  # a custom environment may have tools of its own
         raise ValueError(
             f"config.ledger.prices names {unknown[0]!r}; expected some of "
             f"{', '.join((*tools, *judges))}."
@@ -126,7 +126,7 @@ def build_search(
     is_replay = c.search.replay == "only"
     engine = _build_engine(c, show, log)
     if getattr(engine, "asks_server", False) and not is_replay:
-        key = "settings" if is_dotted(c.search.engine) else f"{c.search.engine}.url"
+        key = "settings" if is_dotted_path(c.search.engine) else f"{c.search.engine}.url"
         show(f"connecting to the server of config.search.{key}")
         health_check(engine, policy, place=f"config.search.{key}", log=log)
     return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
@@ -147,7 +147,7 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
         if isinstance(section, ConfigDict)
     }
     key, settings = f"search.{name}", sections.get(name, {})
-    if is_dotted(name):
+    if is_dotted_path(name):
         key, settings = "search.settings", dict(c.search.settings)
         sections = {key: sections[key] for key in ("local", "dense") if key in sections}
     return instantiate(

@@ -16,8 +16,8 @@ from jaxrl.data.tasks import task_files
 from jaxrl.envs.search.corpus import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
-from jaxrl.training.run_state import OF_CODE
-from jaxrl.utils.callables import is_dotted
+from jaxrl.training.run_state import USER_CODE_SUFFIX
+from jaxrl.utils.callables import is_dotted_path
 
 MAX_DIFFERENCES = 10  # listed in one message
 
@@ -64,11 +64,11 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
     for kind in kinds:
         names |= {f"{s.key}.format": s.format for s in config.task_sources[kind]}
     for key, name in names.items():
-        if is_dotted(name):
+        if is_dotted_path(name):
             function = pkgutil.resolve_name(name)
             module = getattr(function, "__module__", "") or name.rpartition(".")[0]
             if path := getattr(sys.modules.get(module), "__file__", None):
-                digests[f"{key}{OF_CODE}"] = _digest(Path(path))
+                digests[f"{key}{USER_CODE_SUFFIX}"] = _digest(Path(path))
     return dict(sorted(digests.items()))
 
 

@@ -14,14 +14,14 @@ from jaxrl.builders.resolved import ADAPTERS, ResolvedConfig, adapter_key
 from jaxrl.config.registry import subsection
 from jaxrl.models.architecture import Architecture
 from jaxrl.training.method import (
-    KL,
-    Advantage,
-    Filter,
-    Loss,
+    AdvantageSettings,
+    FilterSettings,
+    KLSettings,
+    LossSettings,
     Method,
     OptimizerSettings,
-    Shaping,
-    Watch,
+    ShapingSettings,
+    WatchSettings,
 )
 from jaxrl.training.packing import BatchShape
 
@@ -47,13 +47,15 @@ def build_method(c: ResolvedConfig) -> Method:
         seed=c.seed,
         tasks_per_step=rollout.tasks_per_step,
         group_size=rollout.group_size,
-        ahead=rollout.async_level,
+        async_level=rollout.async_level,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         replays=c.model.replay,
-        advantage=from_section(Advantage, c.advantage, estimator=c.estimator, schedules=schedules),
+        advantage=from_section(
+            AdvantageSettings, c.advantage, estimator=c.estimator, schedules=schedules
+        ),
         loss=from_section(
-            Loss,
+            LossSettings,
             c.loss,
             policy_loss=c.policy_loss,
             term=c.loss_term,
@@ -63,7 +65,7 @@ def build_method(c: ResolvedConfig) -> Method:
             correction=c.loss.correction.to_dict(),
         ),
         kl=from_section(
-            KL,
+            KLSettings,
             kl,
             estimator=c.kl_estimator,
             adaptive=kl.adaptive.to_dict(),
@@ -71,15 +73,15 @@ def build_method(c: ResolvedConfig) -> Method:
             budget={"budgets": kl.budget.budgets.to_dict(), "rate": kl.budget.step},
         ),
         filter=from_section(
-            Filter,
+            FilterSettings,
             c.filter,
-            keep=c.group_filter,
-            trains_on=c.trajectory_filter,
+            group_filter=c.group_filter,
+            trajectory_filter=c.trajectory_filter,
             metric=c.filter.varied.metric,
         ),
-        shaping=from_section(Shaping, c.shaping, overlong_limit=c.overlong_limit),
+        shaping=from_section(ShapingSettings, c.shaping, overlong_limit=c.overlong_limit),
         balance_coef=c.model.balance_coef,
-        watch=from_section(Watch, c.watch, judge=c.watcher) if c.watcher else None,
+        watch=from_section(WatchSettings, c.watch, detector=c.watcher) if c.watcher else None,
         optimizer=optimizer_settings(c, "train"),
     )
 
@@ -132,7 +134,7 @@ def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
             `model.head_dtype`.
     """
     if c.model.head_dtype:
-        model = model.with_head(c.model.head_dtype)
+        model = model.with_head_dtype(c.model.head_dtype)
     key = adapter_key(c)
     if not key:
         return model

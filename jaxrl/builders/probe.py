@@ -26,7 +26,7 @@ from jaxrl.utils.callables import (
     NamedFunction,
     UserCodeError,
     format_failure,
-    is_dotted,
+    is_dotted_path,
     is_user_code,
     probe,
 )
@@ -94,7 +94,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             is_valid=lambda a: a.shape == (count,) and jnp.issubdtype(a.dtype, jnp.floating),
         )
     # The filter and the aggregation are executed, not traced.
-    keep = method.filter.keep
+    keep = method.filter.group_filter
     if keep is not None and keep.is_user_code:
         index = np.arange(
             (method.filter.tasks_per_batch or method.tasks_per_step) * method.group_size
@@ -220,7 +220,7 @@ def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -
             example = "example"
         if isinstance(tool, FunctionTool) or is_user_code(type(tool)):
             _probe_tool("env.search.tools", name, tool, example)
-    if engine is not None and is_dotted(c.search.engine) and c.search.replay != "only":
+    if engine is not None and is_dotted_path(c.search.engine) and c.search.replay != "only":
         _probe_tool("search.engine", c.search.engine, engine, "example")
 
 

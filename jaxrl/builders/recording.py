@@ -14,7 +14,7 @@ from jaxrl.builders.fingerprints import search_fingerprints
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import KEYS
 from jaxrl.envs.search.recording import Recording, recorded_engines
-from jaxrl.utils.callables import is_dotted
+from jaxrl.utils.callables import is_dotted_path
 
 
 def open_recording(
@@ -63,7 +63,7 @@ _NOT_IN_RESULTS = {
 def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
     """Return the settings that affect results. A file is its content hash, None if missing."""
     engine = config.search.engine
-    if is_dotted(engine):
+    if is_dotted_path(engine):
         return dict(config.search.settings)
     parts = ("local", "dense") if engine == "hybrid" else ()
     settings = {

@@ -33,7 +33,7 @@ from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
 from jaxrl.sampling.interfaces import POLICIES
 from jaxrl.training import optimizer, watch
-from jaxrl.utils.callables import NamedFunction, is_dotted, probe, short_name
+from jaxrl.utils.callables import NamedFunction, is_dotted_path, probe, short_name
 
 NO_ENGINE = "none"
 """Value of `search.engine` for no search tool."""
@@ -41,7 +41,7 @@ NO_ENGINE = "none"
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
 """Engines with a corpus, and the section of `config.search` that names it."""
 
-ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:around"}
+ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:wrap_with_lora"}
 """Keys that enable an adapter if above 0, and the functions that apply it to a model."""
 
 
@@ -310,21 +310,23 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
         },
         estimator=_function(config, "advantage.name", advantages.ESTIMATORS, advantages.COLUMNS),
         policy_loss=_function(config, "loss.name", losses.LOSSES, losses.ARRAYS, **clip),
-        loss_term=_function(config, "loss.term.name", none | losses.TERMS, losses.ARRAYS),
+        loss_term=_function(config, "loss.term.name", none | losses.LOSS_TERMS, losses.ARRAYS),
         token_filter=_function(
-            config, "loss.token_filter.name", none | losses.GATES, losses.ARRAYS
+            config, "loss.token_filter.name", none | losses.TOKEN_FILTERS, losses.ARRAYS
         ),
         group_filter=_function(config, "filter.name", none | filters.FILTERS, filters.COLUMNS),
-        watcher=_function(config, "watch.name", none | watch.WATCHES, watch.ARGUMENTS),
+        watcher=_function(config, "watch.name", none | watch.DETECTORS, watch.ARGUMENTS),
         trajectory_filter=_function(
-            config, "filter.trajectories", none | filters.TRAJECTORIES, ("trajectory",)
+            config, "filter.trajectories", none | filters.TRAJECTORY_FILTERS, ("trajectory",)
         ),
         aggregation=_function(
             config, "loss.aggregation", aggregation.AGGREGATIONS, aggregation.ARRAYS, **length
         ),
         kl_estimator=_function(config, "kl.estimator", kl.KL_ESTIMATORS, kl.ARRAYS),
         schedules={
-            stage: _function(config, f"{section}.schedule", optimizer.SCHEDULES, optimizer.NUMBERS)
+            stage: _function(
+                config, f"{section}.schedule", optimizer.SCHEDULES, optimizer.ARGUMENTS
+            )
             for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer"))
         },
     )
@@ -430,12 +432,14 @@ def _reward_parts(
     """
     # Recorded names. A part that only decides correctness needs no weight.
     reward = config.reward
-    shorts = [short_name(name) for name in reward.weights if is_dotted(name)]
+    shorts = [short_name(name) for name in reward.weights if is_dotted_path(name)]
     named = list(reward.weights)
     if reward.correct in {*REWARD_PARTS, *reward.judges}:
         named.append(reward.correct)
     names = {
-        name: short_name(name) if shorts.count(short_name(name)) == 1 and is_dotted(name) else name
+        name: short_name(name)
+        if shorts.count(short_name(name)) == 1 and is_dotted_path(name)
+        else name
         for name in named
     }
     for key in ("settings", "judges"):
@@ -453,7 +457,7 @@ def _reward_parts(
                     f"config.reward.weights names {name!r}, but the environment has a part "
                     f"{part!r} already; rename the function."
                 )
-        elif is_dotted(name):
+        elif is_dotted_path(name):
             from jaxrl.envs.rewards.functions import part_of  # imported late: few runs need it
 
             parts[part] = part_of(

@@ -18,26 +18,26 @@ from jaxrl.config.loading import load_values
 from jaxrl.config.schema import KEYS, OWN_MODEL, default_config
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.initial_weights import load_base
+from jaxrl.models.initial_weights import load_frozen_params
 from jaxrl.models.policy import Model
-from jaxrl.runtime.checkpoint import read_newest_position, restore_params
+from jaxrl.runtime.checkpoint import read_latest_position, restore_params
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.host_memory import give_back_after_compiling
-from jaxrl.runtime.resume import add_code_folders, check_step, prompt_time
-from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
+from jaxrl.runtime.host_memory import trim_memory_after_compiling
+from jaxrl.runtime.resume import add_code_folders, check_checkpoint_exists, read_prompt_time
+from jaxrl.runtime.sharding import make_restore_target, mesh_sizes, param_shardings
 from jaxrl.sampling.weights import donate
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Params
-from jaxrl.utils.callables import is_dotted
-from jaxrl.utils.files import system_message
+from jaxrl.utils.callables import is_dotted_path
+from jaxrl.utils.files import format_os_error
 from jaxrl.utils.json_io import read_object
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 
 def line(error: Exception) -> str:
     """Format an error as one line for the user."""
-    known = system_message(error) if isinstance(error, OSError) else None
-    return printable(f"error: {' '.join((known or str(error)).split())}")
+    known = format_os_error(error) if isinstance(error, OSError) else None
+    return escape_control_chars(f"error: {' '.join((known or str(error)).split())}")
 
 
 def load_saved_run(
@@ -84,8 +84,8 @@ def load_saved_run(
     # Build for this host's devices, then load the weights.
     fit_mesh(config)
     use_compilation_cache(config.compilation_cache, display.log)
-    give_back_after_compiling()
-    components = build(resolved, display.activity, now=prompt_time(run))
+    trim_memory_after_compiling()
+    components = build(resolved, display.activity, now=read_prompt_time(run))
     for note in components.notes:
         display.log(note)
     params, weights = load_weights(components.model, config, run, model, display, step=step)
@@ -109,12 +109,12 @@ def chosen_model(
         FileNotFoundError: There is no such step, or nothing is trained yet.
     """
     if step is not None:
-        check_step(run / "checkpoints", step)
-    _, saved = read_newest_position(run / "checkpoints")
+        check_checkpoint_exists(run / "checkpoints", step)
+    _, saved = read_latest_position(run / "checkpoints")
     # Other fields of the progress depend on the method's functions, which may be missing here.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
-    is_training = position.is_under_way(training_steps(config))
+    is_training = position.is_mid_stage(training_steps(config))
     export = run / "export"
     if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export
@@ -177,7 +177,7 @@ def leave_out_method(config: ConfigDict) -> None:
     """Replace user code that only training needs by the defaults, because it may be missing."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
-        if section.split(".")[0] in METHOD and entry.names_code and is_dotted(config[key]):
+        if section.split(".")[0] in METHOD and entry.names_code and is_dotted_path(config[key]):
             config[section][last] = entry.default
             if last == "name":
                 config[section].settings = {}
@@ -231,12 +231,14 @@ def load_weights(
             policy.mesh,
             architecture=architecture,
             progress=progress,
-            is_late=True,
+            is_lazy=True,
             log=display.log,
         )
         return params, str(model)
-    policy.base = load_base(policy, config.model.path, architecture, lambda done, total: None)
+    policy.base = load_frozen_params(
+        policy, config.model.path, architecture, lambda done, total: None
+    )
     shardings = param_shardings(policy.mesh, policy.trained)
-    target = abstract(policy.trained.abstract_params(), shardings)
+    target = make_restore_target(policy.trained.abstract_params(), shardings)
     at, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)

@@ -16,8 +16,8 @@ from jaxrl.config.schema import EXTRA_KEYS, KEYS, OWN_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, check_spoken, with_tools
-from jaxrl.training.method import has_gate, is_measured, needs_buckets, needs_windows
-from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
+from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergences, needs_windows
+from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
 Finding = tuple[str, str]
 """A key, and the expected value with the reason."""
@@ -163,7 +163,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
         ("filter.tasks_per_batch", filters, "filter.name is set"),
         (
             "filter.resample_early",
-            c.filter.resample_attempts and has_gate(shaping),
+            c.filter.resample_attempts and has_stage_gate(shaping),
             "filter.resample_attempts and shaping.stage_level are set",
         ),
         ("shaping.centred_gain", shaping.entropy_reward, "shaping.entropy_reward is True"),
@@ -202,7 +202,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
     # Advantage estimators and the groups and rewards that they need.
     rollout, advantage, loss, kl = c.rollout, c.advantage, c.loss, c.kl
     correction, shaping = loss.correction, c.shaping
-    is_grouped = not is_dotted(advantage.name) and (
+    is_grouped = not is_dotted_path(advantage.name) and (
         advantage.name != "reinforce_plus_plus" or advantage.reinforce_plus_plus.baseline
     )
     if "train" in c.stages and rollout.group_size < 2 and is_grouped:
@@ -283,7 +283,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
         )
 
     # The KL term.
-    if is_measured(kl) and kl.anchor == "old":
+    if needs_divergences(kl) and kl.anchor == "old":
         yield (
             "kl.anchor",
             "'ref' with kl.apply_to='reward' or a kl.controller: before the update the divergence "
@@ -381,7 +381,7 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "shaping.stage_level",
             "True with shaping.sample_level, which works in the late stage only",
         )
-    if has_gate(shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites):
+    if has_stage_gate(shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites):
         yield (
             "eval.every_steps",
             "above 0, with 'greedy' in eval.suites, with shaping.stage_level: evaluations end the "
@@ -416,7 +416,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
     # Evaluation suites. Those of a stage that does not run are ignored.
     has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
     # A custom engine may have a corpus.
-    has_corpus = c.searches and (is_dotted(c.search.engine) or c.search.engine in CORPORA)
+    has_corpus = c.searches and (is_dotted_path(c.search.engine) or c.search.engine in CORPORA)
     for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
         suites = _value(c, key) if stage in c.stages else ()
         if "empty_search" in suites and not has_engine:

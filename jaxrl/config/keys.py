@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.utils.concurrency import MAX_S
+from jaxrl.utils.concurrency import MAX_TIMEOUT_S
 
 FREE = "free"
 """A restart may change the key: results stay the same up to rounding."""
@@ -87,8 +87,8 @@ class Key:
             refuse(name, value, f"a tuple out of {self.some_of}")
         if is_number and not self._is_in_range(value):
             refuse(name, value, self.expected or f"a number {self._range()}")
-        if name.endswith("_s") and is_number and value > MAX_S:
-            refuse(name, value, f"at most {MAX_S:g} seconds, which are 31 years")
+        if name.endswith("_s") and is_number and value > MAX_TIMEOUT_S:
+            refuse(name, value, f"at most {MAX_TIMEOUT_S:g} seconds, which are 31 years")
         if isinstance(self.default, dict):
             kinds = "true, false, a number or a text each"
             kinds += ", or lists of these" * self.is_nested

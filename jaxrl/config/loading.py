@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.schema import KEYS, flat_pairs, missing_folder, unknown_key, with_tuples
 from jaxrl.utils.callables import format_failure
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 
 def load_config_file(argument: str) -> ConfigDict:
@@ -32,7 +32,7 @@ def load_config_file(argument: str) -> ConfigDict:
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"--config={path} is not a file; expected one such as configs/quickstart.py."
-            f"{similar_path(path)}"
+            f"{suggest_path(path)}"
         )
     spec = importlib.util.spec_from_file_location("config_file", path)
     if spec is None or spec.loader is None:
@@ -103,7 +103,7 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
-            f"--values={path!r} is not a file; expected YAML or JSON.{similar_path(path)}"
+            f"--values={path!r} is not a file; expected YAML or JSON.{suggest_path(path)}"
         )
     values = _read_yaml(file)
     if not isinstance(values, dict):

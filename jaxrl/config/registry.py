@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config.schema import KEYS
-from jaxrl.utils.callables import format_failure, is_dotted, is_user_code
+from jaxrl.utils.callables import format_failure, is_dotted_path, is_user_code
 
 EXTRAS = Path(__file__).parents[1] / "extras"
 
@@ -35,7 +35,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     """
     if not isinstance(name, str):
         raise ValueError(f"config.{key} is {name!r}; expected a name such as {example!r}.")
-    entry = table.get(name, name if is_dotted(name) else None)
+    entry = table.get(name, name if is_dotted_path(name) else None)
     if entry is None:
         group = KEYS[key].group if key in KEYS else ""
         installed = sorted(entry_points(group=group).names) if group else []
@@ -114,7 +114,7 @@ def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
     A built-in name has its own subsection or shares its family's: `pass_at_k` holds the settings
     of `pass_at_k_bootstrap`. A dotted path takes `section.settings`.
     """
-    if is_dotted(section["name"]):
+    if is_dotted_path(section["name"]):
         return dict(section["settings"])
     family = _family(section, section["name"])
     return dict(section[family]) if family else {}
@@ -131,7 +131,7 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
     Raises:
         ValueError: `settings` is not empty. The message names the section to use instead.
     """
-    if section["settings"] and not is_dotted(name):
+    if section["settings"] and not is_dotted_path(name):
         family = _family(section, name)
         hint = f"; its keys are in config.{key}.{family}" if family else ""
         raise ValueError(
@@ -158,7 +158,7 @@ def function_settings(
     parameters = inspect.signature(function).parameters.values()
     accepted = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     values = {n: value for n, value in {**common, **settings}.items() if n in accepted}
-    _check_arguments(key, name, accepted, settings if is_dotted(name) else (), values)
+    _check_arguments(key, name, accepted, settings if is_dotted_path(name) else (), values)
     return values
 
 
@@ -228,7 +228,7 @@ def _renamed(key: str, group: str, value: Any, reserved: set[str]) -> Any:
         if len(renamed) < len(pairs):
             raise ValueError(f"config.{key} names one object twice: {', '.join(value)}.")
         return renamed
-    if not isinstance(value, str) or not value or is_dotted(value) or value in reserved:
+    if not isinstance(value, str) or not value or is_dotted_path(value) or value in reserved:
         return value
     if value in pkgutil.resolve_name(_TABLES[group]):
         return value

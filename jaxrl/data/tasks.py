@@ -37,7 +37,7 @@ from jaxrl.data.readers.base import (
 from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.envs.base import Task
-from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted
+from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
 HELD = 100_000
 """Maximum number of tasks of a source that is kept parsed in memory."""
@@ -107,7 +107,7 @@ def _resolve_source(fields: Mapping[str, Any], key: str, kind: str) -> TaskSourc
     texts = (source.source, source.format, source.split, source.data_source)
     names = source.columns if isinstance(source.columns, Mapping) else {None: None}
     is_number = isinstance(source.weight, int | float) and not isinstance(source.weight, bool)
-    has_path = source.source or is_dotted(str(source.format))
+    has_path = source.source or is_dotted_path(str(source.format))
     checks = [
         ("source", all(isinstance(text, str) for text in texts), "texts in all its fields"),
         ("source", has_path, "a path" if kind == "train" else "a path to held-out tasks"),

@@ -13,10 +13,10 @@ import tokenizers
 
 from jaxrl.data.chat_template import Chat, Piece, mark_token, reads_clock, with_fixed_clock
 from jaxrl.envs.base import Message
-from jaxrl.utils.concurrency import error_text
+from jaxrl.utils.concurrency import format_error
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.quiet_transformers import quiet_transformers
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 MAX_IDS = 2**24
 """Maximum vocabulary size, to bound the list of ids. Published vocabularies end near 260,000."""
@@ -415,7 +415,7 @@ def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
     except (KeyboardInterrupt, *ours):
         raise
     except BaseException as error:  # a panic in tokenizers is not an Exception
-        why = " ".join(printable(error_text(error)).split())
+        why = " ".join(escape_control_chars(format_error(error)).split())
         raise ValueError(
             f"the tokenizer in {folder} cannot be loaded (tokenizer.json, tokenizer_config.json, "
             f"config.json): {why[:500]}"
@@ -481,6 +481,6 @@ def _byte_alphabet() -> list[str]:
 
     Printable Latin-1 characters map to themselves, the others to U+0100 and up.
     """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    escape_control_chars = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+    return [chr(byte) if byte in escape_control_chars else chr(next(spare)) for byte in range(256)]

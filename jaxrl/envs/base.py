@@ -241,7 +241,7 @@ class Env(Protocol):
     run ends.
 
     An environment with a custom rollout also has a method `rollout`, which returns a rollout. It
-    takes the sampler, the other arguments of `sampling.episodes.EpisodePlayer`, and `log`, a
+    takes the sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a
     callback for log lines. It may have an `engine_kind`, the class of its sampler. Its `start` and
     `step` are not called.
     """

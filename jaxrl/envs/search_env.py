@@ -24,7 +24,7 @@ from jaxrl.envs.protocol import Asked, Protocol, Unreadable, search_r1
 from jaxrl.envs.rewards.qa import exact_match, f1
 from jaxrl.envs.tools.base import CallError, Tool, chat_schema
 from jaxrl.envs.tools.budget import Budget, calls_of
-from jaxrl.utils.concurrency import side_by_side
+from jaxrl.utils.concurrency import parallel_map
 
 
 class SearchEnv(Env):
@@ -114,7 +114,7 @@ class SearchEnv(Env):
             for call in plan if isinstance(plan, list) else ():
                 if call.tool is not None:
                     calls.setdefault(call.tool.name, []).append(call)
-        side_by_side(_answer, list(calls.values()), max_threads=len(self._tools))
+        parallel_map(_answer, list(calls.values()), max_threads=len(self._tools))
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:

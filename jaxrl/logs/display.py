@@ -13,39 +13,39 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Column
 
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 
 class Display:
     """Progress display: a live line on a terminal, otherwise a line from time to time."""
 
     def __init__(
-        self, *, every_s: float = 5.0, activity_every_s: float = 30.0, is_shown: bool = True
+        self, *, interval_s: float = 5.0, activity_interval_s: float = 30.0, is_enabled: bool = True
     ):
         """Open the terminal.
 
         Args:
-            every_s: Seconds between step lines without a terminal.
-            activity_every_s: Seconds of silence before a line about an activity.
-            is_shown: True to print; False to print nothing.
+            interval_s: Seconds between step lines without a terminal.
+            activity_interval_s: Seconds of silence before a line about an activity.
+            is_enabled: True to print; False to print nothing.
         """
-        self.console = Console(highlight=False, quiet=not is_shown)
-        errors = Console(highlight=False, quiet=not is_shown, stderr=True)
+        self.console = Console(highlight=False, quiet=not is_enabled)
+        error_console = Console(highlight=False, quiet=not is_enabled, stderr=True)
         # If a terminal shows both streams, only the live line's console can print above it.
-        self._is_shared = self.console.is_terminal and errors.is_terminal
-        self._warnings = self.console if self._is_shared else errors
-        self._every_s, self._activity_every_s = every_s, activity_every_s
+        self._is_shared = self.console.is_terminal and error_console.is_terminal
+        self._warnings = self.console if self._is_shared else error_console
+        self._interval_s, self._activity_interval_s = interval_s, activity_interval_s
         self._last = -math.inf
-        self._spoken = time.monotonic()  # time of the last line of any kind
+        self._last_line_at = time.monotonic()  # time of the last line of any kind
         self._spinner = Spinner("dots", style="status.spinner")
         self._status: Live | None = None  # the live line outside a stage
         self._first: tuple[int, float] | None = None  # a stage's first step and its end time
         self._progress: Progress | None = None
-        self.moved_at, self.doing = time.monotonic(), ""
+        self.last_progress_at, self.last_activity = time.monotonic(), ""
 
-    def _move(self, text: str) -> None:
+    def _record_progress(self, text: str) -> None:
         """Record progress for `runtime.watchdog`."""
-        self.moved_at, self.doing = time.monotonic(), text
+        self.last_progress_at, self.last_activity = time.monotonic(), text
 
     def log(self, text: str) -> None:
         """Print a line above the live line. A line that starts with `warning:` goes to stderr.
@@ -53,10 +53,10 @@ class Display:
         Control characters are escaped, so untrusted text cannot control the terminal.
         """
         self._end_activity()
-        self._move(text)
-        self._spoken = time.monotonic()
+        self._record_progress(text)
+        self._last_line_at = time.monotonic()
         console = self._warnings if text.startswith("warning:") else self.console
-        console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
+        console.print(escape_control_chars(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Start a stage of `num_steps` steps, with `first_step` steps already done."""
@@ -84,7 +84,7 @@ class Display:
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show a step's numbers."""
-        self._move(f"{self._stage} {step}/{self._num_steps}")
+        self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -94,22 +94,22 @@ class Display:
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)  # measure speed from here, since the first step compiles
-        if now - self._last < self._every_s and step < self._num_steps:
+        if now - self._last < self._interval_s and step < self._num_steps:
             return
         self._last = now
         first_step, started = self._first
-        left = "--:--"
+        eta = "--:--"
         if step > first_step:
-            left_s = (now - started) / (step - first_step) * (self._num_steps - step)
-            minutes, seconds = divmod(round(left_s), 60)
+            eta_s = (now - started) / (step - first_step) * (self._num_steps - step)
+            minutes, seconds = divmod(round(eta_s), 60)
             hours, minutes = divmod(minutes, 60)
-            left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
+            eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {eta} left")
 
     def activity(self, text: str) -> None:
         """Show an activity within a step or before the first one."""
-        text = printable(text)
-        self._move(text)
+        text = escape_control_chars(text)
+        self._record_progress(text)
         if self._progress is not None:
             self._progress.update(self._bar, activity=text)
         elif self.console.is_terminal and not self.console.quiet:
@@ -123,12 +123,12 @@ class Display:
                     transient=True,
                 )
                 self._status.start()
-        elif time.monotonic() - self._spoken >= self._activity_every_s:
+        elif time.monotonic() - self._last_line_at >= self._activity_interval_s:
             self.log(text)
 
-    def counter(self, what: str) -> Callable[[int, int], None]:
+    def counter(self, label: str) -> Callable[[int, int], None]:
         """Return a callback `(done, total)` that shows an activity's progress."""
-        return lambda done, total: self.activity(f"{what} {done:,}/{total:,}")
+        return lambda done, total: self.activity(f"{label} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:
         if self._status is not None:

@@ -28,8 +28,8 @@ from jaxrl.logs.statistics import (
     percentile_interval,
 )
 from jaxrl.objectives.metrics import mean
-from jaxrl.types import Group, Trajectory, members
-from jaxrl.utils.text import printable
+from jaxrl.types import Group, Trajectory, flatten_groups
+from jaxrl.utils.text import escape_control_chars
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
 """Measures that are counts rather than means, and have no interval."""
@@ -39,20 +39,20 @@ OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMEN
 RELIABILITY = ("precision", "reliability")
 """Measures derived from the shares of correct answers and of abstentions."""
 
-CONTROLS = ("empty_search", "random_search")
+CONTROL_SUITES = ("empty_search", "random_search")
 """Suites in which a control engine replaces the search engine."""
 
-ATTRIBUTED = (
+ATTRIBUTION_MEASURES = (
     "answer_in_results",
     "retrieved_but_ignored",
     "right_without_evidence",
     "redundant_searches",
 )
-"""Measures that `attribution` computes from the samples."""
+"""Measures that `compute_attribution` computes from the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class EvalSummary:
     """Measures of one suite, by dataset and measure.
 
     The dataset `all` is every question; `mean` is the mean over several datasets.
@@ -79,7 +79,7 @@ def summarize(
     num_resamples: int,
     seed: int,
     weights: Mapping[str, float] = MappingProxyType({}),
-) -> Summary:
+) -> EvalSummary:
     """Return means over questions and their intervals, by dataset.
 
     Samples with an environment error are counted but otherwise excluded. A question without scored
@@ -106,41 +106,48 @@ def summarize(
     # One row of measures per question; NaN for a measure that does not apply.
     measured = []
     for question in questions:
-        measures = _measures(question, ks, has_python)
+        measures = _compute_measures(question, ks, has_python)
         if has_results:
-            samples = [attribution(t) for t in question.scored]
-            measures |= {name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTED}
+            samples = [compute_attribution(t) for t in question.scored]
+            measures |= {
+                name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_MEASURES
+            }
         measured.append(measures)
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     # Means and bootstrap resamples of each dataset and of all questions.
     sources = [question.trajectories[0].task.data_source for question in questions]
-    sets = {
+    rows_by_source = {
         source: [row for row, name in enumerate(sources) if name == source]
         for source in dict.fromkeys(sources)
     }
-    everything = {"all": list(range(len(questions)))} | sets
+    rows_by_dataset = {"all": list(range(len(questions)))} | rows_by_source
     rng = np.random.default_rng(seed)
     means = {
-        name: _with_reliability(column_means(values[rows]), names)
-        for name, rows in everything.items()
+        name: _append_reliability(column_means(values[rows]), names)
+        for name, rows in rows_by_dataset.items()
     }
     resampled = {
-        name: _with_reliability(
+        name: _append_reliability(
             bootstrap_means(values[rows], num_resamples=num_resamples, rng=rng), names
         )
-        for name, rows in everything.items()
+        for name, rows in rows_by_dataset.items()
     }
     names += RELIABILITY if "exact_match" in names else ()
-    counts = {name: _counts([questions[row] for row in rows]) for name, rows in everything.items()}
-    if len(sets) > 1:
-        means["mean"] = np.mean([means[name] for name in sets], axis=0)
-        resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
+    counts = {
+        name: _count_questions([questions[row] for row in rows])
+        for name, rows in rows_by_dataset.items()
+    }
+    if len(rows_by_source) > 1:
+        means["mean"] = np.mean([means[name] for name in rows_by_source], axis=0)
+        resampled["mean"] = np.mean([resampled[name] for name in rows_by_source], axis=0)
         counts["mean"] = counts["all"]
     # All measured parts, first those with nonzero weight in the order of `weights`.
-    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
-    weighed = [part for part, weight in weights.items() if weight and part in parts]
-    return Summary(
+    parts = sorted(
+        {part for t in flatten_groups(questions) if t.is_scored for part in t.reward_parts}
+    )
+    weighted_parts = [part for part, weight in weights.items() if weight and part in parts]
+    return EvalSummary(
         num_samples=num_samples,
         means={
             name: dict(zip(names, map(float, row), strict=True)) | counts[name]
@@ -150,7 +157,7 @@ def summarize(
             name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
             for name, columns in resampled.items()
         },
-        weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighed, *parts))},
+        weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighted_parts, *parts))},
     )
 
 
@@ -165,12 +172,12 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(ks) or (*(power for power in powers if power < num_samples), num_samples)
 
 
-def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
+def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
     """Return the measures of one question's samples; NaN if there are too few samples."""
     scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
-    right = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
+    is_correct = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
     answers = [normalize_answer(t.final_answer) for t in scored]
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
@@ -185,12 +192,12 @@ def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str,
         "sampled_tokens": mean([t.num_sampled for t in scored]),
         **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},
         **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
-        **{f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in possible},
-        **{f"maj@{k}": majority_at_k(answers, right, k) for k in possible},
+        **{f"pass@{k}": pass_at_k(len(is_correct), sum(is_correct), k) for k in possible},
+        **{f"maj@{k}": majority_at_k(answers, is_correct, k) for k in possible},
     }
 
 
-def attribution(trajectory: Trajectory) -> dict[str, float]:
+def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
     """Attribute a sample's answer to tool results, using its exact match if it has one."""
     origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
@@ -201,7 +208,7 @@ def attribution(trajectory: Trajectory) -> dict[str, float]:
     return measures | {"redundant_searches": origin.num_redundant}
 
 
-def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _append_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Append `RELIABILITY` to means `[.., M]` if there is an exact match.
 
     With accuracy a and share r of abstentions, precision is a / (1 - r), or NaN if nothing was
@@ -217,14 +224,14 @@ def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     return np.concatenate([values, np.stack(more, axis=-1)], axis=-1)
 
 
-def _counts(questions: Sequence[Group]) -> dict[str, int]:
+def _count_questions(questions: Sequence[Group]) -> dict[str, int]:
     num_scored = [len(question.scored) for question in questions]
-    num_samples = len(members(questions))
+    num_samples = len(flatten_groups(questions))
     counts = (len(questions), num_scored.count(0), num_samples - sum(num_scored))
     return dict(zip(COUNTS, counts, strict=True))
 
 
-def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
+def to_metrics(suite: str, summary: EvalSummary) -> dict[str, float]:
     """Return the means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
     is_sampled = suite == "sampled"
     core = "exact_match" if is_sampled else f"exact_match/{suite}"
@@ -242,13 +249,13 @@ def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
     return metrics
 
 
-def is_unscored(summary: Summary) -> bool:
+def is_unscored(summary: EvalSummary) -> bool:
     """Return True if no question could be scored."""
     counts = summary.means["all"]
     return counts["unscored_questions"] == counts["num_questions"]
 
 
-def one_line(suite: str, summary: Summary) -> str:
+def format_suite_line(suite: str, summary: EvalSummary) -> str:
     """Format the scores of a suite in one line."""
     if is_unscored(summary):
         count = summary.means["all"]["environment_errors"]
@@ -257,24 +264,26 @@ def one_line(suite: str, summary: Summary) -> str:
     by_set = ", ".join(
         f"{name} {'-' if math.isnan(score) else f'{score:.3f}'}" for name, score in scores.items()
     )
-    paid = [part for part, weight in summary.weights.items() if weight and part != "exact_match"]
-    parts = "".join(f"; {part} {summary.means['all'][part]:.3f}" for part in paid)
+    weighted_parts = [
+        part for part, weight in summary.weights.items() if weight and part != "exact_match"
+    ]
+    parts = "".join(f"; {part} {summary.means['all'][part]:.3f}" for part in weighted_parts)
     return f"{suite}: exact match {by_set}{parts}; searches {summary.means['all']['searches']:.2f}"
 
 
-def as_text(
-    step: int, stage: str, summaries: Mapping[str, Summary], *, weights_step: int | None = None
+def format_tables(
+    step: int, stage: str, summaries: Mapping[str, EvalSummary], *, weights_step: int | None = None
 ) -> str:
     """Format tables of all suites, 80 columns wide."""
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
     if weights_step not in (None, step):
         title += f"\nstopped early: the weights are those of step {weights_step}"
-    text = "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
-    return printable(text)  # users choose the names of datasets
+    text = "\n\n".join([title, *(_format_suite(*item) for item in summaries.items())])
+    return escape_control_chars(text)  # users choose the names of datasets
 
 
-SCORES = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}
-BEHAVIOUR = {
+SCORE_COLUMNS = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}
+BEHAVIOR_COLUMNS = {
     **{str(name): str(name).replace("out_of_", "out of\n") for name in OUTCOMES},
     "searches": "searches",
     "sampled_tokens": "tokens",
@@ -282,7 +291,7 @@ BEHAVIOUR = {
 }
 """Measures in the main tables, and their column heads."""
 
-MORE = {
+OPTIONAL_COLUMNS = {
     "searched": "searched",
     "python_calls": "Python calls",
     "precision": "precision",
@@ -290,7 +299,7 @@ MORE = {
 }
 """Measures in a further table, each shown only if it is informative."""
 
-EVIDENCE = {
+EVIDENCE_COLUMNS = {
     "answer_in_results": "in results",
     "retrieved_but_ignored": "in results, wrong",
     "right_without_evidence": "right without",
@@ -298,7 +307,7 @@ EVIDENCE = {
 }
 """Attribution measures, in a separate table."""
 
-DIGITS = {
+DECIMAL_PLACES = {
     "searches": 2,
     "redundant_searches": 2,
     "python_calls": 2,
@@ -308,54 +317,60 @@ DIGITS = {
 """Decimal places of measures that are not shares."""
 
 
-def _suite_text(suite: str, summary: Summary) -> str:
+def _format_suite(suite: str, summary: EvalSummary) -> str:
     # With a single dataset, `all` says everything.
     names = list(summary.means) if "mean" in summary.means else ["all"]
     measured = summary.means["all"]
 
     def table(first: str, columns: Mapping[str, str]) -> str:
-        rows = [(name, *(_cell(summary, name, measure) for measure in columns)) for name in names]
-        return _table((first, *columns.values()), rows)
+        rows = [
+            (name, *(_format_cell(summary, name, measure) for measure in columns)) for name in names
+        ]
+        return _format_table((first, *columns.values()), rows)
 
-    scores = {measure: head for measure, head in SCORES.items() if measure in measured}
+    scores = {measure: header for measure, header in SCORE_COLUMNS.items() if measure in measured}
     tables = [table("", {"num_questions": "questions", **scores})]
     if not summary.weights.keys() <= scores.keys():
         rows = [
-            (name, part, f"{weight:.3g}", _cell(summary, name, part))
+            (name, part, f"{weight:.3g}", _format_cell(summary, name, part))
             for name in names
             for part, weight in summary.weights.items()
         ]
-        tables.append(_table(("", "reward part", "weight", "mean"), rows))
-    tables.append(table("", BEHAVIOUR))
+        tables.append(_format_table(("", "reward part", "weight", "mean"), rows))
+    tables.append(table("", BEHAVIOR_COLUMNS))
     # Without abstentions, precision and reliability equal the exact match.
     depends_on = dict.fromkeys(RELIABILITY, "abstained")
     more = {
-        name: head
-        for name, head in MORE.items()
+        name: header
+        for name, header in OPTIONAL_COLUMNS.items()
         if name in measured and measured[depends_on.get(name, name)] > 0
     }
     if more:
         tables.append(table("", more))
     if "answer_in_results" in measured:
-        tables.append(table("answer", EVIDENCE))
+        tables.append(table("answer", EVIDENCE_COLUMNS))
     ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
     if ks:
         rows = [
-            (name, k, *(_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")))
+            (
+                name,
+                k,
+                *(_format_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")),
+            )
             for name in names
             for k in ks
         ]
-        tables.append(_table(("", "k", "pass@k", "maj@k"), rows))
+        tables.append(_format_table(("", "k", "pass@k", "maj@k"), rows))
     samples = f"{summary.num_samples} sample{'s' * (summary.num_samples > 1)} a question"
     return f"{suite}, {samples}\n" + "\n\n".join(tables)
 
 
-def _cell(summary: Summary, name: str, measure: str) -> str:
+def _format_cell(summary: EvalSummary, name: str, measure: str) -> str:
     """Format a number, with its interval if the table has room for it."""
     value = summary.means[name][measure]
     if math.isnan(value):
         return "-"
-    text = f"{value:.{DIGITS.get(measure, 3)}f}"
+    text = f"{value:.{DECIMAL_PLACES.get(measure, 3)}f}"
     interval = summary.intervals[name].get(measure)
     if interval and (
         measure in summary.weights or measure.startswith(("pass@", *RELIABILITY, "maj@"))
@@ -364,13 +379,16 @@ def _cell(summary: Summary, name: str, measure: str) -> str:
     return text
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column(heads[0], overflow="fold")
-    for head in heads[1:]:
-        is_name = head == "reward part"
+    table.add_column(headers[0], overflow="fold")
+    for header in headers[1:]:
+        is_name = header == "reward part"
         table.add_column(
-            Text(head), justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
+            Text(header),
+            justify="left" if is_name else "right",
+            no_wrap=not is_name,
+            overflow="fold",
         )
     for row in rows:
         table.add_row(*map(Text, row))

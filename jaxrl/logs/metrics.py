@@ -13,7 +13,7 @@ from jaxrl.objectives.metrics import mean
 from jaxrl.types import Trajectory
 
 
-def rollout_metrics(
+def compute_rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int, *, has_python: bool = False
 ) -> dict[str, float]:
     """Return means over the scored trajectories, under verl's names if it has them.
@@ -49,7 +49,7 @@ def rollout_metrics(
     return metrics
 
 
-def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
+def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
     """Return counts by source and waiting times of search answers; {} without searches.
 
     Not reproducible: timing decides which of two equal calls is first, and which reuses its result.
@@ -72,18 +72,18 @@ def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
     }
 
 
-def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """Convert metrics to JSON numbers. See `plain_number`."""
-    return {name: plain_number(value) for name, value in metrics.items()}
+def to_json_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """Convert metrics to JSON numbers. See `to_json_number`."""
+    return {name: to_json_number(value) for name, value in metrics.items()}
 
 
-def plain_number(value: Any) -> float | int | None:
+def to_json_number(value: Any) -> float | int | None:
     """Convert a number or scalar array to a JSON number; None if it is None or not finite."""
     value = np.asarray(value).item()
     return value if value is not None and math.isfinite(value) else None
 
 
-def num_unscored_suites(metrics: Mapping[str, float]) -> int:
+def count_unscored_suites(metrics: Mapping[str, float]) -> int:
     """Return the number of suites without any scored question, given all `as_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]

@@ -12,20 +12,20 @@ from jaxrl.data.serialization import calls_to_json, turn_to_json
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 
-RARE = (
+OPTIONAL_FIELDS = (
     *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),
     *("is_abstention", "is_well_formed", "opener"),
 )
 """Fields of a trajectory that are in its record only if they differ from the default."""
 
 
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a training trajectory to its record in `trajectories/`.
 
     Advantages and losses can be recomputed from it, up to rounding.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(trajectory)}
-    rare = {name: getattr(trajectory, name) for name in RARE}
+    optional = {name: getattr(trajectory, name) for name in OPTIONAL_FIELDS}
     return {
         "task_id": trajectory.task_id,
         "question": trajectory.task.question,
@@ -37,31 +37,31 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "outcome": str(trajectory.outcome),
         "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
-        **({"reward_records": judged} if (judged := calls_to_json(trajectory)) else {}),
+        **({"reward_records": reward_calls} if (reward_calls := calls_to_json(trajectory)) else {}),
         "final_answer": trajectory.final_answer,
         "is_correct": trajectory.is_correct,
         "advantage": trajectory.advantage,
         **{
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in rare.items()
+            for name, value in optional.items()
             if value != defaults[name]
         },
         "generated_text": trajectory.generated_text,
         "turns": [
-            turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
+            turn_to_json(turn) | ({"images": _image_records(turn.images)} if turn.images else {})
             for turn in trajectory.turns
         ],
-        **({"images": _named(images)} if (images := trajectory.task.images) else {}),
+        **({"images": _image_records(images)} if (images := trajectory.task.images) else {}),
         "prompt_length": trajectory.prompt_length,
         "token_ids": trajectory.token_ids.tolist(),
         "loss_mask": trajectory.loss_mask.astype(int).tolist(),
-        "rollout_logprobs": rounded(trajectory.rollout_logprobs),
-        "rollout_entropies": rounded(trajectory.rollout_entropies),
+        "rollout_logprobs": round_values(trajectory.rollout_logprobs),
+        "rollout_entropies": round_values(trajectory.rollout_entropies),
         "policy_versions": trajectory.policy_versions.tolist(),
     }
 
 
-def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
+def round_values(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
     """Round numbers to six decimal places, or to six significant digits.
 
     Args:
@@ -71,22 +71,22 @@ def rounded(values: np.ndarray, *, is_relative: bool = False) -> list[float]:
     return [float(f"{x:.6g}") if is_relative else round(float(x), 6) for x in values]
 
 
-def token_record(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Round the per-token arrays of a trajectory for JSON. See `logs.tokens.make_notes`."""
+def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Round the per-token arrays of a trajectory for JSON. See `logs.tokens.make_token_logger`."""
     return {
-        name: rounded(values, is_relative=not name.endswith("logprobs"))
+        name: round_values(values, is_relative=not name.endswith("logprobs"))
         for name, values in fields.items()
     }
 
 
-def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
+def _image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
     """Return digest and file of each image. An image without a file is in the workdir."""
     return [
         {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
     ]
 
 
-def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
+def question_to_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
     """Convert an evaluation trajectory to its record in the evaluation's file.
 
     `error` is the text of its environment error, or "".
@@ -102,7 +102,7 @@ def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
         "searches": trajectory.searches,
         **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
         **({"error": error} if error else {}),
-        **({"images": _named(images)} if (images := trajectory.pictures) else {}),
+        **({"images": _image_records(images)} if (images := trajectory.pictures) else {}),
         "num_sampled": trajectory.num_sampled,
         **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
         "response": trajectory.generated_text,

@@ -41,15 +41,15 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
     total = 0.0
     for answer, count in num_correct.items():
         others = votes.copy()
-        own = others.pop(answer)
+        num_votes = others.pop(answer)
         rivals = tuple(sorted(others.values()))
-        total += count / own * _win_probability(own, rivals, num_blank, k)
+        total += count / num_votes * _win_probability(num_votes, rivals, num_blank, k)
     return total
 
 
 @functools.lru_cache(maxsize=100_000)
-def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
-    """Return the probability that an answer with `own` samples wins the vote among k samples.
+def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
+    """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
     `rivals` are the counts of the other answers. `ways[t, d]` counts the subsets with d samples of
     the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
@@ -59,19 +59,21 @@ def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) 
     from scipy.signal import convolve2d  # imported late: it takes a second and is rarely needed
 
     total = 0.0
-    for votes in range(1, min(own, k) + 1):
-        room = k - votes
-        max_ties = min(len(rivals), room // votes)
+    for votes in range(1, min(num_votes, k) + 1):
+        num_remaining = k - votes
+        max_ties = min(len(rivals), num_remaining // votes)
         ways = np.ones((1, 1))
         for rival in rivals:
-            taken = np.zeros((2, votes + 1))
-            taken[0, :votes] = [math.comb(rival, drawn) for drawn in range(votes)]
-            taken[1, votes] = math.comb(rival, votes)
-            ways = convolve2d(ways, taken)[: max_ties + 1, : room + 1]
-        blanks = np.array([float(math.comb(num_blank, room - d)) for d in range(ways.shape[1])])
+            polynomial = np.zeros((2, votes + 1))
+            polynomial[0, :votes] = [math.comb(rival, drawn) for drawn in range(votes)]
+            polynomial[1, votes] = math.comb(rival, votes)
+            ways = convolve2d(ways, polynomial)[: max_ties + 1, : num_remaining + 1]
+        blanks = np.array(
+            [float(math.comb(num_blank, num_remaining - d)) for d in range(ways.shape[1])]
+        )
         shares = 1.0 / np.arange(1, len(ways) + 1)
-        total += math.comb(own, votes) * float(shares @ ways @ blanks)
-    return total / math.comb(own + sum(rivals) + num_blank, k)
+        total += math.comb(num_votes, votes) * float(shares @ ways @ blanks)
+    return total / math.comb(num_votes + sum(rivals) + num_blank, k)
 
 
 def column_means(values: np.ndarray) -> np.ndarray:
@@ -93,8 +95,8 @@ def bootstrap_means(
     sums = np.empty((num_resamples, with_presence.shape[1]))
     for index in range(num_resamples):
         drawn = rng.integers(num_rows, size=num_rows)
-        times = np.bincount(drawn, minlength=num_rows).astype(float)
-        sums[index] = times @ with_presence
+        counts = np.bincount(drawn, minlength=num_rows).astype(float)
+        sums[index] = counts @ with_presence
     return _means_of_sums(sums)
 
 
@@ -119,6 +121,6 @@ def percentile_interval(
     values = resampled[~np.isnan(resampled)]
     if not len(values):
         return None
-    outside = 100 * (1 - confidence) / 2
-    low, high = np.percentile(values, [outside, 100 - outside])
+    tail = 100 * (1 - confidence) / 2
+    low, high = np.percentile(values, [tail, 100 - tail])
     return float(low), float(high)

@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
-from jaxrl.sampling.interfaces import WAITS, Counts, Sampler
+from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts, Sampler
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
-from jaxrl.training.method import KL
-from jaxrl.training.packing import Packed
-from jaxrl.types import Group, Trajectory, members
+from jaxrl.training.method import KLSettings
+from jaxrl.training.packing import PackedBatch
+from jaxrl.types import Group, Trajectory, flatten_groups
 
-SHOWN = {
+DISPLAYED_METRICS = {
     "reward": "critic/rewards/mean",
     "exact match": "reward/exact_match/mean",
     "searches": "num_searches/mean",
@@ -38,7 +38,7 @@ SHOWN = {
 
 
 @dataclass(kw_only=True)
-class Clock:
+class StepTimer:
     """Timer for the parts of a step."""
 
     started: float = field(default_factory=time.perf_counter)
@@ -48,11 +48,11 @@ class Clock:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Measure the time of sampling trajectories, for this step or the next."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.sampling_s += time.perf_counter() - began
+        self.sampling_s += time.perf_counter() - start
 
-    def updated(self) -> None:
+    def mark_updated(self) -> None:
         """Mark the end of the update, when the sampler has the new weights."""
         self.updated_at = time.perf_counter()
 
@@ -67,43 +67,49 @@ class Clock:
         }
 
 
-def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
+def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, float]:
     """Return the work of all processes' samplers since the counters in `before`."""
-    now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
-    of_this = {name: now[name] - past[name] for name in now}
-    cache_use = engine.most_pages / engine.num_pages
-    parts = distributed.gather({**of_this, "cache_use": cache_use})
-    done = {name: sum(part[name] for part in parts) for name in now}
+    now, previous = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
+    deltas = {name: now[name] - previous[name] for name in now}
+    cache_use = engine.peak_pages / engine.num_pages
+    parts = distributed.gather({**deltas, "cache_use": cache_use})
+    totals = {name: sum(part[name] for part in parts) for name in now}
     return {
-        "rollout/row_occupancy": done["sampled"] / max(done["row_steps"], 1),
-        "rollout/prefilled_prompt_tokens": done["prefilled_prompt"],
-        "rollout/prefilled_resume_tokens": done["prefilled_resume"],
-        "rollout/sampled_tokens": done["sampled"],
-        "rollout/preemptions": done["preemptions"],
-        "rollout/swapped_tokens": done["swapped"],
+        "rollout/row_occupancy": totals["sampled"] / max(totals["row_steps"], 1),
+        "rollout/prefilled_prompt_tokens": totals["prefilled_prompt"],
+        "rollout/prefilled_resume_tokens": totals["prefilled_resume"],
+        "rollout/sampled_tokens": totals["sampled"],
+        "rollout/preemptions": totals["preemptions"],
+        "rollout/swapped_tokens": totals["swapped"],
         "rollout/cache_use": max(part["cache_use"] for part in parts),
     }
 
 
-def wait_metrics(engine: Sampler) -> dict[str, float]:
+def compute_wait_metrics(engine: Sampler) -> dict[str, float]:
     """Return the seconds that devices waited for replies by cause, the maximum over processes."""
-    parts = distributed.gather({name: engine.waits[name] for name in WAITS})
-    return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAITS}
+    parts = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
+    return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAIT_REASONS}
 
 
-def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+def compute_lag_metrics(
+    trajectories: Sequence[Trajectory], policy_version: int
+) -> dict[str, float]:
     """Return the mean number of updates between the sampling policy and the updated policy."""
     versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
     return {"rollout/lag": mean((policy_version - versions).tolist())}
 
 
-def memory_metrics() -> dict[str, float]:
+def compute_memory_metrics() -> dict[str, float]:
     """Return the peak memory so far in GiB, of this process's fullest device.
 
     On CPUs it is the peak resident memory of the process, including programs and mapped files.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [used["peak_bytes_in_use"] for used in stats if "peak_bytes_in_use" in used]
+    peaks = [
+        device_stats["peak_bytes_in_use"]
+        for device_stats in stats
+        if "peak_bytes_in_use" in device_stats
+    ]
     if not peaks and jax.default_backend() == "cpu":
         # Linux reports KiB, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024
@@ -111,7 +117,7 @@ def memory_metrics() -> dict[str, float]:
     return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
 
 
-def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Reduce the metrics of a step's updates, each by its own reduction.
 
     Returns {} without updates. NaN values of single updates are ignored.
@@ -132,17 +138,20 @@ def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     return merged
 
 
-def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
+def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
     """Return the share of tokens shared by sequences, row padding, and device imbalance."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
-        "rollout/shared_tokens": sum(one.num_shared for one in minibatches) / max(num_tokens, 1),
+        "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
+        / max(num_tokens, 1),
         "rollout/padding": float(np.mean([packed.padding for packed in minibatches])),
         "rollout/imbalance": float(np.mean([packed.imbalance for packed in minibatches])),
     }
 
 
-def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dict[str, float]:
+def compute_kl_metrics(
+    groups: Sequence[Group], controllers: Controllers, kl: KLSettings
+) -> dict[str, float]:
     """Return the KL coefficient of a step, and its measured divergence in nats per token."""
     return {
         "actor/kl_coef": controllers.kl_coef(kl),
@@ -150,13 +159,13 @@ def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dic
     }
 
 
-def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
+def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
     """Return the numbers of tokens with high window entropy and the response lengths.
 
     Overall and by difficulty, depending on the controllers.
     """
     metrics: dict[str, float] = {}
-    scored = [t for t in members(groups) if t.is_scored]
+    scored = [t for t in flatten_groups(groups) if t.is_scored]
     if controllers.threshold is not None:
         metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
     if controllers.coefficients is not None:
@@ -171,11 +180,11 @@ def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[st
     if controllers.buckets is None:
         return metrics
     for name in BUCKETS:
-        inside = [t for t in scored if controllers.bucket(t.task_id) == name]
-        metrics[f"difficulty/{name}/share"] = len(inside) / max(len(scored), 1)
-        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in inside])
+        in_bucket = [t for t in scored if controllers.bucket(t.task_id) == name]
+        metrics[f"difficulty/{name}/share"] = len(in_bucket) / max(len(scored), 1)
+        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in in_bucket])
         if controllers.threshold is not None:
-            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(inside))
+            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(in_bucket))
     return metrics
 
 

@@ -20,7 +20,7 @@ from jaxrl.training.interfaces import Record
 from jaxrl.training.settings import Settings
 
 
-def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
+def find_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
     """Return a list with one warning if files of the records are missing, else []."""
     names = []
     for record in records:
@@ -36,50 +36,50 @@ def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
     return [f"warning: missing in {workdir}: {', '.join(missing[:3])}{more}"]
 
 
-def open_log(
+def open_metrics_log(
     workdir: Path,
     num_records: int,
     settings: Settings,
     log: Callable[[str], None],
     *,
-    is_written: bool,
+    is_writer: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
     """Open `metrics.jsonl` and its mirrors. Warn about lost records and missing files."""
-    if not is_written:
+    if not is_writer:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
-    for warning in missing_files(workdir, metrics_log.records()):
+    for warning in find_missing_files(workdir, metrics_log.records()):
         log(warning)
-    metrics_log.mirrors.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
+    metrics_log.trackers.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
     if settings.wandb_project:
-        mirror = WandB(workdir, settings.wandb_project, settings.values, log)
-        metrics_log.mirrors.append(mirror)
+        tracker = WandB(workdir, settings.wandb_project, settings.values, log)
+        metrics_log.trackers.append(tracker)
     return metrics_log
 
 
-class _Fallible:
+class _FailSafeTracker:
     """Base class of mirrors that stop on failure without stopping the run."""
 
     name: str
 
     def __init__(self, log: Callable[[str], None]):
         self._log = log
-        self._is_alive = True
+        self._is_enabled = True
 
     def _try(self, action: Callable[[], object]) -> None:
-        if not self._is_alive:
+        if not self._is_enabled:
             return
         try:
             action()
         except Exception as error:  # training continues, whatever fails here
-            self._is_alive = False
+            self._is_enabled = False
             self._log(
                 f"warning: {self.name} failed and is disabled for the rest of the run: {error!r}"
             )
 
 
-class TensorBoard(_Fallible):
+class TensorBoard(_FailSafeTracker):
     """TensorBoard event files, rewritten from the records at the start to drop later steps.
 
     Does not use tensorboardX's writer thread, which dies on a full disk and blocks writers forever.
@@ -116,7 +116,7 @@ class TensorBoard(_Fallible):
         self._try(self._writer.close)
 
 
-class WandB(_Fallible):
+class WandB(_FailSafeTracker):
     """A Weights & Biases run, continued by a restart in the same workdir.
 
     The W&B step is the record's index, since stages share global steps; `step` is the x-axis of
@@ -155,11 +155,11 @@ class WandB(_Fallible):
                 f"W&B did not start: {error}. Set WANDB_API_KEY, or WANDB_MODE=offline, in the "
                 "environment, or config.log.wandb_project='' to do without."
             ) from error
-        self._sent = self._run.step
+        self._num_logged = self._run.step
 
     def write(self, index: int, record: Record) -> None:
         """Send a record unless W&B already has it."""
-        if index >= self._sent:
+        if index >= self._num_logged:
             self._try(lambda: self._run.log(dict(record), step=index))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class WandB(_Fallible):
         self._try(self._run.finish)
 
 
-def check_mirrors(project: str) -> None:
+def check_trackers(project: str) -> None:
     """Raise a ValueError if a W&B project is set but wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(

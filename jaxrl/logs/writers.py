@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.logs.metrics import plain_numbers
-from jaxrl.logs.records import token_record, trajectory_record
+from jaxrl.logs.metrics import to_json_numbers
+from jaxrl.logs.records import round_token_arrays, trajectory_to_record
 from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
-from jaxrl.utils.files import append_line, atomic_write, set_aside, written_whole
+from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
 from jaxrl.utils.json_io import parse_json
 
 
-class Mirror(Protocol):
+class Tracker(Protocol):
     """A copy of the records in another system. `metrics.jsonl` stays authoritative."""
 
     def write(self, index: int, record: Record) -> None:
@@ -55,40 +55,44 @@ class MetricsLog:
         """
         self._path = path
         self.num_records = num_records
-        self.mirrors: list[Mirror] = []
-        self._carried: defaultdict[str, float] = defaultdict(float)
-        self._last = time.perf_counter()
+        self.trackers: list[Tracker] = []
+        self._next_metrics: defaultdict[str, float] = defaultdict(float)
+        self._last_write_at = time.perf_counter()
         if path is None:
             return
-        self._marks = path.with_name(MARKS)
+        self._sentinel_path = path.with_name(SENTINEL_FILE)
 
-        def cut_back(file: Path, lines: Sequence[bytes]) -> list[bytes]:
+        def truncate(file: Path, lines: Sequence[bytes]) -> list[bytes]:
             parsed = [(line, parse_record(line)) for line in lines]
-            kept = [line for line, record in parsed if record is not None and not is_later(record)]
-            with written_whole(file) as out:
-                out.writelines(line.decode("utf-8") + "\n" for line in kept)
-            return kept
+            valid_lines = [
+                line for line, record in parsed if record is not None and not is_later(record)
+            ]
+            with open_atomic(file) as out:
+                out.writelines(line.decode("utf-8") + "\n" for line in valid_lines)
+            return valid_lines
 
         # A killed process may have left an incomplete last line.
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         lines = lines[:num_records]
-        where = "the first ones are lost" if path.exists() else "it is missing"
-        bad = [number for number, line in enumerate(lines, start=1) if parse_record(line) is None]
+        detail = "the first ones are lost" if path.exists() else "it is missing"
+        damaged = [
+            number for number, line in enumerate(lines, start=1) if parse_record(line) is None
+        ]
         # Keep a copy of a damaged file before removing lines.
-        if bad:
-            aside = set_aside(path, is_copied=True)
-            for number in bad:
-                log(f"warning: {path}:{number} is no record and is removed; {aside} keeps it")
-        kept = cut_back(path, lines)
-        if self._marks.exists():
-            cut_back(self._marks, self._marks.read_bytes().splitlines())
-        if len(kept) < num_records:
-            if kept:
-                last = json.loads(kept[-1])
-                where = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
+        if damaged:
+            backup = quarantine_file(path, keeps_original=True)
+            for number in damaged:
+                log(f"warning: {path}:{number} is no record and is removed; {backup} keeps it")
+        valid_lines = truncate(path, lines)
+        if self._sentinel_path.exists():
+            truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())
+        if len(valid_lines) < num_records:
+            if valid_lines:
+                last = json.loads(valid_lines[-1])
+                detail = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
             log(
-                f"warning: {path} holds {len(kept)} of the {num_records} records that the run has "
-                f"written; {where}. Lost records are in no report"
+                f"warning: {path} holds {len(valid_lines)} of the {num_records} records that the "
+                f"run has written; {detail}. Lost records are in no report"
             )
 
     def records(self) -> list[Record]:
@@ -97,9 +101,9 @@ class MetricsLog:
             return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
-    def carry(self, name: str, value: float) -> None:
+    def add_to_next(self, name: str, value: float) -> None:
         """Add a value to a metric of the next record."""
-        self._carried[name] += value
+        self._next_metrics[name] += value
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record, with null for numbers that are not finite.
@@ -107,31 +111,31 @@ class MetricsLog:
         `timing_s/wall` is the time since the previous record, or since opening the log.
         """
         now = time.perf_counter()
-        metrics = {**metrics, **self._carried, "timing_s/wall": now - self._last}
-        self._last = now
-        self._carried.clear()
-        record = {"step": step, "stage": stage, **plain_numbers(metrics)}
+        metrics = {**metrics, **self._next_metrics, "timing_s/wall": now - self._last_write_at}
+        self._last_write_at = now
+        self._next_metrics.clear()
+        record = {"step": step, "stage": stage, **to_json_numbers(metrics)}
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        for mirror in self.mirrors:
-            mirror.write(self.num_records, record)
+        for tracker in self.trackers:
+            tracker.write(self.num_records, record)
         self.num_records += 1
 
-    def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
+    def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
         """Append a sign of trouble to `sentinel.jsonl`."""
         if self._path is not None:
             line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
             del line["name"]
-            append_line(self._marks, json.dumps(line, ensure_ascii=False))
+            append_line(self._sentinel_path, json.dumps(line, ensure_ascii=False))
 
     def close(self) -> None:
         """Close the mirrors."""
-        for mirror in self.mirrors:
-            mirror.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
-MARKS = "sentinel.jsonl"
+SENTINEL_FILE = "sentinel.jsonl"
 """Name of the file with the sentinel's signs."""
 
 
@@ -163,8 +167,8 @@ def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
         for picture in trajectory.pictures:
             file = workdir / "images" / picture.digest
             if not picture.path and not file.exists():
-                with atomic_write(file) as unfinished:
-                    unfinished.write_bytes(picture.data)
+                with atomic_write(file) as temp_path:
+                    temp_path.write_bytes(picture.data)
 
 
 def write_trajectories(
@@ -173,8 +177,8 @@ def write_trajectories(
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write a JSONL file of trajectories with text, turns, token arrays and further fields."""
-    with written_whole(path) as file:
+    with open_atomic(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
             arrays = {name: x for name, x in more.items() if isinstance(x, np.ndarray)}
-            record = trajectory_record(trajectory) | dict(more) | token_record(arrays)
+            record = trajectory_to_record(trajectory) | dict(more) | round_token_arrays(arrays)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attachments import Tower
-from jaxrl.models.aux_arrays import Statistics, TokenArray
+from jaxrl.models.aux_arrays import Statistics, TokenArraySpec
 from jaxrl.models.layers import Attend, LayerScan, SamplerLayerScan, Stacks
 from jaxrl.models.params import ParamSpec, split_params
 from jaxrl.types import Params
@@ -33,27 +33,28 @@ class MemoryTerms:
         activations: Peak while the layer is differentiated.
         saved_activations: Values saved for the backward pass under each `model.remat` except `full`
             and `offload`, without the layer's input and without scores.
-        read_activations: Peak during prefill of prompts and observations.
-        reused: Part of the experts' `activations` whose memory an accelerator shares with others.
+        prefill_activations: Peak during prefill of prompts and observations.
+        reused_activations: Part of the experts' `activations` whose memory an accelerator shares
+            with others.
     """
 
     activations: int
     saved_activations: dict[str, int]
-    read_activations: int
-    reused: int = 0
+    prefill_activations: int
+    reused_activations: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused:
+class FusedTensor:
     """An HF tensor that fuses several tensors.
 
     Attributes:
         shape: Shape of the fused tensor, three axes.
-        parts: For each name in `hf_names`, the index of its matrix and the range of its rows.
+        slices: For each name in `hf_names`, the index of its matrix and the range of its rows.
     """
 
     shape: tuple[int, int, int]
-    parts: dict[str, tuple[int, range]]
+    slices: dict[str, tuple[int, range]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class Architecture(ABC):
         return None if is_user_code(type(self)) else self
 
     @property
-    def plain(self) -> Architecture:
+    def unwrapped(self) -> Architecture:
         """Return the model without a wrapper around it."""
         return self
 
@@ -106,12 +107,12 @@ class Architecture(ABC):
         """Return this architecture if it is a `WrappedArchitecture`, else None."""
         return None
 
-    def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
+    def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return the specs of the trained parameters and of the `frozen` entries."""
         return split_params(self, lambda path: path[0] not in frozen)
 
     @property
-    def recorded(self) -> Mapping[str, TokenArray]:
+    def recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the per-token arrays that a pass records and a later pass can replay."""
         return {}
 
@@ -138,7 +139,7 @@ class Architecture(ABC):
         """
         return  # most models have no kernels except attention
 
-    def with_head(self, dtype: str) -> Architecture:
+    def with_head_dtype(self, dtype: str) -> Architecture:
         """Return this model with an output layer that multiplies in its own dtype.
 
         Sampler and trainer both read its table and the hidden states in that dtype. The model
@@ -155,11 +156,11 @@ class Architecture(ABC):
 
     @property
     def output(self) -> str:
-        """Return the parameter entry of the output layer's table; "" without `with_head`."""
+        """Return the parameter entry of the output layer's table; "" without `with_head_dtype`."""
         return ""
 
     @property
-    def shown_kernels(self) -> str:
+    def kernel_summary(self) -> str:
         """Return the kernels of `on_mesh` other than attention, for the log, or ""."""
         return ""
 
@@ -212,7 +213,7 @@ class Architecture(ABC):
         files.
         """
 
-    def hf_renamed(self) -> dict[str, str]:
+    def hf_prefix_map(self) -> dict[str, str]:
         """Return alternative prefixes of tensor names, mapped to those in `hf_names`."""
         return {}
 
@@ -223,11 +224,11 @@ class Architecture(ABC):
         """
         return ()
 
-    def hf_copies(self) -> dict[str, str]:
+    def hf_tied_names(self) -> dict[str, str]:
         """Map redundant HF tensors that a folder may contain to the tensors they duplicate."""
         return {}
 
-    def hf_fused(self) -> dict[str, Fused]:
+    def hf_fused_tensors(self) -> dict[str, FusedTensor]:
         """Return HF tensors that a folder may contain in place of several of `hf_names`."""
         return {}
 
@@ -241,7 +242,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the weights as `sample_states` and `unembed` read them; `blocks` stay stacked."""
+        """Return the weights for `sampler_hidden_states` and `unembed`; `blocks` stay stacked."""
 
     @abstractmethod
     def hidden_states(
@@ -250,12 +251,12 @@ class Architecture(ABC):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: LayerScan,
+        layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Compute the final hidden states of packed rows.
 
-        With attachments, `through.beside` has the arrays of `Tower.arrays`, whose positions replace
-        `positions`, and as attached `patches` and `places`, see `Tower.embeddings`.
+        With attachments, `layer_scan.aux` has the arrays of `Tower.input_arrays`, whose positions
+        replace `positions`, and as attached `patches` and `places`, see `Tower.encode`.
 
         Args:
             params: Parameters, or their `train_weights`.
@@ -263,7 +264,7 @@ class Architecture(ABC):
                 `attend`.
             positions: Position of each token in its own sequence.
             attend: Masked attention over the R * T tokens, row by row, for every layer.
-            through: Iterates over the layers and sets what the backward pass recomputes.
+            layer_scan: Iterates over the layers and sets what the backward pass recomputes.
         """
 
     @abstractmethod
@@ -273,24 +274,24 @@ class Architecture(ABC):
         """Compute float32 logits; ids from `num_tokens` on are padding and get the lowest value."""
 
     @abstractmethod
-    def sample_states(
+    def sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerLayerScan,
+        layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states of M tokens, of one row or of many, in the sampler.
 
-        With a tower, `through.beside` may have the arrays of `Tower.arrays`, whose positions
-        replace `positions`, and as attached the result of `Tower.embeddings`, `[S, U, E]` for S
+        With a tower, `layer_scan.aux` may have the arrays of `Tower.input_arrays`, whose positions
+        replace `positions`, and as attached the result of `Tower.encode`, `[S, U, E]` for S
         shards.
 
         Args:
             weights: Result of `decode_weights`.
             token_ids: Token ids.
             positions: Position of each token in its own sequence.
-            through: Iterates over `blocks` and passes each layer an `attend`, to be called once,
+            layer_scan: Iterates over `blocks` and passes each layer an `attend`, to be called once,
                 which lets each token read its sequence up to itself.
         """
 
@@ -303,7 +304,7 @@ class Architecture(ABC):
         raise NotImplementedError
 
     @property
-    def num_idle(self) -> int:
+    def num_inactive_params(self) -> int:
         """Return the number of expert parameters that a token does not use."""
         return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.aux_arrays import TokenArray
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
@@ -23,17 +23,17 @@ unit among those of all attachments on its shard, -1 for text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arranged:
+class PatchBatch:
     """Attachments concatenated in the layout that the devices read.
 
     Attributes:
         patches: Patches in reading order, P of them.
-        places: Location of each patch, as `Tower.embeddings` reads it; 0 is padding.
+        coords: Location of each patch, as `Tower.encode` reads it; 0 is padding.
         units: For each attachment, the indices of its tokens' units among all units.
     """
 
     patches: np.ndarray  # float32 [P, patch_values]
-    places: np.ndarray  # int32 [P, place_values]
+    coords: np.ndarray  # int32 [P, place_values]
     units: tuple[np.ndarray, ...]  # int32 [n]
 
 
@@ -45,7 +45,7 @@ class Tower(ABC):
         width: Width of the patches' hidden states.
         num_layers: Number of the tower's layers.
         num_axes: Number of axes of a token's position.
-        place_values: Number of values that locate a patch.
+        num_coords: Number of values that locate a patch.
         entry: Entry of the model's parameters that holds the tower's.
     """
 
@@ -53,20 +53,20 @@ class Tower(ABC):
     width: int
     num_layers: int
     num_axes: int = 3
-    place_values: int = 4
+    num_coords: int = 4
     entry: ClassVar[str]
 
     @property
-    def arrays(self) -> Mapping[str, TokenArray]:
+    def input_arrays(self) -> Mapping[str, TokenArraySpec]:
         """Return the per-token arrays that passes take if there are attachments."""
         int32 = np.dtype(np.int32)
         return {
-            POSITIONS: TokenArray(shape=(self.num_axes,), dtype=int32, fill=0),
-            UNITS: TokenArray(shape=(), dtype=int32, fill=-1),
+            POSITIONS: TokenArraySpec(shape=(self.num_axes,), dtype=int32, fill=0),
+            UNITS: TokenArraySpec(shape=(), dtype=int32, fill=-1),
         }
 
     @property
-    def num_added(self) -> int:
+    def num_deepstack_layers(self) -> int:
         """Return the number of first decoder layers after which the tower adds to hidden states."""
         return 0
 
@@ -80,7 +80,7 @@ class Tower(ABC):
 
     @property
     @abstractmethod
-    def unit(self) -> int:
+    def patches_per_token(self) -> int:
         """Return the number of patches that become one token."""
 
     @property
@@ -97,11 +97,11 @@ class Tower(ABC):
         """
 
     @abstractmethod
-    def runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
-        """Return the indices of each attachment's tokens; raises like `positions`."""
+    def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
+        """Return the indices of each attachment's tokens; raises like `compute_positions`."""
 
     @abstractmethod
-    def positions(
+    def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
         """Compute token positions, int32 [L, num_axes]; text after an attachment follows all of it.
@@ -118,29 +118,29 @@ class Tower(ABC):
     def token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Compute the entries of `arrays`, `[L, ...]`, except units; see `positions`."""
-        return {POSITIONS: self.positions(token_ids, attachments, start=start)}
+        """Compute the entries of `input_arrays`, `[L, ...]`, except units."""
+        return {POSITIONS: self.compute_positions(token_ids, attachments, start=start)}
 
     @abstractmethod
-    def arrange(self, attachments: Sequence[Any]) -> Arranged:
+    def collate(self, attachments: Sequence[Any]) -> PatchBatch:
         """Concatenate attachments in the layout that the devices read."""
 
     @abstractmethod
-    def embeddings(
+    def encode(
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P W"],
-        through: LayerScan,
+        coords: Int[Array, "S P W"],
+        layer_scan: LayerScan,
     ) -> Float[Array, "S U E"]:
-        """Embed units of attachments as `1 + num_added` vectors of D values each.
+        """Embed units of attachments as `1 + num_deepstack_layers` vectors of D values each.
 
         The first vector replaces the token's embedding. The others are added to its hidden state
         after the decoder's first layers, one each (DeepStack).
 
         Args:
             params: Entry `entry` of the model's parameters, in the compute dtype.
-            patches: Patches of S independent rows; P is a multiple of `unit`.
-            places: Location of each patch, see `Arranged`.
-            through: Iterates over the layers.
+            patches: Patches of S independent rows; P is a multiple of `patches_per_token`.
+            coords: Location of each patch, see `PatchBatch`.
+            layer_scan: Iterates over the layers.
         """

@@ -2,8 +2,9 @@
 
 An architecture declares per-token arrays. A pass outputs those in `Architecture.recorded`: the
 sampler stores them, rollouts carry them with the trajectory, packing aligns them with the ids, and
-training passes read them. Those in `Tower.arrays` follow from a text and its attachments. Sampler,
-rollouts and packing do not interpret recorded arrays; engine and packing compute a tower's arrays.
+training passes read them. Those in `Tower.input_arrays` follow from a text and its attachments.
+Sampler, rollouts and packing do not interpret recorded arrays; engine and packing compute a
+tower's arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenArray:
+class TokenArraySpec:
     """Declaration of a per-token array.
 
     Attributes:
@@ -31,7 +32,7 @@ class TokenArray:
     dtype: np.dtype
     fill: int
 
-    def filled(self, *sizes: int) -> np.ndarray:
+    def full(self, *sizes: int) -> np.ndarray:
         """Return an array `[*sizes, *shape]` of `fill`."""
         return np.full((*sizes, *self.shape), self.fill, self.dtype)
 
@@ -63,19 +64,21 @@ class AuxArrays:
     """Auxiliary inputs and outputs of a forward pass over M tokens.
 
     Attributes:
-        given: Input arrays `[M, ...]` by name: those of `Architecture.recorded` and `Tower.arrays`.
+        inputs: Input arrays `[M, ...]` by name: those of `Architecture.recorded` and
+            `Tower.input_arrays`.
         attached: Attachments among the tokens, or None: `patches` and `places` in the full pass,
-            the result of `Tower.embeddings` in the sampler's.
-        counted: Weight of each token in `statistics`, float32 `[M]`; None requests no statistics.
+            the result of `Tower.encode` in the sampler's.
+        statistics_weights: Weight of each token in `statistics`, float32 `[M]`; None requests no
+            statistics.
         records: True to request `recorded`.
         recorded: Output arrays `[M, ...]` by name.
         statistics: Output tree of sums over tokens; None if the model has none, see
             `Architecture.statistics`.
     """
 
-    given: Mapping[str, jax.Array] = field(default_factory=dict)
+    inputs: Mapping[str, jax.Array] = field(default_factory=dict)
     attached: Any = None
-    counted: jax.Array | None = None
+    statistics_weights: jax.Array | None = None
     records: bool = False
     recorded: dict[str, jax.Array] = field(default_factory=dict)
     statistics: Any = None

@@ -15,7 +15,8 @@ A family adds its feed-forward part to `blocks`. Weights are declared once in NN
 is on plain nested dicts.
 
 The same block serves two passes: `hidden_states` over packed rows (training) reads `train_weights`;
-`sample_states` over tokens of many rows (the sampler, with its KV cache) reads `decode_weights`.
+`sampler_hidden_states` over tokens of many rows (the sampler, with its KV cache) reads
+`decode_weights`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan, SamplerLayerScan
-from jaxrl.models.rope_scaling import SCALINGS, RopeScaling
+from jaxrl.models.rope_scaling import ROPE_SCALINGS, RopeScaling
 from jaxrl.types import Params
 
 
-def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
+def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
     """Return a field that holds an integer above 0.
 
     Raises:
@@ -54,10 +55,10 @@ def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.jso
     return value
 
 
-def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields without nulls, recursively."""
     return {
-        name: without_nulls(value) if isinstance(value, dict) else value
+        name: drop_nulls(value) if isinstance(value, dict) else value
         for name, value in fields.items()
         if value is not None
     }
@@ -75,12 +76,13 @@ def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
 
 
-def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
+def check_supported(fields: dict[str, Any], source: str) -> None:
     """Raise for features that no parity test covers."""
     rope = _rope_fields(fields)
     activation = canonical_activation(fields.get("hidden_act", "silu"))
-    refused = {
-        f"RoPE scaling {rope['rope_type']!r:.80}": rope["rope_type"] not in ("default", *SCALINGS),
+    unsupported = {
+        f"RoPE scaling {rope['rope_type']!r:.80}": rope["rope_type"]
+        not in ("default", *ROPE_SCALINGS),
         "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         or fields.get("partial_rotary_factor", 1.0) != 1.0,
@@ -89,28 +91,28 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
         f"hidden_act {activation!r:.80}": activation != "silu",
         "weight quantization (quantization_config)": "quantization_config" in fields,
     }
-    refuse(refused, source)
+    raise_unsupported(unsupported, source)
 
 
-def refuse(features: dict[str, bool], source: str) -> None:
+def raise_unsupported(features: dict[str, bool], source: str) -> None:
     """Raise for the first feature that is present."""
     for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
-def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
+def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
     """Return the fields of `Decoder` that all families name alike in `config.json`.
 
     Args:
-        fields: Fields of the file, `completed` and without nulls.
+        fields: Fields of the file, `with_hf_defaults` and without nulls.
         source: Name of the file, for errors.
 
     Raises:
         ValueError: A size is missing, or sizes or RoPE settings are inconsistent.
     """
     vocab_size, num_layers, max_positions, width, num_heads = (
-        whole_number(fields, name, source)
+        read_positive_int(fields, name, source)
         for name in (
             *("vocab_size", "num_hidden_layers", "max_position_embeddings"),
             *("hidden_size", "num_attention_heads"),
@@ -120,7 +122,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
     rope = _rope_fields(fields)
-    theta, kind = rope["rope_theta"], SCALINGS.get(rope["rope_type"])
+    theta, kind = rope["rope_theta"], ROPE_SCALINGS.get(rope["rope_type"])
     if (
         not head_dim
         or head_dim % 2
@@ -138,7 +140,7 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
     if kind is not None:
         name = "original_max_position_embeddings"  # at the top level it takes precedence
         outside = {name: fields[name]} if name in fields else {}
-        scaling = kind.read(rope | outside, max_positions=max_positions, source=source)
+        scaling = kind.from_fields(rope | outside, max_positions=max_positions, source=source)
     return {
         "vocab_size": vocab_size,
         "width": width,
@@ -179,17 +181,17 @@ class Block(nnx.Module):
             setattr(self, name, module)
 
 
-class ParamSpec(nnx.Module):
+class DecoderModule(nnx.Module):
     """Declaration of the decoder's weights; `Decoder` computes with them."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
-        def stacked(rngs: nnx.Rngs) -> Block:
+        def init_blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
         self.embed = nnx.Embed(config.vocab_size, config.width, rngs=rngs)
-        self.blocks = stacked(rngs)
+        self.blocks = init_blocks(rngs)
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
@@ -197,22 +199,24 @@ class ParamSpec(nnx.Module):
 
 def init_params(config: Decoder, seed: int) -> Params:
     """Initialize random float32 parameters, for tests and benchmarks."""
-    return _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(seed)))
+    return _trim_stacks(config, DecoderModule(config, rngs=nnx.Rngs(seed)))
 
 
-def _own_stacks(config: Decoder, declared: ParamSpec) -> Params:
+def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
     """Return the declared parameters; entries of only some layers keep only these layers."""
-    params = nnx.to_pure_dict(nnx.state(declared, nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     for name, layers in config.stacks.items():
-        own = jax.tree.map(lambda leaf, count=len(layers): leaf[:count], params["blocks"][name])
-        params["blocks"][name] = own
+        selected = jax.tree.map(
+            lambda leaf, count=len(layers): leaf[:count], params["blocks"][name]
+        )
+        params["blocks"][name] = selected
     return params
 
 
 @cache
-def _traced_params(config: Decoder) -> Params:
+def _cached_abstract_params(config: Decoder) -> Params:
     # Cached: called dozens of times per run, and tracing takes a quarter of a second.
-    return jax.eval_shape(lambda: _own_stacks(config, ParamSpec(config, rngs=nnx.Rngs(0))))
+    return jax.eval_shape(lambda: _trim_stacks(config, DecoderModule(config, rngs=nnx.Rngs(0))))
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
@@ -233,8 +237,8 @@ def rms_norm(
 def layer_norm(x: Float[Array, "*M D"], weights: Params, epsilon: float) -> Float[Array, "*M D"]:
     """Apply LayerNorm (https://arxiv.org/abs/1607.06450) in float32; the result has x's dtype."""
     x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
+    centered = x32 - x32.mean(axis=-1, keepdims=True)
+    normed = centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + epsilon)
     scale, bias = (weights[name].astype(jnp.float32) for name in ("scale", "bias"))
     return (normed * scale + bias).astype(x.dtype)
 
@@ -289,18 +293,18 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
 
 
 @jax.custom_vjp
-def look_up(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
+def embedding_lookup(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
     """Look up rows of a table; the gradient goes only to `master` and is summed in its dtype."""
     return table[ids]
 
 
-def _look_up_forward(
+def _embedding_lookup_forward(
     table: jax.Array, master: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return table[ids], (master, ids)
 
 
-def _look_up_backward(
+def _embedding_lookup_backward(
     saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[None, jax.Array, None]:
     master, ids = saved
@@ -308,7 +312,7 @@ def _look_up_backward(
     return None, summed, None
 
 
-look_up.defvjp(_look_up_forward, _look_up_backward)
+embedding_lookup.defvjp(_embedding_lookup_forward, _embedding_lookup_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 4))
@@ -354,11 +358,11 @@ def _project_backward(
     hidden, table = saved
     gradient = gradient.astype(table.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
+    dhidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
     # Keep the table's axis order: the CPU compiler cannot transpose this product's result.
     order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
     operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
-    return of_hidden, None, product(order, *operands)
+    return dhidden, None, product(order, *operands)
 
 
 project.defvjp(_project_forward, _project_backward)
@@ -397,22 +401,24 @@ Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
 if it is needed."""
 
 
-def first_number(added: jax.Array | None) -> jax.Array | None:
-    """Return the first layer's number, from which `add_after` counts, or None."""
+def init_layer_index(added: jax.Array | None) -> jax.Array | None:
+    """Return the first layer's number, from which `add_deepstack` counts, or None."""
     return None if added is None else jnp.zeros((), jnp.int32)
 
 
-def add_after(
-    x: Float[Array, "M D"], number: jax.Array | None, added: Float[Array, "n M D"] | None
+def add_deepstack(
+    x: Float[Array, "M D"], layer_index: jax.Array | None, added: Float[Array, "n M D"] | None
 ) -> tuple[Float[Array, "M D"], jax.Array | None]:
-    """Add `added[number]` to the states after each of the first n layers (DeepStack).
+    """Add `added[layer_index]` to the states after each of the first n layers (DeepStack).
 
     Source: https://arxiv.org/abs/2406.04334.
     """
-    if added is None or number is None:
+    if added is None or layer_index is None:
         return x, None
-    own = jax.lax.dynamic_index_in_dim(added, number, keepdims=False)  # clamps to the last
-    return x + jnp.where(number < len(added), own, 0), number + 1
+    selected = jax.lax.dynamic_index_in_dim(
+        added, layer_index, keepdims=False
+    )  # clamps to the last
+    return x + jnp.where(layer_index < len(added), selected, 0), layer_index + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,12 +462,12 @@ class Decoder(Architecture):
         """See `Architecture`."""
         return "embed" if self.tie_embeddings else "lm_head"
 
-    def with_head(self, dtype: str) -> Decoder:
+    def with_head_dtype(self, dtype: str) -> Decoder:
         """See `Architecture`."""
         return replace(self, head_dtype=dtype)
 
     def common_hf_fields(self) -> dict[str, Any]:
-        """Return the inverse of `common_fields`, and the fields that all families share."""
+        """Return the inverse of `parse_common_fields`, and the fields that all families share."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
@@ -486,7 +492,9 @@ class Decoder(Architecture):
 
     def abstract_params(self) -> Params:
         """Return the cached abstract parameters."""
-        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a copy for the caller
+        return jax.tree.map(
+            lambda leaf: leaf, _cached_abstract_params(self)
+        )  # a copy for the caller
 
     def logical_axes(self) -> dict[str, Any]:
         """Split heads and inner widths over `tensor`, widths over `fsdp` and `context`."""
@@ -510,18 +518,18 @@ class Decoder(Architecture):
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
-    def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Any:
+    def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> Any:
         """Return an extra state that passes through the layers with the M tokens, or None."""
         return None
 
-    def feed_forward_beside(
-        self, layer: Params, x: Float[Array, "M D"], carried: Any, beside: AuxArrays
+    def feed_forward_with_aux(
+        self, layer: Params, x: Float[Array, "M D"], extra_state: Any, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], Any]:
         """Return `feed_forward`'s result and the extra state after this layer."""
-        return self.feed_forward(layer, x), carried
+        return self.feed_forward(layer, x), extra_state
 
-    def end_layers(self, beside: AuxArrays, carried: Any) -> None:
-        """Store the final extra state in `beside`."""
+    def store_extra_state(self, aux: AuxArrays, extra_state: Any) -> None:
+        """Store the final extra state in `aux`."""
 
     def _block(
         self,
@@ -529,14 +537,14 @@ class Decoder(Architecture):
         carry: tuple[Float[Array, "M D"], Any],
         angles: Angles,
         attend: Attend,
-        beside: AuxArrays,
+        aux: AuxArrays,
     ) -> tuple[Float[Array, "M D"], Any]:
         """Compute one layer over M tokens of merged rows.
 
         The products are two-dimensional on purpose: on a CPU, 3-D by 2-D products are several times
         slower.
         """
-        x, carried = carry
+        x, extra_state = carry
         weights = layer["attention"]
         normed = rms_norm(x, layer["input_norm"]["scale"], self.rms_norm_eps)
         q, k, v = (checkpoint_name(linear(weights[name], normed), name) for name in "qkv")
@@ -550,8 +558,8 @@ class Decoder(Architecture):
         x = x + checkpoint_name(linear(weights["o"], attended), "o")
         normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
         with jax.named_scope("mlp"):
-            added, carried = self.feed_forward_beside(layer, normed, carried, beside)
-        return x + added, carried
+            added, extra_state = self.feed_forward_with_aux(layer, normed, extra_state, aux)
+        return x + added, extra_state
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights, except where gradients are summed over tokens in float32.
@@ -592,17 +600,17 @@ class Decoder(Architecture):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: LayerScan,
+        layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Compute the final normed hidden states of packed rows."""
         x = self._embed(params["embed"], token_ids.reshape(-1))
-        hidden = self._full_pass(params, x, positions.reshape(-1), attend, through)
+        hidden = self._full_pass(params, x, positions.reshape(-1), attend, layer_scan)
         return hidden.reshape(*token_ids.shape, -1)
 
     @jax.named_scope("embed")
     def _embed(self, table: Params, ids: Int[Array, " M"]) -> Float[Array, "M D"]:
         if "master" in table:
-            return look_up(table["embedding"], table["master"], ids)
+            return embedding_lookup(table["embedding"], table["master"], ids)
         return table["embedding"][ids]
 
     def _full_pass(
@@ -611,21 +619,21 @@ class Decoder(Architecture):
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
         attend: Attend,
-        through: LayerScan,
+        layer_scan: LayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         """Compute the final normed hidden states from embeddings and DeepStack's `added` states."""
-        angles, beside = rope_angles(positions, self), through.beside
+        angles, aux = rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params) -> Carry:
-            before, number = carry
-            x, carried = self._block(weights, before, angles, attend, beside)
-            x, number = add_after(x, number, added)
-            return (x, carried), number
+            state, layer_index = carry
+            x, extra_state = self._block(weights, state, angles, attend, aux)
+            x, layer_index = add_deepstack(x, layer_index, added)
+            return (x, extra_state), layer_index
 
-        carry = (x, self.begin_layers(beside, len(x))), first_number(added)
-        (x, carried), _ = through(layer, carry, params["blocks"], self.stacks)
-        self.end_layers(beside, carried)
+        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(added)
+        (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.stacks)
+        self.store_extra_state(aux, extra_state)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
     @jax.named_scope("head")
@@ -650,38 +658,38 @@ class Decoder(Architecture):
             logits = project(axes, hidden, weights, master)
         if num_tokens >= self.vocab_size:
             return logits
-        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.MASK_VALUE)
 
-    def sample_states(
+    def sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerLayerScan,
+        layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Compute the final normed hidden states."""
         x = self._embed(weights["embed"], token_ids)
-        return self._sampler_pass(weights, x, positions, through)
+        return self._sampler_pass(weights, x, positions, layer_scan)
 
     def _sampler_pass(
         self,
         weights: Params,
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
-        through: SamplerLayerScan,
+        layer_scan: SamplerLayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        angles, beside = rope_angles(positions, self), through.beside
+        angles, aux = rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params, attend: Attend) -> Carry:
-            before, number = carry
-            x, carried = self._block(weights, before, angles, attend, beside)
-            x, number = add_after(x, number, added)
-            return (x, carried), number
+            state, layer_index = carry
+            x, extra_state = self._block(weights, state, angles, attend, aux)
+            x, layer_index = add_deepstack(x, layer_index, added)
+            return (x, extra_state), layer_index
 
-        carry = (x, self.begin_layers(beside, len(x))), first_number(added)
-        (x, carried), _ = through(layer, carry, weights["blocks"])
-        self.end_layers(beside, carried)
+        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(added)
+        (x, extra_state), _ = layer_scan(layer, carry, weights["blocks"])
+        self.store_extra_state(aux, extra_state)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
@@ -702,6 +710,6 @@ class Decoder(Architecture):
         kernels = (n for n in names if n in matrices and n.endswith("/kernel"))
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
-    def hf_copies(self) -> dict[str, str]:
+    def hf_tied_names(self) -> dict[str, str]:
         """Return a tied model's output layer, which older exports contain."""
         return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

@@ -9,14 +9,14 @@ from typing import Any
 
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
-SIZES = (
+SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "depth", "num_heads", "out_hidden_size"),
 )
 """Size fields of models and towers; they get no default."""
 
 
-def completed(
+def with_hf_defaults(
     fields: dict[str, Any],
     model_type: str,
     part: str = "",
@@ -26,7 +26,7 @@ def completed(
 ) -> dict[str, Any]:
     """Return the fields, with the defaults of transformers' class for missing and null ones.
 
-    A size that every model sets (`SIZES`) stays missing. The result holds the RoPE base as
+    A size that every model sets (`SIZE_FIELDS`) stays missing. The result holds the RoPE base as
     `rope_theta`, unless the RoPE settings in `fields` include it. `"num_key_value_heads": null`
     means as many as queries, so null stays.
 
@@ -40,12 +40,12 @@ def completed(
     Raises:
         ValueError: The class refuses a field.
     """
-    known = {name: value for name, value in fields.items() if value is not None}
+    non_null = {name: value for name, value in fields.items() if value is not None}
     with quiet_transformers():
         from transformers import CONFIG_MAPPING
 
         try:
-            CONFIG_MAPPING[model_type].from_dict({part: known} if part else dict(known))
+            CONFIG_MAPPING[model_type].from_dict({part: non_null} if part else dict(non_null))
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             raise ValueError(f"{source} is not a {model_type} configuration: {text}") from error
@@ -53,11 +53,11 @@ def completed(
     if "num_key_value_heads" in fields:
         defaults["num_key_value_heads"] = None
     rope = defaults.pop("rope_parameters", {})
-    given = known.get("rope_scaling") or known.get("rope_parameters") or {}
-    has_theta = isinstance(given, dict) and given.get("rope_theta") is not None
+    rope_fields = non_null.get("rope_scaling") or non_null.get("rope_parameters") or {}
+    has_theta = isinstance(rope_fields, dict) and rope_fields.get("rope_theta") is not None
     if not has_theta and "rope_theta" in rope:
         defaults["rope_theta"] = rope["rope_theta"]
-    return defaults | known
+    return defaults | non_null
 
 
 @cache
@@ -70,4 +70,4 @@ def _defaults(model_type: str, part: str) -> dict[str, Any]:
     if part:
         fields = fields[part]
     fields.pop("layer_types", None)  # of the default number of layers
-    return {name: v for name, v in fields.items() if v is not None and name not in SIZES}
+    return {name: v for name, v in fields.items() if v is not None and name not in SIZE_FIELDS}

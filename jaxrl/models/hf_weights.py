@@ -26,16 +26,16 @@ from safetensors.numpy import save_file
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.layers import Stacks
-from jaxrl.models.registry import read_fields, read_model
+from jaxrl.models.registry import read_architecture, read_hf_config
 from jaxrl.runtime import sharding
 from jaxrl.types import Params
 from jaxrl.utils.files import atomic_folder
 from jaxrl.utils.json_io import read_object
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Callback with the number of finished units and the total."""
 
-Log = Callable[[str], None]
+LogCallback = Callable[[str], None]
 """Callback for log lines."""
 
 DTYPES = {
@@ -65,7 +65,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Location of an HF tensor in the parameters."""
 
     param: str
@@ -98,11 +98,11 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MatrixSlice:
     """A matrix within a stored tensor, with the interface of a safetensors slice."""
 
     data: Any
-    number: int  # index of the matrix
+    matrix_index: int  # index of the matrix
     rows: range  # rows of the matrix
 
     def get_shape(self) -> list[int]:
@@ -114,7 +114,7 @@ class _Part:
     def __getitem__(self, wanted: Any) -> np.ndarray:
         first, *columns = wanted if isinstance(wanted, tuple) else (wanted,)
         rows: Any = self.rows[first]
-        return self.data[(self.number, slice(rows.start, rows.stop), *columns)]
+        return self.data[(self.matrix_index, slice(rows.start, rows.stop), *columns)]
 
 
 @runtime_checkable
@@ -135,16 +135,16 @@ class HasWeights(Protocol):
         ...
 
 
-def hf_places(config: HasWeights) -> dict[str, Place]:
+def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
     """Return the location of every tensor of this model's HF folder, by HF name."""
     leaves = flatten_dict(config.abstract_params(), sep="/")
-    places = {}
+    locations = {}
     for param, name in config.hf_names().items():
         axes, shape = name.count("{}"), leaves[param].shape
-        own = shape[axes:][::-1] if param.endswith("/kernel") else shape[axes:]
+        hf_shape = shape[axes:][::-1] if param.endswith("/kernel") else shape[axes:]
         for index in np.ndindex(shape[:axes]):
-            places[_hf_name(config, param, name, index)] = Place(param, index, own)
-    return places
+            locations[_hf_name(config, param, name, index)] = TensorLocation(param, index, hf_shape)
+    return locations
 
 
 def _hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
@@ -160,9 +160,9 @@ def load_hf(
     architecture: str = "",
     entries: Sequence[str] | None = None,
     dtype: DTypeLike = jnp.float32,
-    progress: Progress = lambda done, total: None,
-    is_late: bool = False,
-    log: Log = lambda _: None,
+    progress: ProgressCallback = lambda done, total: None,
+    is_lazy: bool = False,
+    log: LogCallback = lambda _: None,
 ) -> Params:
     """Load the parameters of an HF folder; each device reads only its own part of each tensor.
 
@@ -170,36 +170,38 @@ def load_hf(
         path: Folder with `config.json` and `model.safetensors`, or several safetensors files and
             their index.
         mesh: Mesh for `sharding.param_shardings`; None means the first device.
-        architecture: See `read_model`.
+        architecture: See `read_architecture`.
         entries: Parameter entries to load; None loads all.
         dtype: Dtype of the parameters; float32 holds every checkpoint exactly.
         progress: Callback with the loaded and total MiB, called after each parameter.
-        is_late: True to return, for each parameter, a function that reads and returns it.
+        is_lazy: True to return, for each parameter, a function that reads and returns it.
         log: Callback for the warning about ignored tensors.
 
     Raises:
         FileNotFoundError: The folder, its `config.json` or a weights file does not exist.
         ValueError: A file is damaged, or its tensors do not match the config.
     """
-    config, stored = check_hf(path, architecture, log)
+    config, stored = open_hf(path, architecture, log)
     shapes = flatten_dict(config.abstract_params(), sep="/")
     if mesh is None:
-        layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+        shardings = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     else:
-        layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
+        shardings = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
     if entries is not None:
-        layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
-    tensors = partial(open_known, config, Path(path)) if is_late else stored
-    return load_stored(config, tensors, layouts, dtype=dtype, progress=progress)
+        shardings = {
+            p: leaf_sharding for p, leaf_sharding in shardings.items() if p.split("/")[0] in entries
+        }
+    tensors = partial(open_canonical, config, Path(path)) if is_lazy else stored
+    return load_tensors(config, tensors, shardings, dtype=dtype, progress=progress)
 
 
-def load_stored(
+def load_tensors(
     config: HasWeights,
     stored: Mapping[str, StoredTensor] | Callable[[], Mapping[str, StoredTensor]],
-    layouts: Mapping[str, Sharding],
+    shardings: Mapping[str, Sharding],
     *,
     dtype: DTypeLike = jnp.float32,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Params:
     """Load the parameters that have a layout from tensors on disk.
 
@@ -209,12 +211,12 @@ def load_stored(
             them. With a function nothing is read yet: each parameter is a function that opens the
             tensors, reads its own and returns it. What was read of a file stays in memory until the
             file is closed.
-        layouts: Sharding of each parameter path, `/` between names.
+        shardings: Sharding of each parameter path, `/` between names.
         dtype: Dtype of the parameters.
         progress: See `load_hf`.
     """
     names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
-    shapes = {param: leaves[param] for param in leaves if param in layouts}
+    shapes = {param: leaves[param] for param in leaves if param in shardings}
 
     item, done = jnp.dtype(dtype).itemsize, 0
     sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
@@ -230,14 +232,14 @@ def load_stored(
             ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
             wanted = [len(numbers) for numbers in ranges]
             array = np.empty(wanted, dtype)  # filled in place, to avoid a second copy
-            places = product(*map(range, wanted[:axes]))
-            for place, at in zip(places, product(*ranges[:axes]), strict=True):
+            locations = product(*map(range, wanted[:axes]))
+            for location, at in zip(locations, product(*ranges[:axes]), strict=True):
                 data, part = tensors[_hf_name(config, param, names[param], at)].data, index[axes:]
                 # HF stores kernels transposed.
-                array[place] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
+                array[location] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array
 
-        loaded = jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
+        loaded = jax.make_array_from_callback(shapes[param].shape, shardings[param], read)
         nonlocal done
         done += sizes[param]
         progress(-(-done // 2**20), -(-total // 2**20))
@@ -248,30 +250,32 @@ def load_stored(
     )
 
 
-def check_hf(
-    path: str | Path, architecture: str = "", log: Log = lambda _: None
+def open_hf(
+    path: str | Path, architecture: str = "", log: LogCallback = lambda _: None
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
     """Open an HF folder and validate its config and tensor headers, without reading the tensors.
 
     Raises:
         FileNotFoundError, ValueError: See `load_hf`.
     """
-    config = read_model(path, architecture)
-    return config, open_known(config, Path(path), log)
+    config = read_architecture(path, architecture)
+    return config, open_canonical(config, Path(path), log)
 
 
-def open_checked(
-    folder: Path, config: Architecture, log: Log = lambda _: None
+def open_validated(
+    folder: Path, config: Architecture, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Open and validate all tensors, by their names in the files; fused tensors are split."""
     stored = open_tensors(folder)
-    for name, fused in config.hf_fused().items():
+    for name, fused in config.hf_fused_tensors().items():
         if name in stored:
-            whole = stored.pop(name)
-            check_shape(whole, Place(name, (), fused.shape))
-            for part, (number, rows) in fused.parts.items():
-                stored[part] = StoredTensor(part, whole.file, _Part(whole.data, number, rows))
-    ignored = _tensors_beside(config, stored)
+            fused_tensor = stored.pop(name)
+            check_shape(fused_tensor, TensorLocation(name, (), fused.shape))
+            for part, (matrix_index, rows) in fused.slices.items():
+                stored[part] = StoredTensor(
+                    part, fused_tensor.file, _MatrixSlice(fused_tensor.data, matrix_index, rows)
+                )
+    ignored = _find_ignored(config, stored)
     if ignored:
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
         log(
@@ -279,7 +283,9 @@ def open_checked(
             f"{min(ignored)!r}; they are ignored and not exported"
         )
     stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
-    _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, folder)
+    _check_tensors(
+        {canonical_name(config, n): tensor for n, tensor in stored.items()}, config, folder
+    )
     return stored
 
 
@@ -287,36 +293,36 @@ BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$"
 """Names of buffers in old checkpoints; their values follow from the config."""
 
 
-def _tensors_beside(config: Architecture, stored: Iterable[str]) -> set[str]:
+def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
     Like transformers, this ignores `BUFFERS` and modules outside the model, such as the value head
     of an earlier training. An unknown tensor within one of the model's modules might matter.
     """
-    expected = {*hf_places(config), *config.hf_copies()}
+    expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}
-    beside = set()
+    ignored = set()
     for name in stored:
-        known = known_name(config, name)
-        is_apart = known.partition(".")[0] not in modules or BUFFERS.search(known)
-        if is_apart and known not in expected:
-            beside.add(name)
-    return beside
+        canonical = canonical_name(config, name)
+        is_outside = canonical.partition(".")[0] not in modules or BUFFERS.search(canonical)
+        if is_outside and canonical not in expected:
+            ignored.add(name)
+    return ignored
 
 
-def open_known(
-    config: Architecture, folder: Path, log: Log = lambda _: None
+def open_canonical(
+    config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Open and validate all tensors of an HF folder, by `hf_names`; raises like `load_hf`."""
-    stored = open_checked(folder, config, log)
-    return {known_name(config, name): tensor for name, tensor in stored.items()}
+    stored = open_validated(folder, config, log)
+    return {canonical_name(config, name): tensor for name, tensor in stored.items()}
 
 
-def known_name(config: Architecture, name: str) -> str:
+def canonical_name(config: Architecture, name: str) -> str:
     """Return the name in `hf_names` of a tensor with an alternative prefix."""
-    for beginning, known in config.hf_renamed().items():
-        if name.startswith(beginning):
-            return known + name.removeprefix(beginning)
+    for prefix, canonical in config.hf_prefix_map().items():
+        if name.startswith(prefix):
+            return canonical + name.removeprefix(prefix)
     return name
 
 
@@ -374,10 +380,10 @@ def open_file(file: Path) -> list[StoredTensor]:
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
     """Raise if a tensor is missing, unexpected, of a wrong shape or of an unknown dtype."""
-    places, copies = hf_places(config), config.hf_copies()
-    for name, place in places.items():
+    locations, copies = locate_hf_tensors(config), config.hf_tied_names()
+    for name, location in locations.items():
         if name not in stored:
-            raise lacking_tensor(folder, name, place, stored)
+            raise missing_tensor_error(folder, name, location, stored)
     for name, tensor in stored.items():
         if name in copies:
             # A stored output layer of tied embeddings must equal the embedding.
@@ -387,13 +393,13 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
                     f"{tensor.file}: tensor {tensor.name!r} differs from {tied.name!r} although "
                     "config.json says tie_word_embeddings; set it to false if both are meant."
                 )
-        elif name not in places:
+        elif name not in locations:
             raise ValueError(
                 f"{tensor.file} holds the tensor {name!r} {list(tensor.shape)}, which the model "
                 "of config.json does not have."
             )
         else:
-            check_shape(tensor, places[name])
+            check_shape(tensor, locations[name])
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{tensor.file}: tensor {name!r} is stored as {tensor.dtype}; expected one of "
@@ -401,23 +407,23 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
             )
 
 
-def lacking_tensor(
-    folder: Path, name: str, place: Place, stored: Mapping[str, StoredTensor]
+def missing_tensor_error(
+    folder: Path, name: str, location: TensorLocation, stored: Mapping[str, StoredTensor]
 ) -> ValueError:
     """Build the error for a folder that lacks a tensor required by its config.json."""
     files = sorted({tensor.file.name for tensor in stored.values()})
     return ValueError(
-        f"{str(folder)!r} lacks the tensor {name!r} of shape {list(place.shape)} that its "
+        f"{str(folder)!r} lacks the tensor {name!r} of shape {list(location.shape)} that its "
         f"config.json calls for; looked in {', '.join(files) or 'no file'}."
     )
 
 
-def check_shape(tensor: StoredTensor, place: Place) -> None:
+def check_shape(tensor: StoredTensor, location: TensorLocation) -> None:
     """Raise if a tensor's shape is not the one required by config.json."""
-    if tensor.shape != place.shape:
+    if tensor.shape != location.shape:
         raise ValueError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; config.json "
-            f"calls for {list(place.shape)}."
+            f"calls for {list(location.shape)}."
         )
 
 
@@ -447,25 +453,25 @@ def save_hf(
         FileExistsError: `path` exists and is not an export.
     """
     leaves = flatten_dict(params, sep="/")
-    dtypes = dict.fromkeys(hf_places(config), "F32")
+    dtypes = dict.fromkeys(locate_hf_tensors(config), "F32")
     if source is not None:
         _check_source(config, Path(source), Path(path))
-        dtypes = tensor_dtypes(Path(source), config)
-    places = _export_places(config, dtypes)
+        dtypes = read_tensor_dtypes(Path(source), config)
+    locations = _export_locations(config, dtypes)
 
-    def tensor_of(name: str, dtype: np.dtype) -> np.ndarray:
-        place = places[name]
-        leaf = leaves[place.param]
-        host = host_array(leaf[place.index] if place.index else leaf)
+    def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:
+        location = locations[name]
+        leaf = leaves[location.param]
+        host = gather_to_host(leaf[location.index] if location.index else leaf)
         # Cast on the host: XLA may flush subnormal numbers to zero on a CPU. The result must be in
         # C order, since safetensors stores other orders wrongly.
-        return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
+        return np.ascontiguousarray((host.T if location.is_transposed else host).astype(dtype))
 
-    write_hf(tensor_of, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
+    write_hf(get_tensor, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
 
 
 def write_hf(
-    tensor_of: Callable[[str, np.dtype], np.ndarray],
+    get_tensor: Callable[[str, np.dtype], np.ndarray],
     config: Architecture,
     path: str | Path,
     *,
@@ -476,18 +482,18 @@ def write_hf(
     """Write tensors as an HF folder; see `save_hf`.
 
     Args:
-        tensor_of: Function from a tensor's name and dtype to its value on the host; called for each
-            in order.
+        get_tensor: Function from a tensor's name and dtype to its value on the host; called for
+            each in order.
         config: Architecture of the tensors.
         path: Folder to write.
         source: HF folder whose small files are copied.
         dtypes: Dtype of each tensor, a key of `DTYPES`.
         max_shard_size: Maximum bytes of tensors per file.
     """
-    places = _export_places(config, dtypes)
+    locations = _export_locations(config, dtypes)
     sizes = {
-        name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
-        for name, place in places.items()
+        name: int(np.prod(location.shape)) * DTYPES[dtypes[name]].itemsize
+        for name, location in locations.items()
     }
     is_writer = jax.process_index() == 0
     with atomic_folder(Path(path), marker="config.json", is_writer=is_writer) as folder:
@@ -499,7 +505,7 @@ def write_hf(
         write_tensors(
             folder,
             sizes,
-            lambda name: tensor_of(name, DTYPES[dtypes[name]]),
+            lambda name: get_tensor(name, DTYPES[dtypes[name]]),
             max_shard_size=max_shard_size,
             is_writer=is_writer,
         )
@@ -510,7 +516,7 @@ def write_hf(
 def write_tensors(
     folder: Path,
     sizes: Mapping[str, int],
-    tensor_of: Callable[[str], np.ndarray],
+    get_tensor: Callable[[str], np.ndarray],
     *,
     max_shard_size: int = 5 * 10**9,
     is_writer: bool = True,
@@ -520,14 +526,14 @@ def write_tensors(
     Args:
         folder: Folder to write to.
         sizes: Bytes of each tensor, by HF name.
-        tensor_of: Function from a name to the value on the host; called for each in order.
+        get_tensor: Function from a name to the value on the host; called for each in order.
         max_shard_size: Maximum bytes of tensors per file.
         is_writer: True if this process writes to disk.
     """
     files = _split(sizes, max_shard_size)
     for file, names in files.items():
         # Hold only one file's tensors on the host at a time.
-        tensors = {name: tensor_of(name) for name in names}
+        tensors = {name: get_tensor(name) for name in names}
         if is_writer:
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes its files readable by the owner only.
@@ -538,20 +544,24 @@ def write_tensors(
         write_json(folder / INDEX_FILE, index)
 
 
-def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
+def _export_locations(config: Architecture, names: Iterable[str]) -> dict[str, TensorLocation]:
     """Return tensor locations by the source's names; first those of `hf_names`, in its order."""
-    known, copies = hf_places(config), config.hf_copies()
-    spelt = {known_name(config, name): name for name in names}
-    places = {spelt[name]: place for name, place in known.items()}
-    extra = {spelt[name]: known[copies[name]] for name in spelt if name not in known}
-    return places | extra
+    canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
+    source_names = {canonical_name(config, name): name for name in names}
+    locations = {source_names[name]: location for name, location in canonical.items()}
+    extra = {
+        source_names[name]: canonical[copies[name]]
+        for name in source_names
+        if name not in canonical
+    }
+    return locations | extra
 
 
 def _check_source(config: Architecture, source: Path, path: Path) -> None:
-    fields, file = read_fields(source)
+    fields, file = read_hf_config(source)
     origin = config.from_dict(fields, source=file)
     if config.head_dtype:  # not part of config.json
-        config = config.with_head("")
+        config = config.with_head_dtype("")
     if origin != config:
         wanted = vars(config)
         differing = [name for name, value in vars(origin).items() if value != wanted[name]]
@@ -563,12 +573,12 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
         raise ValueError(f"export to another folder than its source {str(source)!r}.")
 
 
-def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
+def read_tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """Return the dtype of each tensor of an HF folder of the model."""
-    return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
+    return {name: tensor.dtype for name, tensor in open_validated(source, config).items()}
 
 
-def host_array(array: jax.Array) -> np.ndarray:
+def gather_to_host(array: jax.Array) -> np.ndarray:
     """Gather a complete array on the host. Every process must call this."""
     if getattr(array, "is_fully_addressable", True):
         return np.asarray(array)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from jaxrl.models.hf_weights import Progress, load_hf
+from jaxrl.models.hf_weights import ProgressCallback, load_hf
 from jaxrl.models.policy import Model
 from jaxrl.types import Params
 
 
-def load_base(model: Model, folder: str, architecture: str, progress: Progress) -> Params:
+def load_frozen_params(
+    model: Model, folder: str, architecture: str, progress: ProgressCallback
+) -> Params:
     """Load the frozen weights onto the mesh: frozen entries in float32, or an adapter's base.
 
     The arguments are those of `load_hf`. The folder must be validated.
@@ -20,14 +22,14 @@ def load_base(model: Model, folder: str, architecture: str, progress: Progress) 
     return load_hf(folder, model.mesh, architecture=architecture, entries=names, progress=progress)
 
 
-def load_trained(
+def load_trained_params(
     model: Model,
     folder: str,
     architecture: str,
-    progress: Progress,
+    progress: ProgressCallback,
     *,
     seed: int,
-    is_late: bool = False,
+    is_lazy: bool = False,
 ) -> Params:
     """Load the initial trained parameters onto the mesh.
 
@@ -35,7 +37,7 @@ def load_trained(
     The folder must be validated.
     """
     if model.architecture.wrapper is not None:
-        return model.architecture.wrapper.begin(model.mesh, seed)
+        return model.architecture.wrapper.load_initial_params(model.mesh, seed)
     names = tuple(model.trained.abstract_params())
     return load_hf(
         folder,
@@ -43,5 +45,5 @@ def load_trained(
         architecture=architecture,
         entries=names,
         progress=progress,
-        is_late=is_late,
+        is_lazy=is_lazy,
     )

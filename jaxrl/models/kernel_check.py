@@ -22,10 +22,10 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import KernelCheck
 
-EXTRA = "jaxrl.extras.kernels"
+KERNELS_EXTRA = "jaxrl.extras.kernels"
 """The extra whose `check.select_kernel` compares kernels with XLA."""
 
-HALF_ALONE = ("mosaic_gpu",)
+HALF_PRECISION_ONLY = ("mosaic_gpu",)
 """Names of kernels for 16-bit floats only: a Hopper chip would round wider ones."""
 
 
@@ -53,19 +53,19 @@ class Trial:
     device: jax.Device
 
 
-def takes(kernel: str, dtype: DTypeLike | None) -> bool:
+def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
     """Return True if a kernel supports a dtype; None is a dtype that every kernel supports."""
-    return dtype is None or kernel not in HALF_ALONE or jnp.dtype(dtype).itemsize == 2
+    return dtype is None or kernel not in HALF_PRECISION_ONLY or jnp.dtype(dtype).itemsize == 2
 
 
-def excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
+def explain_excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
     """Return a clause that names the kernels skipped for a dtype, or ""."""
-    names = [name for name in kernels if not takes(name, dtype)]
+    names = [name for name in kernels if not supports_dtype(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SelectedKernel:
     """The selected kernel of an operation.
 
     Attributes:
@@ -81,11 +81,11 @@ class Choice:
 
 def select_kernel(
     make_trials: Callable[[str], Sequence[Trial]],
-    line: Mapping[str, Callable[[], Callable[..., Any]]],
+    candidates: Mapping[str, Callable[[], Callable[..., Any]]],
     reference: Callable[..., Any],
     *,
-    named_by: str = "",
-) -> Choice:
+    config_key: str = "",
+) -> SelectedKernel:
     """Return the first candidate kernel that agrees with XLA. Every process must call this.
 
     A kernel that fails on one process is used by none.
@@ -93,23 +93,23 @@ def select_kernel(
     Args:
         make_trials: Function from a kernel's name to the trials that the kernel must pass. A kernel
             without trials is not run.
-        line: Importer of each candidate kernel by name, in order of preference.
+        candidates: Importer of each candidate kernel by name, in order of preference.
         reference: The operation in XLA, returned if no kernel passes.
-        named_by: Config key with which the user named the kernel; that kernel must pass.
+        config_key: Config key with which the user named the kernel; that kernel must pass.
 
     Raises:
         ValueError: The kernel that the user named does not pass.
         RuntimeError: A kernel has left the device unusable.
     """
     # The extra may be absent; no kernel is used untested.
-    if not line or not (named_by or importlib.util.find_spec(EXTRA)):
-        return Choice(name="xla", function=reference)
-    return pkgutil.resolve_name(f"{EXTRA}.check:select_kernel")(
-        make_trials, line, reference, named_by=named_by
+    if not candidates or not (config_key or importlib.util.find_spec(KERNELS_EXTRA)):
+        return SelectedKernel(name="xla", function=reference)
+    return pkgutil.resolve_name(f"{KERNELS_EXTRA}.check:select_kernel")(
+        make_trials, candidates, reference, config_key=config_key
     )
 
 
-TOKAMAX = "0.0.17"
+TOKAMAX_VERSION = "0.0.17"
 """Required version of tokamax; pyproject.toml pins the same one.
 
 Masks, backward kernels and settings are not public API.
@@ -117,7 +117,7 @@ Masks, backward kernels and settings are not public API.
 
 
 @functools.cache
-def tokamax_part(module: str) -> Any:
+def import_tokamax(module: str) -> Any:
     """Import a module of tokamax's operations; the first import takes 4 seconds of CPU time.
 
     Raises:
@@ -130,9 +130,9 @@ def tokamax_part(module: str) -> Any:
             f"tokamax cannot be imported ({error}); with Python 3.12 or later run `pip install "
             "'jaxrl[cuda]'`."
         ) from error
-    if tokamax.__version__ != TOKAMAX:
+    if tokamax.__version__ != TOKAMAX_VERSION:
         raise ImportError(
-            f"tokamax {tokamax.__version__} is installed, but parts of {TOKAMAX} are used that are "
-            f"not public; run `pip install tokamax=={TOKAMAX}`."
+            f"tokamax {tokamax.__version__} is installed, but parts of {TOKAMAX_VERSION} are used "
+            f"that are not public; run `pip install tokamax=={TOKAMAX_VERSION}`."
         )
     return importlib.import_module(f"tokamax._src.ops.{module}")

@@ -39,7 +39,7 @@ def allocate(
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(apart))
 
 
-def of_layer(
+def view_layer(
     pages: Float[Array, "P nK page H"], tables: Int[Array, "B M"], layer: Any, num_layers: int
 ) -> tuple[Float[Array, "nP K page H"], Int[Array, "B M"]]:
     """View the pages of n layers as pages of one, and map the tables to one layer's pages.
@@ -70,11 +70,11 @@ def write_tokens(
     P, K, page, H = pages.shape
     index = jnp.arange(new.shape[2])
     positions = start[:, None] + index
-    at = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
-    at = jnp.where(index < counts[:, None], at, P)
+    page_ids = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
+    page_ids = jnp.where(index < counts[:, None], page_ids, P)
     # Each head of each token is one row of a matrix: if a token's heads were written together, the
     # TPU compiler would relayout all pages to make them contiguous.
-    heads = at[:, None] * K + jnp.arange(K)[:, None]
+    heads = page_ids[:, None] * K + jnp.arange(K)[:, None]
     rows = heads * page + (positions % page)[:, None]
     table = pages.reshape(-1, H).at[rows.reshape(-1)].set(new.reshape(-1, H), mode="drop")
     return table.reshape(pages.shape)

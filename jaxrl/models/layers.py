@@ -25,11 +25,11 @@ Stacks = Mapping[str, Sequence[int]]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
 
-AttendInLayer = Callable[..., tuple[jax.Array, Any]]
+CachedAttend = Callable[..., tuple[jax.Array, Any]]
 """Function from a layer's index in the memory, the memory, the read-only past, and the arguments of
 `Attend` to its outputs and the memory with the layer's new keys and values."""
 
-NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
+SAVED_NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
 """Values that `names` saves, by their `jax.ad_checkpoint.checkpoint_name`.
 
 Architectures name products before norms and rotations; attention names its result and the
@@ -39,9 +39,9 @@ log-sum-exp of its scores. All products except the scores are then computed only
 HOST_MEMORY = "pinned_host"
 """JAX memory kind of the host memory."""
 
-INPUT = "layer_input"
+LAYER_INPUT = "layer_input"
 
-OFFLOADED = (INPUT, "attended", "lse")
+OFFLOADED_NAMES = (LAYER_INPUT, "attended", "lse")
 """Values that `offload` saves; attention is the costliest to recompute in a long context."""
 
 _POLICIES = jax.checkpoint_policies
@@ -49,11 +49,11 @@ _POLICIES = jax.checkpoint_policies
 REMAT: dict[str, Any] = {
     "none": None,
     "dots": _POLICIES.dots_with_no_batch_dims_saveable,
-    "names": _POLICIES.save_only_these_names(*NAMES),
+    "names": _POLICIES.save_only_these_names(*SAVED_NAMES),
     "full": _POLICIES.nothing_saveable,
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(OFFLOADED),
+        names_which_can_be_offloaded=list(OFFLOADED_NAMES),
         offload_src="device",
         offload_dst=HOST_MEMORY,
     ),
@@ -73,14 +73,14 @@ class LayerScan:
         remat: Name in `REMAT`.
         scan: True to loop over consecutive layers of one kind, compiling each kind once. Otherwise
             layers are unrolled, and a CPU saves all activations whatever `remat` says.
-        beside: Auxiliary arrays of the tokens.
+        aux: Auxiliary arrays of the tokens.
         on_shards: Sharding constraint that keeps arrays with a leading shard axis on the shards of
             their tokens.
     """
 
     remat: str = "none"
     scan: bool = True
-    beside: AuxArrays = field(default_factory=AuxArrays, compare=False)
+    aux: AuxArrays = field(default_factory=AuxArrays, compare=False)
     on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
@@ -92,40 +92,40 @@ class LayerScan:
             blocks: Parameters, each with a leading layer axis.
             stacks: Entries that only some layers have; their leading axis covers only these.
         """
-        layer = self._kept(layer)
+        layer = self._with_remat(layer)
         for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
             if self.scan:
-                x = jax.lax.scan(lambda x, one: (layer(x, one), None), x, run)[0]
+                x = jax.lax.scan(lambda x, block: (layer(x, block), None), x, run)[0]
                 continue
-            for one in _unstack(run):
-                x = layer(x, one)
+            for block in _unstack(run):
+                x = layer(x, block)
         return x
 
-    def noting(
+    def with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
         """Return the activations after all layers, and those after each of `layers`, stacked."""
-        layer = self._kept(layer)
+        layer = self._with_remat(layer)
         if not self.scan:
             after = []
-            for one in _unstack(blocks):
-                x = layer(x, one)
+            for block in _unstack(blocks):
+                x = layer(x, block)
                 after.append(x)
             return x, jnp.stack([after[number] for number in layers])
 
         def step(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
-            (x, noted), (number, weights) = carry, numbered
+            (x, intermediates), (number, weights) = carry, numbered
             x = layer(x, weights)
             # A sum: the backward pass saves nothing the size of `x` for it.
-            is_noted = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
-            return (x, noted + is_noted.astype(x.dtype) * x), None
+            is_selected = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
+            return (x, intermediates + is_selected.astype(x.dtype) * x), None
 
         # Slicing the stacks at `layers` would copy their weights.
         numbers = jnp.arange(len(jax.tree.leaves(blocks)[0]))
-        noted = jnp.zeros((len(layers), *x.shape), x.dtype)
-        return jax.lax.scan(step, (x, noted), (numbers, blocks))[0]
+        intermediates = jnp.zeros((len(layers), *x.shape), x.dtype)
+        return jax.lax.scan(step, (x, intermediates), (numbers, blocks))[0]
 
-    def _kept(self, layer: Layer) -> Layer:
+    def _with_remat(self, layer: Layer) -> Layer:
         """Wrap the layer so that the backward pass saves only what `remat` says."""
         policy = REMAT[self.remat]
         if self.remat == "offload":
@@ -138,48 +138,48 @@ class LayerScan:
 
 @dataclass
 class SamplerLayerScan:
-    """Iteration over the layers of `for_sampler`, which read and write the KV cache.
+    """Iteration over the layers of `prepare_sampler_weights`, which read and write the KV cache.
 
     Attributes:
         attend: Attention of one layer.
-        memory: Cache of each layer, or one cache of all layers for a loop. A call replaces it.
+        cache: Cache of each layer, or one cache of all layers for a loop. A call replaces it.
         past: Read-only cache in the same layout.
-        beside: Auxiliary arrays of the tokens.
+        aux: Auxiliary arrays of the tokens.
     """
 
-    attend: AttendInLayer
-    memory: tuple[Any, ...]
-    beside: AuxArrays = field(default_factory=AuxArrays)
+    attend: CachedAttend
+    cache: tuple[Any, ...]
+    aux: AuxArrays = field(default_factory=AuxArrays)
     past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
         """Compute the activations after all layers, or the tree that contains them."""
 
-        def one(x: Any, memory: Any, past: Any, weights: Params, place: Any) -> tuple[Any, Any]:
+        def block(x: Any, cache: Any, past: Any, weights: Params, index: Any) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                nonlocal memory
-                out, memory = self.attend(place, memory, past, q, k, v)
+                nonlocal cache
+                out, cache = self.attend(index, cache, past, q, k, v)
                 return out
 
-            return layer(x, weights, attend), memory
+            return layer(x, weights, attend), cache
 
-        past: Sequence[Any] = self.past or [None] * len(self.memory)
+        past: Sequence[Any] = self.past or [None] * len(self.cache)
 
         if isinstance(blocks, tuple):
             # Under jit, the function is traced once for all layers of one kind.
-            apart, memories = jax.jit(one), list(self.memory)
+            jitted, caches = jax.jit(block), list(self.cache)
             for number, weights in enumerate(blocks):
-                own = min(number, len(memories) - 1)  # one memory per layer, or one for all
-                x, memories[own] = apart(x, memories[own], past[own], weights, number - own)
-            self.memory = tuple(memories)
+                slot = min(number, len(caches) - 1)  # one memory per layer, or one for all
+                x, caches[slot] = jitted(x, caches[slot], past[slot], weights, number - slot)
+            self.cache = tuple(caches)
             return x
         count = len(jax.tree.leaves(blocks)[0])
-        (x, memory), _ = jax.lax.scan(
-            lambda carry, numbered: (one(*carry, past[0], *numbered), None),
-            (x, self.memory[0]),
+        (x, cache), _ = jax.lax.scan(
+            lambda carry, numbered: (block(*carry, past[0], *numbered), None),
+            (x, self.cache[0]),
             (blocks, jnp.arange(count)),
         )
-        self.memory = (memory,)
+        self.cache = (cache,)
         return x
 
 
@@ -187,12 +187,12 @@ def _with_named_input(layer: Layer) -> Layer:
     """Name the layer's input, so that it can be offloaded to host memory."""
 
     def named(x: Any, weights: Params) -> Any:
-        return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, INPUT), x), weights)
+        return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), x), weights)
 
     return named
 
 
-def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
+def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
     """Return the weights with stacked layers, or as a tuple of layers without `scan`.
 
     With `stacks` the layers are a tuple too: the sampler's loop needs layers of one kind.
@@ -201,32 +201,32 @@ def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) ->
         return weights
     blocks = weights["blocks"]
     runs = _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]
-    return {**weights, "blocks": tuple(one for run in runs for one in _unstack(run))}
+    return {**weights, "blocks": tuple(block for run in runs for block in _unstack(run))}
 
 
-Run = tuple[tuple[str, int, int], ...]
+LayerRun = tuple[tuple[str, int, int], ...]
 """Consecutive layers with the same entries: each entry's name, first and end index in its stack."""
 
 
-def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
+def layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
     """Return the entries of `blocks`, among `names`, that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 
-def _find_runs(blocks: Params, stacks: Stacks) -> tuple[Run, ...]:
+def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
     common = next(blocks[name] for name in blocks if name not in stacks)
     count = len(jax.tree.leaves(common)[0])
-    alike = groupby(range(count), lambda layer: entries_of(layer, tuple(blocks), stacks))
+    layer_groups = groupby(range(count), lambda layer: layer_entries(layer, tuple(blocks), stacks))
     runs = []
-    for names, layers in alike:
+    for names, layers in layer_groups:
         first, *rest = layers
-        places = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
-        runs.append(tuple((n, place, place + 1 + len(rest)) for n, place in places.items()))
+        indices = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
+        runs.append(tuple((n, index, index + 1 + len(rest)) for n, index in indices.items()))
     return tuple(runs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _split(runs: tuple[Run, ...], blocks: Params) -> list[Params]:
+def _split(runs: tuple[LayerRun, ...], blocks: Params) -> list[Params]:
     """Return the parameters of each run; gradients are concatenated instead of summed."""
     return [
         {name: jax.tree.map(lambda x, a=a, b=b: x[a:b], blocks[name]) for name, a, b in run}
@@ -234,11 +234,11 @@ def _split(runs: tuple[Run, ...], blocks: Params) -> list[Params]:
     ]
 
 
-def _split_forward(runs: tuple[Run, ...], blocks: Params) -> tuple[list[Params], None]:
+def _split_forward(runs: tuple[LayerRun, ...], blocks: Params) -> tuple[list[Params], None]:
     return _split(runs, blocks), None
 
 
-def _split_backward(runs: tuple[Run, ...], _: None, gradients: list[Params]) -> tuple[Params]:
+def _split_backward(runs: tuple[LayerRun, ...], _: None, gradients: list[Params]) -> tuple[Params]:
     parts: dict[str, list[Any]] = {}
     for gradient in gradients:
         for name, part in gradient.items():
@@ -262,10 +262,10 @@ def _unstack_forward(blocks: Params) -> tuple[list[Params], None]:
 
 
 def _unstack_backward(_: None, gradients: list[Any]) -> tuple[Params]:
-    def stacked(*leaves: Any) -> Any:
+    def stack(*leaves: Any) -> Any:
         return None if leaves[0].dtype == jax.dtypes.float0 else jnp.stack(leaves)  # int8 weights
 
-    return (jax.tree.map(stacked, *gradients),)
+    return (jax.tree.map(stack, *gradients),)
 
 
 _unstack.defvjp(_unstack_forward, _unstack_backward)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.models.decoder import (
-    common_fields,
-    refuse,
-    refuse_unsupported,
-    whole_number,
-    without_nulls,
+    check_supported,
+    drop_nulls,
+    parse_common_fields,
+    raise_unsupported,
+    read_positive_int,
 )
-from jaxrl.models.defaults import completed
+from jaxrl.models.defaults import with_hf_defaults
 from jaxrl.models.qwen import QwenConfig
 
 
@@ -40,26 +40,26 @@ class LlamaConfig(QwenConfig):
         # In transformers a missing window means 4096 tokens, and null means no window.
         has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
         derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
-        fields = without_nulls(
-            completed(fields, model_type, derived=derived[model_type], source=source)
+        fields = drop_nulls(
+            with_hf_defaults(fields, model_type, derived=derived[model_type], source=source)
         )
-        refuse_unsupported(fields, source)
+        check_supported(fields, source)
         has_bias = model_type == "llama" and bool(fields["attention_bias"])
         model = cls(
-            **common_fields(fields, source=source),
-            mlp_width=whole_number(fields, "intermediate_size", source),
+            **parse_common_fields(fields, source=source),
+            mlp_width=read_positive_int(fields, "intermediate_size", source),
             qkv_bias=has_bias,
             output_bias=has_bias,
             qk_norm=False,
         )
-        refused = {
+        unsupported = {
             "mlp_bias": bool(fields.get("mlp_bias")),
             f"pretraining_tp {fields.get('pretraining_tp')}": fields.get("pretraining_tp", 1) > 1,
             # A window of at least the longest sequence hides nothing.
             f"a sliding window of {fields.get('sliding_window')} tokens": has_window
             and fields["sliding_window"] < model.max_positions,
         }
-        refuse(refused, source)
+        raise_unsupported(unsupported, source)
         return model
 
     def hf_config(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class ParamSpec(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamSubset:
     """The parameters of an architecture at some paths.
 
     Attributes:
@@ -41,36 +41,40 @@ class Part:
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        return only(self.model.abstract_params(), self.paths.__contains__)
+        return select_params(self.model.abstract_params(), self.paths.__contains__)
 
     def logical_axes(self) -> dict[str, Any]:
         """Return axis names as a tree like the parameters'."""
-        return only(self.model.logical_axes(), self.paths.__contains__)
+        return select_params(self.model.logical_axes(), self.paths.__contains__)
 
 
 def split_params(
     model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]
-) -> tuple[Part, Part]:
+) -> tuple[ParamSubset, ParamSubset]:
     """Return the trained parameters of an architecture, selected by path, and the others."""
     paths = flatten_dict(model.abstract_params()).keys()
     trained = frozenset(path for path in paths if is_trained(path))
-    return Part(model, trained), Part(model, frozenset(paths) - trained)
+    return ParamSubset(model, trained), ParamSubset(model, frozenset(paths) - trained)
 
 
-def only(tree: Params, is_in: Callable[[tuple[str, ...]], bool]) -> Params:
-    """Return the parameters at paths for which `is_in` is true."""
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if is_in(path)})
+def select_params(tree: Params, predicate: Callable[[tuple[str, ...]], bool]) -> Params:
+    """Return the parameters at paths for which `predicate` is true."""
+    return unflatten_dict(
+        {path: leaf for path, leaf in flatten_dict(tree).items() if predicate(path)}
+    )
 
 
 def split(policy: Params, trained: ParamSpec) -> tuple[Params, Params]:
     """Return the trained parameters of a policy, and the others."""
     paths = flatten_dict(trained.abstract_params()).keys()
-    return only(policy, paths.__contains__), only(policy, lambda path: path not in paths)
+    return select_params(policy, paths.__contains__), select_params(
+        policy, lambda path: path not in paths
+    )
 
 
-def join(one: Params, other: Params) -> Params:
+def merge_params(first: Params, second: Params) -> Params:
     """Merge two trees that share no parameter; the inverse of `split`."""
-    joined = dict(one)
-    for name, node in other.items():
-        joined[name] = join(joined[name], node) if name in joined else node
-    return joined
+    merged = dict(first)
+    for name, node in second.items():
+        merged[name] = merge_params(merged[name], node) if name in merged else node
+    return merged

@@ -13,26 +13,32 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
-from jaxrl.models.params import join, split
-from jaxrl.runtime.compilation import joined
+from jaxrl.models.output import (
+    OutputLayer,
+    assign_slots,
+    block_tokens,
+    gather_tokens,
+    scatter_tokens,
+)
+from jaxrl.models.params import merge_params, split
+from jaxrl.runtime.compilation import join_keys
 from jaxrl.runtime.sharding import (
-    CONTEXT,
-    in_pieces,
-    in_rows,
+    CONTEXT_AXIS,
+    gather_rows,
+    merge_pieces,
     num_batch_shards,
     num_pieces,
     param_shardings,
     piece_sharding,
-    whole_rows,
+    split_into_pieces,
 )
 from jaxrl.types import Batch, Params
 
 
-def entries_with_layers(model: Architecture) -> set[str]:
+def layered_entries(model: Architecture) -> set[str]:
     """Return the parameter entries that have layers.
 
     All others (embedding, final norm and output layer) are passed to the output layer.
@@ -52,7 +58,7 @@ class Model:
         self,
         architecture: Architecture,
         mesh: Mesh,
-        attention: Kernels,
+        attention: AttentionKernels,
         *,
         num_tokens: int,
         dtype: Any = jnp.float32,
@@ -72,22 +78,22 @@ class Model:
             remat: Name in `layers.REMAT`: what the backward pass recomputes.
             scan_layers: True to compile one layer for all.
             logits_chunk_tokens: Maximum number of tokens with logits in memory at a time.
-            frozen: Parameter entries that are not trained; see `Architecture.parts`.
+            frozen: Parameter entries that are not trained; see `Architecture.param_specs`.
         """
-        passes = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
+        pass_settings = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
         # Identifies the compiled passes; see `Architecture.program_key`.
-        self.program_key = joined(architecture.program_key, passes, tuple(frozen))
+        self.program_key = join_keys(architecture.program_key, pass_settings, tuple(frozen))
         self.architecture = architecture
         self.base: Params = {}  # frozen weights, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
-        self._through = LayerScan(remat=remat, scan=scan_layers)
+        self._layer_scan = LayerScan(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.trained, self.frozen = architecture.parts(frozen)
-        self._with_layers = entries_with_layers(architecture)
-        tables = self.trained.abstract_params().keys() - self._with_layers
+        self.trained, self.frozen = architecture.param_specs(frozen)
+        self._layered_entries = layered_entries(architecture)
+        tables = self.trained.abstract_params().keys() - self._layered_entries
         self._trains_tables = bool(tables)
 
     @property
@@ -99,7 +105,7 @@ class Model:
 
     def whole(self, params: Params) -> Params:
         """Merge the trained parameters with the frozen ones."""
-        return join(self.base, params)
+        return merge_params(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
         """Return the trained and the frozen parameters; the inverse of `whole`."""
@@ -113,32 +119,34 @@ class Model:
     @property
     def num_pieces(self) -> int:
         """Return the number of pieces that a row is split into; it divides the row's tokens."""
-        return self.mesh.shape[CONTEXT]
+        return self.mesh.shape[CONTEXT_AXIS]
 
-    def of_text(self, batch: Batch) -> Batch:
+    def without_attachments(self, batch: Batch) -> Batch:
         """Return the batch without attachments and their arrays; every token is treated as text."""
         tower = self.architecture.tower
-        kept = {n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.arrays}
-        return replace(batch, token_arrays=kept, attached=None)
+        remaining = {
+            n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.input_arrays
+        }
+        return replace(batch, token_arrays=remaining, attached=None)
 
-    def without_recorded(self, batch: Batch) -> Batch:
+    def without_recorded_arrays(self, batch: Batch) -> Batch:
         """Return the batch without the arrays that the sampler recorded."""
         recorded = self.architecture.recorded
-        kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
-        return replace(batch, token_arrays=kept)
+        remaining = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
+        return replace(batch, token_arrays=remaining)
 
-    def beside(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
+    def aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
         """Build the `AuxArrays` of a pass over a micro-batch.
 
         If `counts`, the pass computes the model's statistics.
         """
-        given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
-        given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
-        beside = AuxArrays(given=given, attached=batch.attached)
+        inputs = {name: split_into_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
+        inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in inputs.items()}
+        aux = AuxArrays(inputs=inputs, attached=batch.attached)
         if counts and self.architecture.statistics:
-            is_token = in_pieces(self.mesh, batch.segment_ids > 0)
-            beside.counted = is_token.reshape(-1).astype(jnp.float32)
-        return beside
+            is_token = split_into_pieces(self.mesh, batch.segment_ids > 0)
+            aux.statistics_weights = is_token.reshape(-1).astype(jnp.float32)
+        return aux
 
     def token_logprobs(
         self,
@@ -148,7 +156,7 @@ class Model:
         temperature: float | jax.Array,
         entropy_gradient: bool = False,
         logit_capacity: int = 4,
-        beside: AuxArrays | None = None,
+        aux: AuxArrays | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Compute each token's log-probability given those before it, and the entropy at that step.
 
@@ -162,57 +170,59 @@ class Model:
             entropy_gradient: True to let gradients flow through the entropies.
             logit_capacity: Capacity of the output layer, in quarters of each shard's tokens;
                 `loss_mask` must not exceed it.
-            beside: Auxiliary arrays of the pass; the caller can read their outputs afterwards.
+            aux: Auxiliary arrays of the pass; the caller can read their outputs afterwards.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.
         """
         params = self._gather_tables(self.architecture.train_weights(params, self.dtype))
-        hidden = self._hidden_states(params, batch, beside or self.beside(batch, counts=False))
+        hidden = self._hidden_states(params, batch, aux or self.aux(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay in place; targets and masks shift to the token before.
-        is_wanted, targets = (
-            in_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
+        is_selected, targets = (
+            split_into_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
         # Only wanted tokens reach the output layer, compacted into slots.
-        places = find_places(is_wanted, shards, -(-b * T * logit_capacity // (4 * shards)))
-        own_ids = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
+        slots = assign_slots(is_selected, shards, -(-b * T * logit_capacity // (4 * shards)))
+        local_vocab_size = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
             unembed=partial(self.architecture.unembed, num_tokens=self.num_tokens),
             mesh=self.mesh,
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
-            block_tokens=block_tokens(self.mesh.devices.flat[0].platform, own_ids),
+            block_tokens=block_tokens(self.mesh.devices.flat[0].platform, local_vocab_size),
             entropy_gradient=entropy_gradient,
             trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
-            {name: table for name, table in params.items() if name not in self._with_layers},
-            layer.on_shards(take(hidden.reshape(shards, b * T // shards, -1), places)),
-            take(targets.reshape(shards, -1), places),
+            {name: table for name, table in params.items() if name not in self._layered_entries},
+            layer.on_shards(gather_tokens(hidden.reshape(shards, b * T // shards, -1), slots)),
+            gather_tokens(targets.reshape(shards, -1), slots),
             temperature,
         )
         if not entropy_gradient:
             entropies = jax.lax.stop_gradient(entropies)
         # Move the results from the predicting position to the predicted token.
-        of_next = (in_rows(self.mesh, put(x, places), (b, T)) for x in (logprobs, entropies))
-        logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
+        shifted = (
+            merge_pieces(self.mesh, scatter_tokens(x, slots), (b, T)) for x in (logprobs, entropies)
+        )
+        logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in shifted)
         return logprobs, entropies
 
-    def _hidden_states(self, params: Params, batch: Batch, beside: AuxArrays) -> jax.Array:
-        """Compute the final hidden states `[C * b, T / C, D]`; see `in_pieces`."""
+    def _hidden_states(self, params: Params, batch: Batch, aux: AuxArrays) -> jax.Array:
+        """Compute the final hidden states `[C * b, T / C, D]`; see `split_into_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
         hidden = self.architecture.hidden_states(
             params,
-            in_pieces(self.mesh, batch.token_ids),
-            in_pieces(self.mesh, batch.positions),
-            self.attention.within(
-                whole_rows(self.mesh, batch.segment_ids),
-                whole_rows(self.mesh, batch.positions),
+            split_into_pieces(self.mesh, batch.token_ids),
+            split_into_pieces(self.mesh, batch.positions),
+            self.attention.make_attend(
+                gather_rows(self.mesh, batch.segment_ids),
+                gather_rows(self.mesh, batch.positions),
                 self.num_pieces,
             ),
-            replace(self._through, beside=beside, on_shards=on_shards),
+            replace(self._layer_scan, aux=aux, on_shards=on_shards),
         )
         # Keep rows split over data, fsdp and expert: otherwise the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
@@ -227,34 +237,39 @@ class Model:
         """
         whole = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
-        back = param_shardings(self.mesh, self.architecture) if is_split else whole
+        gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else whole
 
-        def gathered(name: str, leaf: str, array: jax.Array) -> jax.Array:
+        def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
             # Arrays that `train_weights` added to an entry are sharded like its first one.
-            pair = [of[name].get(leaf, next(iter(of[name].values()))) for of in (whole, back)]
+            pair = [
+                shardings[name].get(leaf, next(iter(shardings[name].values())))
+                for shardings in (whole, gradient_shardings)
+            ]
             return _constrain(array, *pair)
 
         tables = {
-            name: {leaf: gathered(name, leaf, array) for leaf, array in params[name].items()}
-            for name in sorted(params.keys() - self._with_layers)
+            name: {leaf: gather_table(name, leaf, array) for leaf, array in params[name].items()}
+            for name in sorted(params.keys() - self._layered_entries)
         }
         return {**params, **tables}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _constrain(array: jax.Array, sharding: Any, of_gradient: Any) -> jax.Array:
-    """Constrain the sharding of an array, and of its gradient to `of_gradient`."""
+def _constrain(array: jax.Array, sharding: Any, gradient_sharding: Any) -> jax.Array:
+    """Constrain the sharding of an array, and of its gradient to `gradient_sharding`."""
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _constrain_forward(array: jax.Array, sharding: Any, of_gradient: Any) -> tuple[jax.Array, None]:
-    return _constrain(array, sharding, of_gradient), None
+def _constrain_forward(
+    array: jax.Array, sharding: Any, gradient_sharding: Any
+) -> tuple[jax.Array, None]:
+    return _constrain(array, sharding, gradient_sharding), None
 
 
 def _constrain_backward(
-    sharding: Any, of_gradient: Any, _: None, gradient: jax.Array
+    sharding: Any, gradient_sharding: Any, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(gradient, of_gradient),)
+    return (jax.lax.with_sharding_constraint(gradient, gradient_sharding),)
 
 
 _constrain.defvjp(_constrain_forward, _constrain_backward)

@@ -19,14 +19,14 @@ from jaxtyping import Array, Float
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.decoder import (
     Decoder,
-    common_fields,
+    check_supported,
+    drop_nulls,
     linear,
     linear_axes,
-    refuse_unsupported,
-    whole_number,
-    without_nulls,
+    parse_common_fields,
+    read_positive_int,
 )
-from jaxrl.models.defaults import completed
+from jaxrl.models.defaults import with_hf_defaults
 from jaxrl.types import Params
 
 
@@ -47,7 +47,7 @@ class QwenConfig(Decoder):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """Parse a `config.json`, old or new spelling; null means absent (see `completed`).
+        """Parse a `config.json`, old or new spelling; null means absent (see `with_hf_defaults`).
 
         Raises:
             ValueError: The file names an architecture or a feature that no parity test covers.
@@ -58,12 +58,12 @@ class QwenConfig(Decoder):
                 f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen2' "
                 "(Qwen2.5) or 'qwen3', dense text models."
             )
-        fields = without_nulls(completed(fields, model_type, source=source))
-        refuse_unsupported(fields, source)
+        fields = drop_nulls(with_hf_defaults(fields, model_type, source=source))
+        check_supported(fields, source)
         is_qwen3 = model_type == "qwen3"
         return cls(
-            **common_fields(fields, source=source),
-            mlp_width=whole_number(fields, "intermediate_size", source),
+            **parse_common_fields(fields, source=source),
+            mlp_width=read_positive_int(fields, "intermediate_size", source),
             qkv_bias=bool(fields["attention_bias"]) if is_qwen3 else True,
             output_bias=bool(fields["attention_bias"]) if is_qwen3 else False,
             qk_norm=is_qwen3,
@@ -123,5 +123,5 @@ class QwenConfig(Decoder):
                 "dots": products,
                 "names": products + attended,
             },
-            read_activations=inner + 2 * attended + 3 * self.width,
+            prefill_activations=inner + 2 * attended + 3 * self.width,
         )

@@ -10,10 +10,10 @@ from jaxrl.config.registry import resolve
 from jaxrl.models.architecture import Architecture
 from jaxrl.utils.callables import format_failure, is_user_code
 from jaxrl.utils.json_io import read_object
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 
-def read_model(path: str | Path, architecture: str = "") -> Architecture:
+def read_architecture(path: str | Path, architecture: str = "") -> Architecture:
     """Build the architecture of an HF folder, reading only its `config.json`.
 
     Args:
@@ -26,12 +26,12 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
         ValueError: The path is a GGUF file, or the architecture or one of its features is not
             supported.
     """
-    fields, source = read_fields(path)
-    family = find_architecture(fields, architecture, source)
+    fields, source = read_hf_config(path)
+    architecture_class = resolve_architecture(fields, architecture, source)
     try:
-        model = family.from_dict(fields, source=source)
+        model = architecture_class.from_dict(fields, source=source)
     except Exception as error:
-        if not is_user_code(family):
+        if not is_user_code(architecture_class):
             raise  # built-in architectures already explain what is wrong with the file
         raise ValueError(
             f"config.model.architecture is {architecture!r}, which could not be built from "
@@ -45,7 +45,7 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
     return model
 
 
-def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
+def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
     """Return the parsed `config.json` of an HF folder, and its file name for errors."""
     file = Path(path) / "config.json"
     if Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir():
@@ -74,7 +74,7 @@ def suggest_model(path: str | Path) -> str:
     """
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists()
     if not is_name:
-        return similar_path(path)
+        return suggest_path(path)
     folder = f"models/{Path(path).name}"
     return (
         f" If it is a name on the Hugging Face Hub, download it: hf download {path} --local-dir "
@@ -82,7 +82,7 @@ def suggest_model(path: str | Path) -> str:
     )
 
 
-def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
+def resolve_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
     """Resolve the architecture's name, or the `model_type` in `fields` if `name` is empty."""
     if not name:
         name = str(fields.get("model_type"))
@@ -92,13 +92,15 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
                 f"{' or '.join(map(repr, ARCHITECTURES))}, or a custom architecture in "
                 "config.model.architecture."
             )
-    family = resolve("model.architecture", name, ARCHITECTURES, example="my_architecture.Pocket")
-    if not (isinstance(family, type) and issubclass(family, Architecture)):
+    architecture_class = resolve(
+        "model.architecture", name, ARCHITECTURES, example="my_architecture.Pocket"
+    )
+    if not (isinstance(architecture_class, type) and issubclass(architecture_class, Architecture)):
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
         )
-    return family
+    return architecture_class
 
 
 ARCHITECTURES = {

@@ -20,7 +20,7 @@ def default_frequencies(head_dim: int, theta: float) -> np.ndarray:
     return np.float32(1.0) / np.float32(theta) ** exponents
 
 
-_LARGEST = 1e12
+_MAX_VALUE = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class RopeScaling(ABC):
     factor: float
 
     @classmethod
-    def read(cls, values: dict[str, Any], *, max_positions: int, source: str) -> RopeScaling:
+    def from_fields(cls, values: dict[str, Any], *, max_positions: int, source: str) -> RopeScaling:
         """Parse the settings of a `config.json`.
 
         Args:
@@ -54,7 +54,7 @@ class RopeScaling(ABC):
         mscales = {name: values[name] for name in _MSCALES if values.get(name)}
         numbers = [x for name, x in (given | mscales).items() if name != "truncate"]
         if (
-            not all(type(x) in (int, float) and 0 < x < _LARGEST for x in numbers)
+            not all(type(x) in (int, float) and 0 < x < _MAX_VALUE for x in numbers)
             or not isinstance(given.get("truncate", True), bool)
             or given.get("factor", 0) < 1
             or given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1)
@@ -64,10 +64,10 @@ class RopeScaling(ABC):
                 "expected positive numbers, a 'factor' of at least 1, a 'low_freq_factor' below "
                 "the 'high_freq_factor', and true or false for 'truncate'."
             )
-        return cls(**cls.with_derived(given, mscales))
+        return cls(**cls.add_derived(given, mscales))
 
     @classmethod
-    def with_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
+    def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
         """Return the settings with the derived ones added."""
         return given
 
@@ -85,7 +85,7 @@ class RopeScaling(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(RopeScaling):
+class LinearScaling(RopeScaling):
     """Positions divided by a factor (https://arxiv.org/abs/2306.15595)."""
 
     rope_type = "linear"
@@ -96,7 +96,7 @@ class Linear(RopeScaling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3(RopeScaling):
+class Llama3Scaling(RopeScaling):
     """Long waves slowed by a factor, short ones unchanged, with a smooth transition (Llama 3.1).
 
     Attributes:
@@ -112,21 +112,21 @@ class Llama3(RopeScaling):
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Average between the two bounds, weighted by the number of waves in the context."""
-        whole = default_frequencies(head_dim, theta)
-        divided = whole / np.float32(self.factor)
+        unscaled = default_frequencies(head_dim, theta)
+        scaled = unscaled / np.float32(self.factor)
         length = np.float32(self.original_max_position_embeddings)
-        waves = length / (np.float32(2 * math.pi) / whole)
+        waves = length / (np.float32(2 * math.pi) / unscaled)
         span = self.high_freq_factor - self.low_freq_factor
-        share = (waves - np.float32(self.low_freq_factor)) / np.float32(span)
-        between = (1 - share) * divided + share * whole
-        return np.where(share < 0, divided, np.where(share > 1, whole, between))
+        smooth = (waves - np.float32(self.low_freq_factor)) / np.float32(span)
+        blended = (1 - smooth) * scaled + smooth * unscaled
+        return np.where(smooth < 0, scaled, np.where(smooth > 1, unscaled, blended))
 
 
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yarn(RopeScaling):
+class YarnScaling(RopeScaling):
     """YaRN (https://arxiv.org/abs/2309.00071): fast pairs unchanged, slow ones divided.
 
     A pair that turns at least `beta_fast` times in the pretraining context keeps its frequency; one
@@ -146,33 +146,33 @@ class Yarn(RopeScaling):
     truncate: bool = True
 
     @classmethod
-    def with_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
+    def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
         """Add `attention_factor`, which follows from `factor` or from the two `mscale` settings."""
         factor = given["factor"]
         attention_factor = _mscale(factor)
         if len(mscales) == 2:
-            of_all = _mscale(factor, mscales["mscale_all_dim"])
-            attention_factor = _mscale(factor, mscales["mscale"]) / of_all
+            denominator = _mscale(factor, mscales["mscale_all_dim"])
+            attention_factor = _mscale(factor, mscales["mscale"]) / denominator
         return {"attention_factor": attention_factor, **given}
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Interpolate from original to divided frequencies."""
 
-        def pair_that_turns(times: float) -> float:
-            turn = self.original_max_position_embeddings / (times * 2 * math.pi)
+        def find_correction_dim(num_rotations: float) -> float:
+            turn = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
             return head_dim * math.log(turn) / (2 * math.log(theta))
 
-        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        first, last = find_correction_dim(self.beta_fast), find_correction_dim(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
         # Avoid division by zero.
         span = last - first if last != first else 0.001
         pairs = np.arange(head_dim // 2, dtype=np.float32)
-        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(span), 0, 1)
-        whole = default_frequencies(head_dim, theta)
-        divided = np.float32(1.0) / (np.float32(self.factor) / whole)
-        return divided * (1 - kept) + whole * kept
+        unscaled_weight = 1 - np.clip((pairs - np.float32(first)) / np.float32(span), 0, 1)
+        unscaled = default_frequencies(head_dim, theta)
+        scaled = np.float32(1.0) / (np.float32(self.factor) / unscaled)
+        return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
     def max_positions(self, given: int) -> int:
         """Return the scaled length: published files give the pretraining length."""
@@ -183,7 +183,11 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-SCALINGS: dict[str, type[RopeScaling]] = {"yarn": Yarn, "linear": Linear, "llama3": Llama3}
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
+    "yarn": YarnScaling,
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+}
 """Scalings by `rope_type`; others are refused because no parity test covers them.
 
 Scalings that depend on the sequence length (`dynamic`, `longrope`) would have to rotate cached keys

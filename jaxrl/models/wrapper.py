@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import Tower
-from jaxrl.models.hf_weights import Progress
-from jaxrl.runtime.compilation import joined
+from jaxrl.models.hf_weights import ProgressCallback
+from jaxrl.runtime.compilation import join_keys
 from jaxrl.types import Params
 
 
-def _of_model(name: str) -> Any:
+def _delegate(name: str) -> Any:
     return property(attrgetter(f"model.{name}"))
 
 
@@ -28,45 +28,45 @@ class WrappedArchitecture(Architecture):
     model: Architecture
 
     # Listed because inherited defaults take precedence over `__getattr__`.
-    vocab_size: int = _of_model("vocab_size")
-    width: int = _of_model("width")
-    num_layers: int = _of_model("num_layers")
-    num_heads: int = _of_model("num_heads")
-    num_kv_heads: int = _of_model("num_kv_heads")
-    head_dim: int = _of_model("head_dim")
-    max_positions: int = _of_model("max_positions")
-    tie_embeddings: bool = _of_model("tie_embeddings")
-    head_dtype: str = _of_model("head_dtype")
-    output: Any = _of_model("output")
-    num_experts: int = _of_model("num_experts")
-    statistics: Any = _of_model("statistics")
-    recorded: Any = _of_model("recorded")
-    shown_kernels: Any = _of_model("shown_kernels")
-    kernel_checks: Any = _of_model("kernel_checks")
-    tower: Tower | None = _of_model("tower")
-    stacks: Any = _of_model("stacks")
-    num_idle: Any = _of_model("num_idle")
-    hf_config: Any = _of_model("hf_config")
-    hf_names: Any = _of_model("hf_names")
-    hf_renamed: Any = _of_model("hf_renamed")
-    hf_copies: Any = _of_model("hf_copies")
-    hf_fused: Any = _of_model("hf_fused")
-    linear_layers: Any = _of_model("linear_layers")
-    hidden_states: Any = _of_model("hidden_states")
-    unembed: Any = _of_model("unembed")
-    sample_states: Any = _of_model("sample_states")
-    memory_terms: Any = _of_model("memory_terms")
-    expert_terms: Any = _of_model("expert_terms")
-    check_kernels: Any = _of_model("check_kernels")
+    vocab_size: int = _delegate("vocab_size")
+    width: int = _delegate("width")
+    num_layers: int = _delegate("num_layers")
+    num_heads: int = _delegate("num_heads")
+    num_kv_heads: int = _delegate("num_kv_heads")
+    head_dim: int = _delegate("head_dim")
+    max_positions: int = _delegate("max_positions")
+    tie_embeddings: bool = _delegate("tie_embeddings")
+    head_dtype: str = _delegate("head_dtype")
+    output: Any = _delegate("output")
+    num_experts: int = _delegate("num_experts")
+    statistics: Any = _delegate("statistics")
+    recorded: Any = _delegate("recorded")
+    kernel_summary: Any = _delegate("kernel_summary")
+    kernel_checks: Any = _delegate("kernel_checks")
+    tower: Tower | None = _delegate("tower")
+    stacks: Any = _delegate("stacks")
+    num_inactive_params: Any = _delegate("num_inactive_params")
+    hf_config: Any = _delegate("hf_config")
+    hf_names: Any = _delegate("hf_names")
+    hf_prefix_map: Any = _delegate("hf_prefix_map")
+    hf_tied_names: Any = _delegate("hf_tied_names")
+    hf_fused_tensors: Any = _delegate("hf_fused_tensors")
+    linear_layers: Any = _delegate("linear_layers")
+    hidden_states: Any = _delegate("hidden_states")
+    unembed: Any = _delegate("unembed")
+    sampler_hidden_states: Any = _delegate("sampler_hidden_states")
+    memory_terms: Any = _delegate("memory_terms")
+    expert_terms: Any = _delegate("expert_terms")
+    check_kernels: Any = _delegate("check_kernels")
 
     @property
     def program_key(self) -> Hashable:
         """See `Architecture.program_key`."""
-        return joined(super().program_key, self.model.program_key)
+        return join_keys(super().program_key, self.model.program_key)
 
     @property
-    def plain(self) -> Architecture:
-        """See `Architecture.plain`."""
+    def unwrapped(self) -> Architecture:
+        """See `Architecture.unwrapped`."""
         return self.model
 
     @property
@@ -94,11 +94,11 @@ class WrappedArchitecture(Architecture):
         """
 
     @abstractmethod
-    def load_base(self, folder: str | Path, mesh: Mesh, progress: Progress) -> Params:
+    def load_base(self, folder: str | Path, mesh: Mesh, progress: ProgressCallback) -> Params:
         """Load the parameters that are not trained from a validated HF folder."""
 
     @abstractmethod
-    def begin(self, mesh: Mesh, seed: int) -> Params:
+    def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
         """Return the initial trained parameters."""
 
     @abstractmethod

@@ -64,7 +64,7 @@ def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Arra
         rewards: One reward per trajectory.
         group_ids: See `grpo`.
     """
-    count = _in_group(group_ids).sum(axis=1)
+    count = _same_group(group_ids).sum(axis=1)
     from_mean = grpo(rewards, group_ids, normalize_std=False, ddof=0, epsilon=0.0)
     return from_mean * (count / jnp.maximum(count - 1, 1))
 
@@ -144,9 +144,9 @@ def pass_at_k_combination(
     """
     count, num_correct = _group_counts(is_correct, group_ids)
     share = num_correct / jnp.maximum(count, 1)
-    of_k = _pass_at_k(is_correct, count, num_correct, k)
-    of_one = _pass_at_k(is_correct, count, num_correct, 1)
-    return jnp.where(count >= k, share * of_k + (1.0 - share) * of_one, 0.0)
+    advantages_at_k = _pass_at_k(is_correct, count, num_correct, k)
+    advantages_at_1 = _pass_at_k(is_correct, count, num_correct, 1)
+    return jnp.where(count >= k, share * advantages_at_k + (1.0 - share) * advantages_at_1, 0.0)
 
 
 def pass_at_k_exceeding(
@@ -179,9 +179,9 @@ def pass_at_k_full_sampling(
         k: Subset size, from 1 to half the group size. A larger k leaves at most one subset, which
             has nothing to be compared with and gets 0.
     """
-    same = _in_group(group_ids)
-    place = jnp.tril(same, -1).sum(axis=1)  # position within the group
-    subset, num_subsets = place // k, same.sum(axis=1) // k
+    same = _same_group(group_ids)
+    position = jnp.tril(same, -1).sum(axis=1)  # position within the group
+    subset, num_subsets = position // k, same.sum(axis=1) // k
     in_subset = same & (subset[:, None] == subset[None, :])
     is_hit = (in_subset & is_correct).any(axis=1)
     # Each hit is counted by its k members; there are fewer than k leftovers.
@@ -208,13 +208,13 @@ def pass_at_k_bootstrap(
     if k > len(group_ids):
         return jnp.zeros(len(group_ids))
     # Row i samples a subset of its own group: the k trajectories with the highest random scores.
-    same = _in_group(group_ids)
+    same = _same_group(group_ids)
     scores = jnp.where(same, jax.random.uniform(key, same.shape), -1.0)
     _, subsets = jax.lax.top_k(scores, k)
-    return advantages_of_subsets(is_correct, group_ids, subsets)
+    return subset_advantages(is_correct, group_ids, subsets)
 
 
-def advantages_of_subsets(
+def subset_advantages(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], subsets: Int[Array, "N k"]
 ) -> Float[jax.Array, " N"]:
     """Compute `pass_at_k_bootstrap` for given subsets.
@@ -225,7 +225,7 @@ def advantages_of_subsets(
         subsets: Row i holds k distinct trajectory indices from the group of trajectory i. Ignored
             if that group is smaller than k.
     """
-    same = _in_group(group_ids)
+    same = _same_group(group_ids)
     count = same.sum(axis=1)
     rows = jnp.arange(len(group_ids))[:, None]
     is_member = jnp.zeros(same.shape, bool).at[rows, subsets].set(True)
@@ -255,7 +255,7 @@ def entropy_guided(
             of a group is the mean over its trajectories.
         k: Subset size of the groups that explore; see `pass_at_k`.
     """
-    same = _in_group(group_ids)
+    same = _same_group(group_ids)
     count, num_correct = _group_counts(is_correct, group_ids)
     # All members use the entropy of the group's first trajectory, so that rounding cannot split a
     # group.
@@ -265,11 +265,11 @@ def entropy_guided(
     entropy = entropy[first]
     num_not_below = (is_first & (entropy[None, :] >= entropy[:, None])).sum(axis=1)
     exploits = num_not_below <= is_first.sum() // 2
-    of_one = _pass_at_k(is_correct, count, num_correct, 1)
-    return jnp.where(exploits, of_one, _pass_at_k(is_correct, count, num_correct, k))
+    advantages_at_1 = _pass_at_k(is_correct, count, num_correct, 1)
+    return jnp.where(exploits, advantages_at_1, _pass_at_k(is_correct, count, num_correct, k))
 
 
-def _in_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
+def _same_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
     """Return True for each pair of trajectories in the same group; never for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
@@ -279,7 +279,7 @@ def _group_counts(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
     """Count each trajectory's group and its correct members; zeros for negative ids."""
-    same = _in_group(group_ids)
+    same = _same_group(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
 

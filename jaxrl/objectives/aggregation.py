@@ -30,10 +30,10 @@ def token_weights(
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
     weights = np.asarray(aggregation(token_counts))
     # A negative weight would reverse the gradient.
-    is_weight = np.isfinite(weights) & (weights >= 0)
-    if weights.shape not in ((), token_counts.shape) or not is_weight.all():
+    is_valid = np.isfinite(weights) & (weights >= 0)
+    if weights.shape not in ((), token_counts.shape) or not is_valid.all():
         raise ValueError(
-            f"config.loss.aggregation returned {list(weights.shape)} with {is_weight.sum()} "
+            f"config.loss.aggregation returned {list(weights.shape)} with {is_valid.sum()} "
             f"weights; expected [{len(token_counts)}] finite weights of at least 0, one per "
             "trajectory."
         )

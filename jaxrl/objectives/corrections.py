@@ -53,6 +53,6 @@ def importance_weights(
     if mode == "truncate":
         weights = jnp.minimum(ratio, cap)
     else:
-        kept = 1.0 if mode == "reject" else ratio
-        weights = jnp.where((ratio >= low) & (ratio <= high), kept, 0.0)
+        accepted_weight = 1.0 if mode == "reject" else ratio
+        weights = jnp.where((ratio >= low) & (ratio <= high), accepted_weight, 0.0)
     return jax.lax.stop_gradient(jnp.where(loss_mask, weights, 0.0))

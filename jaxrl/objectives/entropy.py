@@ -50,9 +50,9 @@ def window_entropy(
     sums = sum(values[:, shift : shift + T] for shift in range(1, window + 1))
     is_complete = (ids != 0) & (ends[:, window:] == ids)
     # Scatter the results back to the original positions.
-    place = xp.maximum(xp.cumsum(loss_mask, axis=1) - 1, 0)
-    valid = loss_mask & xp.take_along_axis(is_complete, place, axis=1)
-    return xp.where(valid, xp.take_along_axis(sums, place, axis=1) / window, 0.0), valid
+    index = xp.maximum(xp.cumsum(loss_mask, axis=1) - 1, 0)
+    valid = loss_mask & xp.take_along_axis(is_complete, index, axis=1)
+    return xp.where(valid, xp.take_along_axis(sums, index, axis=1) / window, 0.0), valid
 
 
 def high_window_entropy_mask(

@@ -39,14 +39,14 @@ def keep_informative(
             id are not kept.
     """
     metric = np.asarray(metric)
-    kept = np.zeros(len(metric), bool)
+    mask = np.zeros(len(metric), bool)
     for members in group_members(group_ids):
         values = metric[members]
-        kept[members] = len(members) == 1 or values.max() > values.min()
-    return kept
+        mask[members] = len(members) == 1 or values.max() > values.min()
+    return mask
 
 
-def within_accuracy(
+def keep_in_accuracy_range(
     is_correct: Bool[Array, " N"],
     group_ids: Int[Array, " N"],
     *,
@@ -65,10 +65,10 @@ def within_accuracy(
         high: Accuracy at or above which a group is too easy.
     """
     is_correct = np.asarray(is_correct)
-    kept = np.zeros(len(is_correct), bool)
+    mask = np.zeros(len(is_correct), bool)
     for members in group_members(group_ids):
-        kept[members] = low < is_correct[members].mean() < high
-    return kept
+        mask[members] = low < is_correct[members].mean() < high
+    return mask
 
 
 def needs_resampling(
@@ -86,19 +86,19 @@ def needs_resampling(
             resampled.
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
-    again = np.zeros(len(scores), bool)
+    mask = np.zeros(len(scores), bool)
     for members in group_members(group_ids):
-        again[members] = (scores[members] <= 0).all() and not is_abstention[members].any()
-    return again
+        mask[members] = (scores[members] <= 0).all() and not is_abstention[members].any()
+    return mask
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "varied": keep_informative,
-    "accuracy_range": within_accuracy,
+    "accuracy_range": keep_in_accuracy_range,
 }
 """Filters by `filter.name`, in addition to `none`. Arrays are bound by parameter name."""
 
-TRAJECTORIES: dict[str, str] = {
+TRAJECTORY_FILTERS: dict[str, str] = {
     "void_turns": "jaxrl.extras.stability.masks:has_no_void_turn",
 }
 """Trajectory filters by `filter.trajectories`, in addition to `none`: True to train on it."""

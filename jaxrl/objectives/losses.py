@@ -56,14 +56,14 @@ def clipped_policy_loss(
         KL(old || current).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
-    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
-    loss = jnp.maximum(plain, clipped)
+    unclipped, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    loss = jnp.maximum(unclipped, clipped)
     limit = -dual_clip * advantages if dual_clip else jnp.inf
     is_dual = (advantages < 0) & (loss > limit)
     if dual_clip:
         loss = jnp.where(advantages < 0, jnp.minimum(loss, limit), loss)
     metrics = {
-        "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
+        "pg_clipfrac": jnp.where(loss_mask & (clipped > unclipped), 1.0, 0.0),
         "pg_clipfrac_lower": jnp.where(loss_mask & is_dual, 1.0, 0.0),
         "ppo_kl": -log_ratio,
     }
@@ -103,18 +103,20 @@ def gspo_policy_loss(
     """
     # `mean` is the trajectory's log-ratio. Its gradient below is that of the token's
     # log-probability.
-    own = jnp.where(loss_mask, logprobs, 0.0)
-    log_ratios = jax.lax.stop_gradient(own - jnp.where(loss_mask, old_logprobs, 0.0))
+    masked_logprobs = jnp.where(loss_mask, logprobs, 0.0)
+    log_ratios = jax.lax.stop_gradient(masked_logprobs - jnp.where(loss_mask, old_logprobs, 0.0))
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
     mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
     # Clip last, so that a ratio beyond 20 nats has no gradient, as in `_log_ratio`.
-    log_ratio = jnp.clip(mean + (own - jax.lax.stop_gradient(own)), -20.0, 20.0)
-    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    log_ratio = jnp.clip(
+        mean + (masked_logprobs - jax.lax.stop_gradient(masked_logprobs)), -20.0, 20.0
+    )
+    unclipped, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
     metrics = {
-        "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
+        "pg_clipfrac": jnp.where(loss_mask & (clipped > unclipped), 1.0, 0.0),
         "ppo_kl": -_log_ratio(logprobs, old_logprobs, loss_mask),
     }
-    return PolicyLoss(jnp.where(loss_mask, jnp.maximum(plain, clipped), 0.0), metrics)
+    return PolicyLoss(jnp.where(loss_mask, jnp.maximum(unclipped, clipped), 0.0), metrics)
 
 
 def cispo_policy_loss(
@@ -193,10 +195,10 @@ LOSSES: dict[str, Callable[..., Any] | str] = {
 }
 """Losses by `loss.name`. Arrays are bound by parameter name (`policy_loss`)."""
 
-TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
+LOSS_TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
 """Losses added to the policy loss, by `loss.term.name`."""
 
-GATES: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
+TOKEN_FILTERS: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
 """Token filters by name: True for tokens with a policy loss."""
 
 ARRAYS = (

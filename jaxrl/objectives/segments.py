@@ -27,7 +27,7 @@ def segment_sums(
     is_end = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
     pair = (jnp.asarray(values), is_start)
     running, _ = jax.lax.associative_scan(_add, pair, axis=1)
-    totals, _ = jax.lax.associative_scan(_keep, (running, is_end), axis=1, reverse=True)
+    totals, _ = jax.lax.associative_scan(_propagate, (running, is_end), axis=1, reverse=True)
     return jnp.where(segment_ids != 0, totals, 0.0)
 
 
@@ -40,6 +40,6 @@ def _add(left: Pair, right: Pair) -> Pair:
     return value, left[1] | right[1]
 
 
-def _keep(right: Pair, left: Pair) -> Pair:
+def _propagate(right: Pair, left: Pair) -> Pair:
     """Combine two adjacent spans: value at the first end, and whether there is an end."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

@@ -77,19 +77,19 @@ def boundary_aware_rewards(
     rate = is_abstention[valid].sum() / max(valid.sum(), 1)
     if not is_late and rate >= max_rate:
         return rewards
-    paid = is_abstention & np.asarray(is_well_formed)
+    is_eligible = is_abstention & np.asarray(is_well_formed)
     for members in group_members(group_ids):
-        chosen = members[paid[members]]
+        eligible = members[is_eligible[members]]
         distinct = {answers[i] for i in members if not is_abstention[i]}
         explores = 2 * len(distinct) >= len(members)
         if (scores[members] > 0).any():
-            rewards[chosen] = 0.0
+            rewards[eligible] = 0.0
         elif not (is_late and sample_level and explores):
-            rewards[chosen] += bonus
+            rewards[eligible] += bonus
     return rewards
 
 
-class _Shape(NamedTuple):
+class _RewardParams(NamedTuple):
     """Parameters of the entropy reward for one difficulty, with ARES's names."""
 
     margin: float  # phi, as a fraction of the target
@@ -99,10 +99,10 @@ class _Shape(NamedTuple):
     wrong: float  # maximum gain of a wrong answer, as a fraction of the coefficient
 
 
-_SHAPES = {
-    "easy": _Shape(0.15, 2.0, 2.0, 1.0, 0.6),
-    "medium": _Shape(0.25, 3.0, 2.5, 1.0, 0.8),
-    "hard": _Shape(0.35, 4.0, 3.0, 1.2, 1.0),
+_REWARD_PARAMS = {
+    "easy": _RewardParams(0.15, 2.0, 2.0, 1.0, 0.6),
+    "medium": _RewardParams(0.25, 3.0, 2.5, 1.0, 0.8),
+    "hard": _RewardParams(0.35, 4.0, 3.0, 1.2, 1.0),
 }
 
 
@@ -140,9 +140,9 @@ def entropy_reward(
     """
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
-        if bucket not in _SHAPES:
+        if bucket not in _REWARD_PARAMS:
             raise ValueError(
-                f"unknown difficulty {bucket!r}; expected one of {', '.join(_SHAPES)}."
+                f"unknown difficulty {bucket!r}; expected one of {', '.join(_REWARD_PARAMS)}."
             )
         if bucket not in targets:
             continue
@@ -156,22 +156,22 @@ def entropy_reward(
 def _entropy_term(
     bucket: str, count: int, is_correct: bool, target: float, alpha: float, *, centred_gain: bool
 ) -> float:
-    shape = _SHAPES[bucket]
+    params = _REWARD_PARAMS[bucket]
     delta = count - target
-    margin = max(1.0, shape.margin * max(target, 1.0))
-    size = alpha * shape.scale
+    margin = max(1.0, params.margin * max(target, 1.0))
+    size = alpha * params.scale
 
     def gain(excess: float) -> float:
-        sigmoid = 1.0 / (1.0 + math.exp(-excess / shape.temperature))
+        sigmoid = 1.0 / (1.0 + math.exp(-excess / params.temperature))
         return 2.0 * sigmoid - 1.0 if centred_gain else sigmoid
 
     def penalty(excess: float) -> float:
-        excess, knee = max(excess, 0.0), shape.knee
+        excess, knee = max(excess, 0.0), params.knee
         huber = excess**2 / (2 * knee) if excess <= knee else excess - knee / 2
         return huber / (margin + knee) * size
 
     if not is_correct:
-        return shape.wrong * size * gain(max(delta - margin, 0.0))
+        return params.wrong * size * gain(max(delta - margin, 0.0))
     if bucket == "easy":
         return -min(size, penalty(delta - margin))
     if bucket == "medium":

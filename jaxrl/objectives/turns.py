@@ -32,13 +32,13 @@ def turn_returns(
         discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the sum.
     """
     turns = np.arange(turn_rewards.shape[1])
-    ahead = turns[None, :] - turns[:, None]  # [t, s]
-    weights = np.where(ahead >= 0, float(discount) ** np.maximum(ahead, 0), 0.0)
+    offsets = turns[None, :] - turns[:, None]  # [t, s]
+    weights = np.where(offsets >= 0, float(discount) ** np.maximum(offsets, 0), 0.0)
     to_go = (turn_rewards.astype(np.float64)[:, None, :] * weights).sum(axis=2)
     return (rest_rewards.astype(np.float64)[:, None] + to_go).astype(np.float32)
 
 
-def by_turn(
+def estimate_by_turn(
     estimator: Callable[..., Any], arrays: Sequence[str], columns: Mapping[str, Array]
 ) -> Float[jax.Array, "N K"]:
     """Apply an estimator to the t-th turns of all trajectories, separately for each t.
@@ -58,9 +58,9 @@ def by_turn(
     """
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)
 
-    def of_turn(turn: jax.Array) -> jax.Array:
+    def estimate_turn(turn: jax.Array) -> jax.Array:
         inputs = [columns[name] for name in arrays]
         return estimator(*(jnp.asarray(c)[:, turn] if c.ndim == 2 else c for c in inputs))
 
     # Process turns sequentially: an estimator's comparisons are N x N.
-    return jax.lax.map(of_turn, jnp.arange(num_turns)).T
+    return jax.lax.map(estimate_turn, jnp.arange(num_turns)).T

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.runtime import distributed
 from jaxrl.types import Params, TrainState
-from jaxrl.utils.files import begin_replacing, free_name, recover, remove_whole, written_whole
+from jaxrl.utils.files import begin_replacing, open_atomic, recover, remove_atomic, unused_path
 from jaxrl.utils.json_io import read_object
 
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 @contextlib.contextmanager
-def raises_once() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Hide the thousand lines that Orbax and its threads print about errors that they also raise.
 
     After an error the filters stay active, because some of these lines appear when Python exits.
@@ -89,18 +89,19 @@ class Checkpointer:
         self._keep, self._keep_best = keep, keep_best
         self._log = log
         if distributed.is_main():
-            _clean(self._folder)
+            _finish_interrupted(self._folder)
         distributed.barrier()
         options = ocp.CheckpointManagerOptions(
-            # Keep all: `_finish` removes old ones once the manifest of a newer one is written.
+            # Keep all: `_finalize_save` removes old ones once the manifest of a newer one is
+            # written.
             preservation_policy=ocp.checkpoint_managers.LatestN(n=None),
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # else damaged metadata fails here without a file name
             save_root_metadata=False,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._unfinished: Future[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending_save: Future[None] | None = None
 
     def save(
         self,
@@ -132,15 +133,15 @@ class Checkpointer:
         if ref_params is not None:
             items["ref_params"] = ocp.args.StandardSave(ref_params)
         if distributed.is_main():
-            with written_whole(self._folder / "saving") as file:
+            with open_atomic(self._folder / "saving") as file:
                 file.write(str(step))
             begin_replacing(self._folder / str(step))
         distributed.barrier()
         self._manager.reload()
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        self._unfinished = self._background.submit(self._finish, step, value)
+        self._pending_save = self._executor.submit(self._finalize_save, step, value)
 
-    def _finish(self, step: int, value: float | None) -> None:
+    def _finalize_save(self, step: int, value: float | None) -> None:
         """Write the manifest once Orbax is done, then remove superseded checkpoints."""
         self._manager.wait_until_finished()
         if not distributed.is_main():
@@ -148,22 +149,22 @@ class Checkpointer:
         write_manifest(self._folder / str(step), step, value)
         (self._folder / "saving").unlink()
         values = self._values()
-        for old in values.keys() - kept_steps(values, self._keep, self._keep_best):
-            remove_whole(self._folder / str(old))
-        _clean(self._folder)
+        for old in values.keys() - steps_to_keep(values, self._keep, self._keep_best):
+            remove_atomic(self._folder / str(old))
+        _finish_interrupted(self._folder)
 
     def wait(self) -> None:
         """Wait until the last save is complete, and raise its error if it failed."""
-        if self._unfinished is not None:
-            unfinished, self._unfinished = self._unfinished, None
-            unfinished.result()
+        if self._pending_save is not None:
+            pending, self._pending_save = self._pending_save, None
+            pending.result()
 
     def close(self) -> None:
         """Wait for the last save, then close the manager."""
         try:
             self.wait()
         finally:
-            self._background.shutdown()
+            self._executor.shutdown()
             self._manager.close()
 
     def values(self) -> dict[int, float | None]:
@@ -173,18 +174,18 @@ class Checkpointer:
         return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
 
     def _values(self) -> dict[int, float | None]:
-        return {step: read_value(self._folder / str(step)) for step in steps_in(self._folder)}
+        return {step: read_value(self._folder / str(step)) for step in list_steps(self._folder)}
 
-    def newest_position(self) -> tuple[int, dict[str, Any]] | None:
+    def latest_position(self) -> tuple[int, dict[str, Any]] | None:
         """Return the step and position of the newest undamaged checkpoint; None without any.
 
         Raises:
             CheckpointError: See `restore`.
         """
         step = self._select(sorted(self.values(), reverse=True))
-        return None if step is None else (step, self._position(step))
+        return None if step is None else (step, self._read_position(step))
 
-    def forget_after(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
         """Remove the checkpoints after `step` if an undamaged one of it or an earlier step exists.
 
         Raises:
@@ -202,7 +203,7 @@ class Checkpointer:
             )
         if is_main:
             for later in set(steps) - set(earlier):
-                remove_whole(self._folder / str(later))
+                remove_atomic(self._folder / str(later))
         distributed.barrier()
         self._manager.reload()
 
@@ -226,8 +227,8 @@ class Checkpointer:
         step = self._select([step] if step is not None else sorted(self.values(), reverse=True))
         if step is None:
             return None
-        position = self._position(step)
-        return position, self._items(step, targets(position))
+        position = self._read_position(step)
+        return position, self._restore_items(step, targets(position))
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """Return the step with the highest value, and its state with arrays like `state`.
@@ -235,13 +236,15 @@ class Checkpointer:
         Raises:
             CheckpointError: No checkpoint with a value can be read.
         """
-        step = self._select(by_value(self.values()))
+        step = self._select(sort_by_value(self.values()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} holds no checkpoint with an evaluation's value, so there is no "
                 "best one to end with."
             )
-        items = self._items(step, {"params": state.params, "optimizer": optimizer_items(state)})
+        items = self._restore_items(
+            step, {"params": state.params, "optimizer": optimizer_items(state)}
+        )
         return step, TrainState(params=items["params"], **items["optimizer"])
 
     def _select(self, steps: Sequence[int]) -> int | None:
@@ -257,20 +260,24 @@ class Checkpointer:
             )
         if damaged:
             if is_main:
-                aside = self._folder / "damaged"
-                aside.mkdir(exist_ok=True)
+                damaged_folder = self._folder / "damaged"
+                damaged_folder.mkdir(exist_ok=True)
                 for bad, damage in damaged:
-                    moved = (self._folder / str(bad)).rename(free_name(aside / str(bad)))
-                    self._log(f"warning: checkpoint {bad} is damaged ({damage}); moved to {moved}")
+                    new_path = (self._folder / str(bad)).rename(
+                        unused_path(damaged_folder / str(bad))
+                    )
+                    self._log(
+                        f"warning: checkpoint {bad} is damaged ({damage}); moved to {new_path}"
+                    )
                 self._log(f"using checkpoint {step} instead")
             distributed.barrier()
             self._manager.reload()
         return step
 
-    def _position(self, step: int) -> dict[str, Any]:
+    def _read_position(self, step: int) -> dict[str, Any]:
         return self._restore(step, {"position": ocp.args.JsonRestore()})["position"]
 
-    def _items(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def _restore_items(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
         items = {name: ocp.args.StandardRestore(tree) for name, tree in targets.items()}
         return self._restore(step, items)
 
@@ -303,30 +310,30 @@ def _unreadable(folder: Path, damaged: Iterable[tuple[int, str]]) -> str:
     return f"no checkpoint in {folder} can be read: {reasons or 'there is none'}."
 
 
-def steps_in(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoints, damaged or not."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
-def has_any(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
     """Return True if a folder holds a checkpoint, damaged or not."""
-    return bool(steps_in(folder)) or any(folder.glob("*.replaced"))
+    return bool(list_steps(folder)) or any(folder.glob("*.replaced"))
 
 
-def newest_whole(folder: Path) -> int | None:
+def latest_complete_step(folder: Path) -> int | None:
     """Return the newest step with a completely written checkpoint; None without any."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
     names = [path.name.removesuffix(".replaced") for path in manifests]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
-def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
+def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the newest step with a readable position, and that position, without verification.
 
     If no position is readable, return the newest step and {}.
     """
-    steps = sorted(steps_in(folder), reverse=True)
+    steps = sorted(list_steps(folder), reverse=True)
     for step in steps:
         with contextlib.suppress(OSError, ValueError):
             return step, read_object(folder / str(step) / "position" / "metadata")
@@ -346,7 +353,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     Raises:
         CheckpointError: There is no undamaged checkpoint.
     """
-    steps = sorted(steps_in(folder), reverse=True) if step is None else [step]
+    steps = sorted(list_steps(folder), reverse=True) if step is None else [step]
     step, damaged = choose_step(folder, steps)
     if step is None:
         raise CheckpointError(_unreadable(folder, damaged))
@@ -354,23 +361,23 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
         return step, checkpointer.restore(folder.absolute() / str(step) / "params", target)
 
 
-def by_value(values: Mapping[int, float | None]) -> list[int]:
+def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
     """Return the steps that have a value, highest value first, then earliest step."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
 
 
-def kept_steps(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
+def steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """Return the newest `keep` steps (at least 1) and the `keep_best` with the highest values."""
-    return {*sorted(values)[-keep:], *by_value(values)[:keep_best]}
+    return {*sorted(values)[-keep:], *sort_by_value(values)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:
     """Write the size and hash of every file of a checkpoint, atomically and after all of them."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    content = {"step": step, "value": value, "files": _describe(folder, names)}
-    with written_whole(folder / MANIFEST) as file:
-        json.dump({**content, "sha256": _hash_of(content)}, file, indent=1)
+    content = {"step": step, "value": value, "files": _hash_files(folder, names)}
+    with open_atomic(folder / MANIFEST) as file:
+        json.dump({**content, "sha256": _hash_json(content)}, file, indent=1)
 
 
 def read_value(folder: Path) -> float | None:
@@ -387,17 +394,17 @@ def find_damage(folder: Path, step: int) -> str | None:
         content = read_object(folder / MANIFEST)
     except (OSError, ValueError):
         return f"{MANIFEST}: missing or unreadable"
-    if content.pop("sha256", "") != _hash_of(content) or content["step"] != step:
+    if content.pop("sha256", "") != _hash_json(content) or content["step"] != step:
         return f"{MANIFEST}: not the one that was written for checkpoint {step}"
-    written, found = content["files"], _describe(folder, content["files"])
+    written, found = content["files"], _hash_files(folder, content["files"])
     damaged = [name for name in written if found[name] != written[name]]
     return f"{damaged[0]}: missing, or not as it was written" if damaged else None
 
 
-def _describe(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """Return the size and SHA-256 of files, with None for unreadable ones."""
 
-    def describe(name: str) -> dict[str, Any] | None:
+    def hash_file(name: str) -> dict[str, Any] | None:
         try:
             with (folder / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -406,14 +413,14 @@ def _describe(folder: Path, names: Iterable[str]) -> dict[str, Any]:
             return None
 
     with ThreadPoolExecutor(8) as pool:
-        return dict(zip(names, pool.map(describe, names), strict=True))
+        return dict(zip(names, pool.map(hash_file, names), strict=True))
 
 
-def _hash_of(content: dict[str, Any]) -> str:
+def _hash_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _clean(folder: Path) -> None:
+def _finish_interrupted(folder: Path) -> None:
     """Finish the saves, replacements and removals that a killed process began."""
     marker = folder / "saving"
     if marker.is_file():
@@ -421,8 +428,8 @@ def _clean(folder: Path) -> None:
         if step.isdecimal() and not (folder / step / MANIFEST).exists():
             shutil.rmtree(folder / step, ignore_errors=True)
         marker.unlink()
-    for left in (*folder.glob("*.replaced"), *folder.glob("*.removed")):
-        recover(left.with_suffix(""))
+    for leftover in (*folder.glob("*.replaced"), *folder.glob("*.removed")):
+        recover(leftover.with_suffix(""))
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:

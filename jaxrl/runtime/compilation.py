@@ -17,14 +17,14 @@ from cachetools import LRUCache
 
 from jaxrl.runtime.preemption import Interrupted
 
-MULTIPLIES_BFLOAT16 = jax.__version_info__ >= (0, 12)
+CPU_HAS_BFLOAT16_MATMUL = jax.__version_info__ >= (0, 12)
 """True if a CPU multiplies bfloat16 directly, except for a single row of activations.
 
 JAX 0.10.2 always multiplies float32 copies, 0.12.0.1 only for a single row. Float32 copies of
 weights that a loop reads are made before the loop and stay until its end.
 """
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """Seconds between two checks for a stop request during a compilation."""
 
 
@@ -33,7 +33,7 @@ _threads: list[threading.Thread] = []
 
 
 @contextmanager
-def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
+def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
     """Make compilations of this thread raise `Interrupted` once `should_stop` returns True.
 
     This has no effect in a job of several processes: the others would wait for this one in the next
@@ -47,35 +47,35 @@ def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
 
 
 def compile_all(
-    compiling: Sequence[Callable[[], None]], done: Callable[[int], None] = lambda _: None
+    compile_fns: Sequence[Callable[[], None]], on_progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Call functions that compile, in parallel; `done` receives the number finished so far.
+    """Call functions that compile, in parallel; `on_progress` receives the number finished so far.
 
     They run in threads, because XLA blocks signals in the compiling thread. An interrupted
     compilation continues in its thread, and its program may be called later.
 
     Raises:
-        Interrupted: See `stopped_by`.
+        Interrupted: See `interruptible`.
     """
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def run(compile_it: Callable[[], None]) -> None:
+    def run(compile_fn: Callable[[], None]) -> None:
         try:
-            compile_it()
+            compile_fn()
         except BaseException as error:  # raised again in the waiting thread
-            ended.put(error)
+            results.put(error)
         else:
-            ended.put(None)
+            results.put(None)
 
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
-    for compile_it in compiling:
-        # Daemon threads: the interpreter must not wait for them before `is_under_way` is checked.
-        _threads.append(threading.Thread(target=run, args=(compile_it,), daemon=True))
+    for compile_fn in compile_fns:
+        # Daemon threads: the interpreter must not wait for them before `is_compiling` is checked.
+        _threads.append(threading.Thread(target=run, args=(compile_fn,), daemon=True))
         _threads[-1].start()
     count = 0
-    while count < len(compiling):
+    while count < len(compile_fns):
         try:
-            error = ended.get(timeout=LOOK_S)
+            error = results.get(timeout=POLL_INTERVAL_S)
         except queue.Empty:
             if _should_stop.get()():
                 raise Interrupted("a compilation was asked to stop") from None
@@ -83,35 +83,37 @@ def compile_all(
         if error is not None:
             raise error
         count += 1
-        done(count)
+        on_progress(count)
 
 
-def is_under_way() -> bool:
+def is_compiling() -> bool:
     """Return True while a compilation runs; the process would wait for it at exit."""
     return any(thread.is_alive() for thread in _threads)
 
 
 @atexit.register
-def _wait() -> None:
+def _wait_for_compilations() -> None:
     """Wait for compilations, because JAX frees what they use in its own exit handler."""
     for thread in _threads:
         thread.join()
 
 
-_kept: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has about twenty entries
-_code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
-_lock = threading.RLock()  # for both; reentrant because `make` in `kept` may call `kept`
+_cache: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has about twenty entries
+_module_code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
+_lock = (
+    threading.RLock()
+)  # for both; reentrant because `make` in `get_or_make` may call `get_or_make`
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def jitted(
+def cached_jit(
     function: Callable[..., Any], *, name: str, key: Hashable = None, **settings: Any
 ) -> Any:
     """Return `jax.jit` of a function, or the result of an earlier call with an equal key.
 
     So a notebook that trains twice does not trace and compile its programs twice. Each run calls
-    `forget_if_edited` first.
+    `clear_cache_if_edited` first.
 
     Args:
         function: Function without arrays in its closure, because it stays in memory.
@@ -121,15 +123,15 @@ def jitted(
         settings: Settings of `jax.jit`.
     """
 
-    def called(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
-    called.__name__ = name
-    return kept(partial(jax.jit, called, **settings), name=name, key=key)
+    wrapper.__name__ = name
+    return get_or_make(partial(jax.jit, wrapper, **settings), name=name, key=key)
 
 
-def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
-    """Return the cached result of `make` for an equal name and key, else call it; see `jitted`."""
+def get_or_make(make: Callable[[], Result], *, name: str, key: Hashable) -> Result:
+    """Return the cached result of `make` for an equal name and key, or call it."""
     try:
         hash(key)
     except TypeError:
@@ -137,27 +139,27 @@ def kept(make: Callable[[], Made], *, name: str, key: Hashable) -> Made:
     if key is None:
         return make()
     with _lock:
-        if (name, key) not in _kept:
-            _kept[name, key] = make()
-        found: Made = _kept[name, key]
-        return found
+        if (name, key) not in _cache:
+            _cache[name, key] = make()
+        result: Result = _cache[name, key]
+        return result
 
 
-def joined(*parts: Hashable) -> Hashable:
-    """Return a key of several parts for `jitted`; None if any part is None."""
+def join_keys(*parts: Hashable) -> Hashable:
+    """Return a key of several parts for `cached_jit`; None if any part is None."""
     return None if any(part is None for part in parts) else parts
 
 
-def forget_if_edited() -> None:
+def clear_cache_if_edited() -> None:
     """Drop all programs if code in jaxrl was reloaded or replaced since the last call."""
     modules = [(name, vars(m)) for name, m in [*sys.modules.items()] if name.startswith("jaxrl.")]
     code = {(name, key): v for name, space in modules for key, v in [*space.items()]}
     with _lock:
         # A module that was first loaded since the last call is not an edit.
-        if any(code.get(place) is not value for place, value in _code.items()):
-            _kept.clear()
-        _code.clear()
-        _code.update(code)
+        if any(code.get(entry) is not value for entry, value in _module_code.items()):
+            _cache.clear()
+        _module_code.clear()
+        _module_code.update(code)
 
 
 class CompiledFunction:
@@ -178,13 +180,13 @@ class CompiledFunction:
         static_argnums: tuple[int, ...] = (),
         key: Hashable = None,
     ):
-        """Wrap a function; see `jitted` for `name` and `key`."""
+        """Wrap a function; see `cached_jit` for `name` and `key`."""
         self.name = name
         self.variants = frozenset(variants)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
-        self._jitted = jitted(
+        self._jitted = cached_jit(
             function,
             name=name,
             key=key,
@@ -206,7 +208,7 @@ class CompiledFunction:
         """
         self._check(variant)
         if variant not in self._programs:
-            compile_all([self.ahead(*args, variant=variant)])
+            compile_all([self.make_compile_fn(*args, variant=variant)])
         try:
             return self._programs[variant](
                 *(x for i, x in enumerate(args) if i not in self._static_argnums)
@@ -217,7 +219,7 @@ class CompiledFunction:
                 "This is a bug in jaxrl."
             ) from error
 
-    def ahead(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
+    def make_compile_fn(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
         """Trace the function for abstract arguments; return a function that compiles it.
 
         Any thread may call the result.
@@ -227,10 +229,10 @@ class CompiledFunction:
             return lambda: None
         lowered = self._jitted.lower(*args)
 
-        def compile_it() -> None:
+        def compile_fn() -> None:
             self._programs[variant] = lowered.compile()
 
-        return compile_it
+        return compile_fn
 
     def _check(self, variant: Hashable) -> None:
         if variant not in self.variants:

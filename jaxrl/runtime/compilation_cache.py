@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxrl.runtime.distributed import broadcast, gather, is_main
-from jaxrl.utils.files import system_message, users_cache
+from jaxrl.utils.files import format_os_error, user_cache_folder
 
 OFF = "off"
 """Value of `config.compilation_cache` that disables the cache."""
@@ -61,7 +61,7 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
     folder, reason = None, ""
     marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:
-        folder = Path(setting).absolute() if setting else users_cache() / "programs"
+        folder = Path(setting).absolute() if setting else user_cache_folder() / "programs"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -69,11 +69,11 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
             (folder / marker_name).touch()
             # A full disk or a killed process leaves half a program without its time of use.
             for program in folder.glob("*-cache"):
-                time_of_use = program.with_name(program.name.removesuffix("cache") + "atime")
-                if not time_of_use.exists():
+                atime_file = program.with_name(program.name.removesuffix("cache") + "atime")
+                if not atime_file.exists():
                     program.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        known = system_message(error) if isinstance(error, OSError) else None
+        known = format_os_error(error) if isinstance(error, OSError) else None
         reason = known or str(error)
     # Processes share the autotuning of GPU kernels, so either all or none may find a program.
     reasons = [other for other in gather(reason) if other]

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 Value = TypeVar("Value")
 
-_BLOCKS = (1 << 12, 1 << 20)
+_BLOCK_SIZES = (1 << 12, 1 << 20)
 """Bytes of a process in one collective call. Few sizes mean few compilations."""
 
 
@@ -25,7 +25,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def share(count: int) -> slice:
+def local_slice(count: int) -> slice:
     """Return this process's slice of `count` items in order."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
@@ -42,22 +42,22 @@ def gather(value: Value) -> list[Value]:
     data = json.dumps(value).encode()
     sizes = _gather_lengths(len(data))
     longest = max(sizes)
-    length = next((block for block in _BLOCKS if block >= longest), _BLOCKS[-1])
+    length = next((block for block in _BLOCK_SIZES if block >= longest), _BLOCK_SIZES[-1])
     rows = np.empty((len(sizes), longest), np.uint8)
     for start in range(0, longest, length):
         block = np.zeros(length, np.uint8)
         part = np.frombuffer(data[start : start + length], np.uint8)
         block[: len(part)] = part
-        every = multihost_utils.process_allgather(block)
-        rows[:, start : start + length] = every[:, : longest - start]
+        gathered = multihost_utils.process_allgather(block)
+        rows[:, start : start + length] = gathered[:, : longest - start]
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _gather_lengths(length: int) -> list[int]:
     """Gather the length of every process as bytes, because JAX truncates int64 to 32 bits."""
-    own = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
-    every = multihost_utils.process_allgather(own)
-    return [int.from_bytes(row.tobytes(), "little") for row in every]
+    encoded = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
+    gathered = multihost_utils.process_allgather(encoded)
+    return [int.from_bytes(row.tobytes(), "little") for row in gathered]
 
 
 def barrier() -> None:

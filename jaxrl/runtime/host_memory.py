@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """JAX event with the duration of a compilation."""
 
 LONG_COMPILE_S = 0.5
 """Seconds. A shorter compilation leaves little memory to return."""
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return the freed memory that glibc keeps to the operating system.
 
     After a compilation, this is most of what the compiler used.
@@ -33,11 +33,11 @@ def _trim() -> Callable[[int], Any]:
 
 
 @functools.cache
-def give_back_after_compiling() -> None:
-    """Call `give_back` after each long compilation from now on."""
+def trim_memory_after_compiling() -> None:
+    """Call `trim_memory` after each long compilation from now on."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == COMPILED and duration_secs > LONG_COMPILE_S:
-            give_back()
+        if event == COMPILE_EVENT and duration_secs > LONG_COMPILE_S:
+            trim_memory()
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -29,7 +29,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-BEAT_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two `alive` lines."""
 
 GRACE_S = 5.0
@@ -38,15 +38,15 @@ GRACE_S = 5.0
 FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Maximum callers without the token, in addition to missing monitors; the oldest are dropped."""
 
-_LONGEST_LINE = 1 << 20  # bytes
-_LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends more
+_MAX_LINE_BYTES = 1 << 20  # bytes
+_MAX_HELLO_BYTES = 128  # bytes of a token and an index; only a stranger sends more
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MonitorSettings:
     """Settings of a monitor.
 
     Attributes:
@@ -57,7 +57,7 @@ class Settings:
         hub_fd: Listening socket of the first monitor; -1 for the others.
         token: Secret that proves that a caller belongs to the job.
         deadline_s: Seconds of silence after which a process counts as lost.
-        hello_s: Seconds in which a caller must send the token.
+        handshake_timeout_s: Seconds in which a caller must send the token.
     """
 
     index: int
@@ -67,11 +67,11 @@ class Settings:
     hub_fd: int
     token: str
     deadline_s: float
-    hello_s: float = 5.0
+    handshake_timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class ProcessLoss:
     """A lost process.
 
     Attributes:
@@ -85,7 +85,7 @@ class Loss:
     failed: bool = False
 
     @classmethod
-    def from_line(cls, line: dict[str, Any]) -> Loss:
+    def from_line(cls, line: dict[str, Any]) -> ProcessLoss:
         """Restore what `asdict` returned."""
         return cls(
             index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
@@ -100,29 +100,31 @@ class _Link:
     read_fd: int
     connection: socket.socket | None = None
     is_finished: bool = False
-    began: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    rest: bytes = b""
+    connected_at: float = field(default_factory=time.monotonic)
+    last_received_at: float = field(default_factory=time.monotonic)
+    buffer: bytes = b""
 
     def receive(self) -> bool:
-        """Append received bytes to `rest`; return False if the other end is closed."""
+        """Append received bytes to `buffer`; return False if the other end is closed."""
         try:
             data = os.read(self.read_fd, 65536)
         except OSError:
             return False
-        self.heard = time.monotonic()
-        self.rest += data
+        self.last_received_at = time.monotonic()
+        self.buffer += data
         return bool(data)
 
     def lines(self) -> list[dict[str, Any]] | None:
-        """Take the complete lines out of `rest`; return None if they are malformed."""
-        *lines, self.rest = self.rest.split(b"\n")
+        """Take the complete lines out of `buffer`; return None if they are malformed."""
+        *lines, self.buffer = self.buffer.split(b"\n")
         try:
             read = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             return None
-        is_sense = all(isinstance(line, dict) for line in read) and len(self.rest) <= _LONGEST_LINE
-        return read if is_sense else None
+        is_valid = (
+            all(isinstance(line, dict) for line in read) and len(self.buffer) <= _MAX_LINE_BYTES
+        )
+        return read if is_valid else None
 
     def read(self) -> list[dict[str, Any]] | None:
         """Receive lines; return None if the other end is closed or the lines are malformed."""
@@ -137,16 +139,16 @@ class _Link:
 class Monitor:
     """A monitor of one process; `run` returns when that process has finished or was ended."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: MonitorSettings):
         """Connect to the process on standard input and output, and to the hub."""
         self._settings = settings
         self._selector = selectors.DefaultSelector()
-        self._own = _Link(index=settings.index, read_fd=0)
+        self._process_link = _Link(index=settings.index, read_fd=0)
         self._links: list[_Link] = []
-        self._add(self._own)
+        self._add(self._process_link)
         self._listener: socket.socket | None = None
         self._missing: set[int] = set()  # monitors that have not joined yet
-        self._loss: Loss | None = None
+        self._loss: ProcessLoss | None = None
         if settings.hub_fd >= 0:
             self._listener = socket.socket(fileno=settings.hub_fd)
             self._listener.setblocking(False)  # a caller may have closed the connection
@@ -154,8 +156,10 @@ class Monitor:
             self._missing = set(range(1, len(settings.names)))
         else:
             self._join_hub()
-        self._started = self._beat = time.monotonic()
-        self._failed: tuple[float, Loss] | None = None  # time and report of the first failure
+        self._started = self._last_heartbeat_at = time.monotonic()
+        self._first_failure: tuple[float, ProcessLoss] | None = (
+            None  # time and report of the first failure
+        )
         self._is_stopping = False
 
     def _join_hub(self) -> None:
@@ -165,7 +169,7 @@ class Monitor:
         except OSError as error:
             host, port = settings.hub
             why = f"process {settings.index} cannot reach its monitor at {host}:{port}: {error}"
-            self._loss = Loss(index=0, lost=why)
+            self._loss = ProcessLoss(index=0, lost=why)
             return
         with contextlib.suppress(OSError):
             connection.sendall(f"{settings.token} {settings.index}\n".encode())
@@ -183,21 +187,21 @@ class Monitor:
 
     def run(self) -> None:
         """Watch until the process has finished, or any process is lost."""
-        while not self._own.is_finished:
+        while not self._process_link.is_finished:
             loss = self._loss
-            for key, _ in self._selector.select(timeout=BEAT_S / 2):
+            for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
                 if key.data is None:
                     self._accept()
                 elif key.data in self._links:  # an earlier link of this loop may have dropped it
-                    loss = loss or self._hear(key.data)
-            self._drop_strangers()
-            loss = loss or self._overdue() or self._failure()
+                    loss = loss or self._read_link(key.data)
+            self._drop_unauthenticated()
+            loss = loss or self._check_timeouts() or self._check_failure()
             if loss is not None:
-                return self._end(loss)
-            if time.monotonic() - self._beat >= BEAT_S:
-                self._beat = time.monotonic()
-                self._tell_others(alive=True)
-        self._tell_others(finished=True)
+                return self._terminate(loss)
+            if time.monotonic() - self._last_heartbeat_at >= HEARTBEAT_INTERVAL_S:
+                self._last_heartbeat_at = time.monotonic()
+                self._broadcast(alive=True)
+        self._broadcast(finished=True)
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -206,58 +210,60 @@ class Monitor:
             connection, _ = self._listener.accept()
             self._add(_Link(index=None, read_fd=connection.fileno(), connection=connection))
 
-    def _drop_strangers(self) -> None:
+    def _drop_unauthenticated(self) -> None:
         """Drop callers that have not sent the token in time, and the oldest beyond the limit."""
-        now, most = time.monotonic(), MAX_STRANGERS + len(self._missing)
-        for place, link in enumerate(reversed(self._strangers())):
-            if place >= most or now - link.began > self._settings.hello_s:
+        now, max_callers = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
+        for rank, link in enumerate(reversed(self._unauthenticated_links())):
+            if rank >= max_callers or now - link.connected_at > self._settings.handshake_timeout_s:
                 self._drop(link)
 
-    def _strangers(self) -> list[_Link]:
+    def _unauthenticated_links(self) -> list[_Link]:
         """Return the callers that have not sent the token, oldest first."""
         return [link for link in self._links if link.index is None]
 
-    def _hear(self, link: _Link) -> Loss | None:
+    def _read_link(self, link: _Link) -> ProcessLoss | None:
         """Read a link; return the loss that it reports, if any."""
-        is_there = link.receive()
-        if link.index is None and not self._greet(link, is_there=is_there):
+        is_open = link.receive()
+        if link.index is None and not self._authenticate(link, is_open=is_open):
             return None
         assert link.index is not None
-        lines = link.lines() if is_there else None
+        lines = link.lines() if is_open else None
         if lines is None:
             self._drop(link)
             if link.is_finished:
                 return None
-            how = "it ended" if link is self._own else "its monitor ended"
-            return Loss(index=link.index, lost=f"{how} without a message, like a killed process")
+            cause = "it ended" if link is self._process_link else "its monitor ended"
+            return ProcessLoss(
+                index=link.index, lost=f"{cause} without a message, like a killed process"
+            )
         for line in lines:
             if "lost" in line:
-                return Loss.from_line(line)
-            if "failed" in line and self._failed is None:
+                return ProcessLoss.from_line(line)
+            if "failed" in line and self._first_failure is None:
                 why = f"it failed: {line['failed']}"
-                loss = Loss(index=link.index, lost=why, failed=True)
-                self._failed = (time.monotonic(), loss)
+                loss = ProcessLoss(index=link.index, lost=why, failed=True)
+                self._first_failure = (time.monotonic(), loss)
             if "stop" in line and not self._is_stopping:
                 self._is_stopping = True
-                self._tell_others(stop=True)
-                self._tell_own(stop=True)
+                self._broadcast(stop=True)
+                self._send_to_process(stop=True)
             if "finished" in line:
                 link.is_finished = True
         return None
 
-    def _greet(self, link: _Link, *, is_there: bool) -> bool:
+    def _authenticate(self, link: _Link, *, is_open: bool) -> bool:
         """Return True if a caller's first line is valid; drop a caller that sends another one."""
-        hello, newline, rest = link.rest.partition(b"\n")
+        hello, newline, buffer = link.buffer.partition(b"\n")
         token, _, index = hello.partition(b" ")
-        if is_there and not newline and len(hello) <= _LONGEST_HELLO:
+        if is_open and not newline and len(hello) <= _MAX_HELLO_BYTES:
             return False  # the line is incomplete
-        is_ours = len(hello) <= _LONGEST_HELLO and hmac.compare_digest(
+        has_token = len(hello) <= _MAX_HELLO_BYTES and hmac.compare_digest(
             token, self._settings.token.encode()
         )
-        if not (is_ours and index.isdigit() and int(index) in self._missing):
+        if not (has_token and index.isdigit() and int(index) in self._missing):
             self._drop(link)
             return False
-        link.index, link.rest = int(index), rest
+        link.index, link.buffer = int(index), buffer
         self._missing.remove(link.index)
         # All monitors have joined, and a lost one does not return: stop listening.
         if not self._missing:
@@ -265,83 +271,86 @@ class Monitor:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-            for stranger in self._strangers():
-                self._drop(stranger)
+            for unauthenticated in self._unauthenticated_links():
+                self._drop(unauthenticated)
         return True
 
-    def _overdue(self) -> Loss | None:
+    def _check_timeouts(self) -> ProcessLoss | None:
         """Return the loss of a process that has been silent for too long, if any."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for link in self._links:
             if link.index is None or link.is_finished:
                 continue
-            if now - link.heard > deadline_s:
+            if now - link.last_received_at > deadline_s:
                 why = f"it gave no sign of life for {deadline_s:g} s"
-                return Loss(index=link.index, lost=why)
+                return ProcessLoss(index=link.index, lost=why)
         if self._missing and now - self._started > deadline_s:
             why = f"its monitor did not join within {deadline_s:g} s"
-            return Loss(index=min(self._missing), lost=why)
+            return ProcessLoss(index=min(self._missing), lost=why)
         return None
 
-    def _failure(self) -> Loss | None:
+    def _check_failure(self) -> ProcessLoss | None:
         """Return the first failure if no other loss was reported within `FAILURE_WAIT_S`."""
-        if self._failed is None or time.monotonic() - self._failed[0] < FAILURE_WAIT_S:
+        if (
+            self._first_failure is None
+            or time.monotonic() - self._first_failure[0] < FAILURE_WAIT_S
+        ):
             return None
-        return self._failed[1]
+        return self._first_failure[1]
 
-    def _tell_others(self, **line: Any) -> None:
+    def _broadcast(self, **line: Any) -> None:
         """Write a line to the other monitors that this one is connected to."""
         for link in self._links:
             if link.index is not None:
                 link.write(**line)
 
-    def _tell_own(self, **line: Any) -> None:
+    def _send_to_process(self, **line: Any) -> None:
         """Write a line to the monitored process."""
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(line).encode() + b"\n")
 
-    def _end(self, loss: Loss) -> None:
+    def _terminate(self, loss: ProcessLoss) -> None:
         """Report the lost process to all monitors and end the monitored one."""
         settings = self._settings
-        self._tell_others(**asdict(loss))
+        self._broadcast(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
             # The hub decides which loss came first: another one may have caused this one.
-            loss = self._verdict() or loss
+            loss = self._wait_for_hub() or loss
         name = settings.names[loss.index]
         text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
         advice = "" if loss.failed else " Start the job again: it resumes from its last checkpoint."
         print(f"error: {text}{advice}", file=sys.stderr, flush=True)
-        if self._own not in self._links:
+        if self._process_link not in self._links:
             return
         # Ask the process to end. Kill it if it does not, at once if it is silent (stopped).
-        is_silent = time.monotonic() - self._own.heard > settings.deadline_s
-        until = time.monotonic() + (0 if is_silent else GRACE_S)
-        self._tell_own(**asdict(loss))
-        for link in [link for link in self._links if link is not self._own]:
+        is_silent = time.monotonic() - self._process_link.last_received_at > settings.deadline_s
+        deadline = time.monotonic() + (0 if is_silent else GRACE_S)
+        self._send_to_process(**asdict(loss))
+        for link in [link for link in self._links if link is not self._process_link]:
             self._drop(link)
         if self._listener is not None:
             self._selector.unregister(self._listener)
-        while time.monotonic() < until:
-            for _ in self._selector.select(timeout=BEAT_S / 2):
-                if self._own.read() is None:
+        while time.monotonic() < deadline:
+            for _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
+                if self._process_link.read() is None:
                     return
         with contextlib.suppress(ProcessLookupError):
             os.kill(settings.pid, signal.SIGKILL)
 
-    def _verdict(self) -> Loss | None:
+    def _wait_for_hub(self) -> ProcessLoss | None:
         """Wait for the loss that the hub reports; return None if it reports none."""
-        hub = next((link for link in self._links if link is not self._own), None)
-        until = time.monotonic() + GRACE_S
-        while hub is not None and time.monotonic() < until:
-            for key, _ in self._selector.select(timeout=BEAT_S / 2):
+        hub = next((link for link in self._links if link is not self._process_link), None)
+        deadline = time.monotonic() + GRACE_S
+        while hub is not None and time.monotonic() < deadline:
+            for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
                 lines = key.data.read()
                 if lines is None:
                     self._drop(key.data)
                     hub = None if key.data is hub else hub
                 for line in lines or []:
                     if "lost" in line:
-                        return Loss.from_line(line)
+                        return ProcessLoss.from_line(line)
         return None
 
 
@@ -354,7 +363,7 @@ def main() -> None:
             return
         line += byte
     settings = json.loads(line)
-    Monitor(Settings(**{**settings, "hub": tuple(settings["hub"])})).run()
+    Monitor(MonitorSettings(**{**settings, "hub": tuple(settings["hub"])})).run()
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import broadcast, gather
 from jaxrl.runtime.job import Job
 from jaxrl.runtime.preemption import EXIT_LOST
-from jaxrl.utils.child_process import Child, EndedError
+from jaxrl.utils.child_process import ChildExitedError, ChildProcess
 from jaxrl.utils.secrets import redact
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
-JOIN_S = 300.0
+JOIN_TIMEOUT_S = 300.0
 """Seconds in which all processes of a job must have joined."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -61,7 +61,7 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
         )
 
 
-class Peers:
+class MonitorClient:
     """A process's connection to its monitor; a context manager around the work."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
@@ -73,22 +73,23 @@ class Peers:
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
         # Each process may know the host of process 0 by another address.
-        routes = gather(route_to(first_address(coordinator)))
-        listener = listen_for(routes[1:]) if index == 0 else None
+        routes = gather(find_route(find_main_address(coordinator)))
+        listener = open_listener(routes[1:]) if index == 0 else None
         port = listener.getsockname()[1] if listener else 0
-        everyone = gather([name, port, secrets.token_hex(16)])
-        _, hub_port, token = everyone[0]
+        processes = gather([name, port, secrets.token_hex(16)])
+        _, hub_port, token = processes[0]
         settings = {
             "index": index,
             "pid": os.getpid(),
-            "names": [name for name, *_ in everyone],
+            "names": [name for name, *_ in processes],
             "hub": (routes[index], hub_port),
             "hub_fd": listener.fileno() if listener else -1,
             "token": token,
             "deadline_s": deadline_s,
         }
-        # `Child` starts a new session, so a signal to the process group does not reach the monitor.
-        self._monitor = Child(
+        # `ChildProcess` starts a new session, so a signal to the process group does not reach the
+        # monitor.
+        self._monitor = ChildProcess(
             [sys.executable, "-I", monitor.__file__],
             what="the monitor of this process",
             stderr=None,
@@ -96,69 +97,77 @@ class Peers:
         )
         if listener:
             listener.close()
-        self._verdict: queue.Queue[monitor.Loss] = queue.Queue()
+        self._reported_loss: queue.Queue[monitor.ProcessLoss] = queue.Queue()
         self._is_failing = False
         self._is_stopping = threading.Event()
         self._should_stop: Callable[[], bool] = lambda: False
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._write(**settings)
-        for work in (self._beat, self._listen):
+        for work in (self._send_heartbeats, self._listen):
             threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
 
     def _write(self, **line: Any) -> None:
         try:
             self._monitor.send(line)
-        except EndedError:
-            self._is_over.set()  # the monitor is gone: stop writing
+        except ChildExitedError:
+            self._is_closed.set()  # the monitor is gone: stop writing
 
-    def _beat(self) -> None:
-        while not self._is_over.wait(monitor.BEAT_S):
+    def _send_heartbeats(self) -> None:
+        while not self._is_closed.wait(monitor.HEARTBEAT_INTERVAL_S):
             self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
 
     def _listen(self) -> None:
-        with contextlib.suppress(EndedError):
+        with contextlib.suppress(ChildExitedError):
             while True:
                 line = self._monitor.readline()
                 if "stop" in line:
                     self._is_stopping.set()
                     continue
-                loss = monitor.Loss.from_line(line)
-                self._verdict.put(loss)
+                loss = monitor.ProcessLoss.from_line(line)
+                self._reported_loss.put(loss)
                 if not self._is_failing:
                     # The main thread may wait in a collective that never ends.
                     os._exit(1 if loss.failed else EXIT_LOST)
-        if not (self._is_over.is_set() or self._is_failing):
+        if not (self._is_closed.is_set() or self._is_failing):
             os.write(2, b"error: the monitor of this process ended, so losses would go unnoticed\n")
             os._exit(EXIT_LOST)
 
-    def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Extend `should_stop` to the job: it returns True if any process should stop."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> MonitorClient:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Report to the monitor how this process ends. A failure ends the process here."""
-        is_told = isinstance(error, SystemExit)  # its message is meant for the user
+        has_user_message = isinstance(error, SystemExit)  # its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
-            self._is_over.set()
+            self._is_closed.set()
             self._write(finished=True)
             return
         self._is_failing = True
-        reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
-        reason = redact(printable(reason))  # the monitor, another process, prints it
+        reason = (
+            str(error)
+            if has_user_message
+            else "".join(traceback.format_exception_only(error)).strip()
+        )
+        reason = redact(escape_control_chars(reason))  # the monitor, another process, prints it
         self._write(failed=reason)
         # Wait for the verdict: the loss of another process may have caused this failure.
         index = jax.process_index()
         try:
-            loss = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
+            loss = self._reported_loss.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
         except queue.Empty:
-            loss = monitor.Loss(index=index, lost=reason, failed=True)
-        if loss.index == index or not is_told:
-            text = reason if is_told else printable(traceback.format_exc()).rstrip("\n")
+            loss = monitor.ProcessLoss(index=index, lost=reason, failed=True)
+        if loss.index == index or not has_user_message:
+            text = (
+                reason
+                if has_user_message
+                else escape_control_chars(traceback.format_exc()).rstrip("\n")
+            )
             sys.stderr.write(f"{text}\n")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -166,10 +175,10 @@ class Peers:
         os._exit(1 if loss.failed else EXIT_LOST)
 
 
-def join(job: Job, *, deadline_s: float) -> Peers | None:
+def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
     """Join the job before anything touches a device. Return None if it has one process.
 
-    The process ends with `EXIT_LOST` if not all processes join within `JOIN_S` seconds.
+    The process ends with `EXIT_LOST` if not all processes join within `JOIN_TIMEOUT_S` seconds.
 
     Raises:
         OSError: Process 0 cannot listen on the coordinator's port.
@@ -182,27 +191,29 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             "coordinator_address": job.coordinator,
             "num_processes": job.num_processes,
             "process_id": job.process_id,
-            **_bound(job.coordinator),
+            **_bind_options(job.coordinator),
             # This process uses all devices of its host; under Slurm JAX would give it only one.
             "cluster_detection_method": "deactivate",
         }
     # The service's handler would swallow SIGTERM, which `stop_on_signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
     # On a loss JAX ends processes without naming the lost one, so the monitors must be faster.
-    with _waiting(job):
+    with _report_waiting(job):
         jax.distributed.initialize(
             **known,
             heartbeat_timeout_seconds=int(2 * deadline_s + 60),
-            initialization_timeout=int(JOIN_S + 60),  # `_waiting` ends first; JAX dumps a stack
+            initialization_timeout=int(
+                JOIN_TIMEOUT_S + 60
+            ),  # `_report_waiting` ends first; JAX dumps a stack
         )
-    return Peers(job.coordinator, deadline_s) if jax.process_count() > 1 else None
+    return MonitorClient(job.coordinator, deadline_s) if jax.process_count() > 1 else None
 
 
 def _check_port(coordinator: str) -> None:
     """Refuse a port that is in use; JAX's error names neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
-    bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
-    host = bound.strip("[]")
+    bind_host, _, _ = _bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    host = bind_host.strip("[]")
     try:
         socket.create_server((host, int(port)), family=_family(host)).close()
     except OSError as error:
@@ -214,18 +225,20 @@ def _check_port(coordinator: str) -> None:
 
 
 @contextlib.contextmanager
-def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
+def _report_waiting(
+    job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_TIMEOUT_S
+) -> Iterator[None]:
     """Report that this process waits for the others, and end it after `limit_s` seconds."""
-    arrived = threading.Event()
+    has_joined = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
 
     def watch() -> None:
         # Not print: the main thread may hold the buffer while it blocks in JAX.
-        if not arrived.wait(silent_s):
+        if not has_joined.wait(silent_s):
             text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
             os.write(2, f"{text}\n".encode())
-            if not arrived.wait(limit_s - silent_s):
+            if not has_joined.wait(limit_s - silent_s):
                 text = (
                     f"{who}not all processes joined{where} within {limit_s:.0f} s; see their logs"
                 )
@@ -236,10 +249,10 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
     try:
         yield
     finally:
-        arrived.set()
+        has_joined.set()
 
 
-def _bound(coordinator: str) -> dict[str, Any]:
+def _bind_options(coordinator: str) -> dict[str, Any]:
     """Bind JAX's coordinator to loopback if its address is loopback, else to all addresses."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # raised for a host name
@@ -248,23 +261,23 @@ def _bound(coordinator: str) -> dict[str, Any]:
     return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
 
 
-def first_address(coordinator: str | None) -> str:
+def find_main_address(coordinator: str | None) -> str:
     """Return an address of process 0 that every host can reach; all processes call this."""
     if coordinator is not None:
         return coordinator.rpartition(":")[0].strip("[]")
-    return broadcast(own_address())
+    return broadcast(find_local_address())
 
 
-def own_address() -> str:
+def find_local_address() -> str:
     """Return this host's address on its default route, or its name if there is none."""
-    for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+    for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((far_away, _ANY_PORT))  # reserved for documentation; nothing is sent
+            probe.connect((remote, _ANY_PORT))  # reserved for documentation; nothing is sent
             return str(probe.getsockname()[0])
     return socket.gethostname()
 
 
-def route_to(host: str) -> str:
+def find_route(host: str) -> str:
     """Return the address at which this host reaches `host`; `host` itself if there is none."""
     addresses: list[Any] = []
     with contextlib.suppress(OSError):
@@ -284,7 +297,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def listen_for(routes: Sequence[str]) -> socket.socket:
+def open_listener(routes: Sequence[str]) -> socket.socket:
     """Return a socket that listens on the address at which all other processes reach this host.
 
     It listens on all addresses if they use different ones, or one that this host does not have,

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-EXIT_TRY_AGAIN = 75
+EXIT_INTERRUPTED = 75
 """A signal ended the run early; EX_TEMPFAIL of sysexits.h."""
 
-EXIT_NOTHING_WORKS = 69
+EXIT_UNAVAILABLE = 69
 """Every episode failed, or the search engine was unavailable; EX_UNAVAILABLE of sysexits.h."""
 
 EXIT_BUDGET_SPENT = 78
@@ -23,43 +23,43 @@ EXIT_BUDGET_SPENT = 78
 EXIT_LOST = 76
 """A process of the job is lost, or nothing makes progress; EX_PROTOCOL of sysexits.h."""
 
-EXIT_UNSOUND = 70
+EXIT_UNHEALTHY = 70
 """`watch.action` ended the run; EX_SOFTWARE of sysexits.h."""
 
-ENDED_EARLY = "ended before the first step; there is nothing to save"
+NOTHING_TO_SAVE = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
     """Work ended early on request. The rollout and its engine can be used again."""
 
 
-_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
+_SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
 
 
-def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -> None:
+def exit_on_signals(message: str = NOTHING_TO_SAVE, code: int | None = EXIT_INTERRUPTED) -> None:
     """From now on, end the process at once on SIGTERM or SIGINT.
 
     Args:
-        said: Text to print after the signal's name.
+        message: Text to print after the signal's name.
         code: Exit code; None for 128 plus the signal's number.
     """
 
     def end(number: int, _: object) -> None:
-        _write(f"{signal.Signals(number).name}: {said}")
+        _write_stderr(f"{signal.Signals(number).name}: {message}")
         os._exit(128 + number if code is None else code)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
 
 
-def _write(line: str) -> None:
+def _write_stderr(line: str) -> None:
     """Write to stderr. A signal may arrive while a print holds the buffer, so do not use print."""
-    os.write(2, f"{line}\n{_CURSOR if os.isatty(2) else ''}".encode())
+    os.write(2, f"{line}\n{_SHOW_CURSOR if os.isatty(2) else ''}".encode())
 
 
 @contextmanager
 def stop_on_signals(
-    is_begun: Callable[[], bool] = lambda: True,
+    has_started: Callable[[], bool] = lambda: True,
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once SIGTERM or SIGINT has arrived.
 
@@ -67,41 +67,41 @@ def stop_on_signals(
     them, because the main thread may be compiling or waiting for other processes.
 
     Args:
-        is_begun: Function that returns False while there is nothing to save. A signal then ends
-            the process at once with `EXIT_TRY_AGAIN`.
+        has_started: Function that returns False while there is nothing to save. A signal then ends
+            the process at once with `EXIT_INTERRUPTED`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
-    asked = threading.Event()
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    stop_requested = threading.Event()
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
 
     def listen() -> None:
-        while received := os.read(reading, 1):
+        while received := os.read(read_fd, 1):
             if received[0] not in numbers:
                 continue
-            if asked.is_set():
+            if stop_requested.is_set():
                 os._exit(128 + received[0])
             name = signal.Signals(received[0]).name
-            if not is_begun():
-                _write(f"{name}: {ENDED_EARLY}")
-                os._exit(EXIT_TRY_AGAIN)
-            asked.set()
+            if not has_started():
+                _write_stderr(f"{name}: {NOTHING_TO_SAVE}")
+                os._exit(EXIT_INTERRUPTED)
+            stop_requested.set()
             # Unlike a signal handler, this thread may wait for another print to finish.
             print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, daemon=True, name="signals")
     thread.start()
     try:
-        yield asked.is_set
+        yield stop_requested.is_set
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-        os.close(writing)
+        os.close(write_fd)
         thread.join()
-        os.close(reading)
+        os.close(read_fd)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,15 +27,15 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
 from jaxrl.config.schema import KEYS, flat_json, missing_folder, to_json
-from jaxrl.utils.files import append_line, atomic_write, set_aside, written_whole
+from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
 from jaxrl.utils.json_io import parse_json
 
-HISTORY = "config_history.jsonl"
-ROLLBACKS = "roll_backs.jsonl"
-ASIDE = "rolled_back"
+HISTORY_FILE = "config_history.jsonl"
+ROLLBACKS_FILE = "roll_backs.jsonl"
+ROLLED_BACK_FOLDER = "rolled_back"
 
 _FOLDERS = ("trajectories", "eval")
-_OF_STEP = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
+_STEP_FILE = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,36 +64,36 @@ class Change:
         return f"config.{self.key}: {self.before!r} -> {self.now!r}"
 
 
-def check_step(folder: Path, step: int) -> None:
+def check_checkpoint_exists(folder: Path, step: int) -> None:
     """Refuse a step without a checkpoint.
 
     Raises:
         ValueError: The step has none. The message lists the steps that have one.
     """
-    from jaxrl.runtime.checkpoint import steps_in
+    from jaxrl.runtime.checkpoint import list_steps
 
-    if step not in (steps := steps_in(folder)):
-        held = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"--step={step}: {folder} has no such checkpoint; it holds {held}.")
+    if step not in (steps := list_steps(folder)):
+        available = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"--step={step}: {folder} has no such checkpoint; it holds {available}.")
 
 
-def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None:
+def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | None:
     """Return the record of the run in a workdir; None without checkpoints.
 
     Args:
         workdir: Folder with `checkpoints/` and `config.json`.
-        is_accepted: True to accept a run with a lost configuration or unknown keys.
+        accept_changes: True to accept a run with a lost configuration or unknown keys.
 
     Raises:
-        ValueError: The configuration is lost or has unknown keys, and `is_accepted` is False.
+        ValueError: The configuration is lost or has unknown keys, and `accept_changes` is False.
     """
     # Imported here because the viewer reads the history without loading JAX.
-    from jaxrl.runtime.checkpoint import has_any, read_newest_position
+    from jaxrl.runtime.checkpoint import has_checkpoint, read_latest_position
 
-    if not has_any(workdir / "checkpoints"):
+    if not has_checkpoint(workdir / "checkpoints"):
         return None
     # config.json is authoritative; a checkpoint replaces a lost one.
-    step, position = read_newest_position(workdir / "checkpoints")
+    step, position = read_latest_position(workdir / "checkpoints")
     saved = position.get("config") or {}
     warnings: list[str] = []
     path = workdir / "config.json"
@@ -102,7 +102,7 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
     except (OSError, ValueError) as error:
         configured = {}
         damage = f"{path} is missing or cannot be read ({' '.join(str(error).split())[:200]})"
-        if not (saved or is_accepted):
+        if not (saved or accept_changes):
             raise ValueError(
                 f"{damage}; no checkpoint records the configuration either. Restore the file, or "
                 "name another --workdir; with --accept_changes the run continues with the current "
@@ -116,7 +116,7 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
     if unknown:
         names = ", ".join(f"config.{key}" for key in unknown)
         line = f"{workdir} holds a run with keys that this version does not have: {names}"
-        if not is_accepted:
+        if not accept_changes:
             raise ValueError(
                 f"{line}. Name another --workdir to start over; --accept_changes continues without "
                 "them."
@@ -127,28 +127,30 @@ def read_record(workdir: Path, *, is_accepted: bool = False) -> RunRecord | None
     # Later starts may have changed files, so the history overrides the checkpoint's fingerprints.
     lines, num_damaged = read_history(workdir)
     contents = dict(position.get("contents") or {})
-    if num_damaged or (contents and not (workdir / HISTORY).exists()):
+    if num_damaged or (contents and not (workdir / HISTORY_FILE).exists()):
         warnings.append(
-            f"warning: {workdir / HISTORY} is missing or has damaged lines; the changes recorded "
-            "there are lost"
+            f"warning: {workdir / HISTORY_FILE} is missing or has damaged lines; the changes "
+            "recorded there are lost"
         )
     for change in lines:
         contents |= change.get("contents") or {}
-    defaults = as_json({name: key.default for name, key in KEYS.items()})
+    defaults = normalize_json({name: key.default for name, key in KEYS.items()})
     return RunRecord(
         step=step,
-        config={**defaults, **as_json(saved), **as_json(configured)} if saved or configured else {},
+        config={**defaults, **normalize_json(saved), **normalize_json(configured)}
+        if saved or configured
+        else {},
         contents=contents,
         warnings=warnings,
     )
 
 
-def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat configuration after a round trip through JSON."""
     return json.loads(json.dumps(dict(config)))
 
 
-def check_fixed(
+def check_fixed_keys(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
     """Refuse changes of the `fixed` keys, which would make checkpoints unusable.
@@ -158,15 +160,15 @@ def check_fixed(
     Raises:
         ValueError: A key has changed. The message names it.
     """
-    config = as_json(config)
+    config = normalize_json(config)
     for key in fixed:
         now = config.get(key, 0)
         before = record.config.get(key, now)
         if before != now:
             folder = missing_folder(key)
-            mend = f"bring jaxrl/extras/{folder}" if folder else "set it"
+            remedy = f"bring jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
-                f"config.{key} is {now!r}, but {workdir} began with {before!r}; {mend} back to "
+                f"config.{key} is {now!r}, but {workdir} began with {before!r}; {remedy} back to "
                 "resume, or set --workdir to another folder to start over."
             )
 
@@ -178,22 +180,26 @@ def find_changes(
 
     `contents` holds the fingerprints of this start; None to not compare files yet.
     """
-    now = as_json(config)
-    different = [key for key in now if key in record.config and record.config[key] != now[key]]
+    now = normalize_json(config)
+    changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
     # The memory plan replaces 0 later.
-    different = [key for key in different if not (key.endswith("micro_rows") and now[key] == 0)]
+    changed_keys = [
+        key for key in changed_keys if not (key.endswith("micro_rows") and now[key] == 0)
+    ]
     if contents is None:  # a new path may hold the same files
-        different = [key for key in different if not _files_of(key, record.contents)]
+        changed_keys = [
+            key for key in changed_keys if not _select_fingerprints(key, record.contents)
+        ]
         contents = {}
     # Keys of a missing extra are no change. Settings that need the extra are refused elsewhere.
-    gone = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
+    removed_keys = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
     changes = []
-    for key in [*different, *sorted(gone)]:
+    for key in [*changed_keys, *sorted(removed_keys)]:
         # A key that names another path with the same files changes nothing.
-        files = _files_of(key, contents)
-        is_moved = bool(files) and files == _files_of(key, record.contents)
-        free = key in now and (is_free(key, record.config, now) or is_moved)
-        change = Change(key=key, before=record.config[key], now=now.get(key), is_free=free)
+        files = _select_fingerprints(key, contents)
+        is_moved = bool(files) and files == _select_fingerprints(key, record.contents)
+        is_allowed = key in now and (is_free(key, record.config, now) or is_moved)
+        change = Change(key=key, before=record.config[key], now=now.get(key), is_free=is_allowed)
         changes.append(change)
     # Files with new contents under an unchanged key. A new or missing file counts as a change only
     # for the model.
@@ -201,21 +207,23 @@ def find_changes(
         key, is_model = name.partition("/")[0], name.startswith("model.path/")
         is_known = is_model and any(n.startswith("model.path/") for n in record.contents)
         is_read = name in contents or (is_model and contents)
-        if key in different or not is_read or not (name in record.contents or is_known):
+        if key in changed_keys or not is_read or not (name in record.contents or is_known):
             continue
         before, after = record.contents.get(name), contents.get(name)
         if before != after:
-            free = is_free(key, record.config, now)
-            changes.append(Change(key=f"{name} (content)", before=before, now=after, is_free=free))
+            is_allowed = is_free(key, record.config, now)
+            changes.append(
+                Change(key=f"{name} (content)", before=before, now=after, is_free=is_allowed)
+            )
     return changes
 
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Return True if a key, or a fingerprint of its file, may change without consent."""
     # A fingerprint such as `loss.name's file` follows the rule of its key.
-    rests = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
-    named = [name for name, rest in rests.items() if not re.match(r"\w", rest)]
-    restart = KEYS[max(named, key=len)].restart if named else RESULTS
+    suffixes = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
+    matches = [name for name, suffix in suffixes.items() if not re.match(r"\w", suffix)]
+    restart = KEYS[max(matches, key=len)].restart if matches else RESULTS
     stages = config["stages"]
     if set(stages) == {"evaluate"}:
         return restart != RESULTS
@@ -229,11 +237,11 @@ def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> b
     if key == "ledger.prices" and config["rollout.max_cost"]:
         return False  # prices decide when trajectories end
     has_gate = config["shaping.boundary_aware"] and config["shaping.stage_level"]
-    is_steered = config["checkpoint.keep_best"] or config["eval.patience"] or has_gate
-    return restart == FREE or (restart == EVALUATION and not is_steered)
+    depends_on_eval = config["checkpoint.keep_best"] or config["eval.patience"] or has_gate
+    return restart == FREE or (restart == EVALUATION and not depends_on_eval)
 
 
-def _files_of(key: str, contents: Mapping[str, str]) -> dict[str, str]:
+def _select_fingerprints(key: str, contents: Mapping[str, str]) -> dict[str, str]:
     """Return the fingerprints of the files that a key names."""
     return {name: value for name, value in contents.items() if name.partition("/")[0] == key}
 
@@ -290,13 +298,13 @@ def write_history(
         **({"contents": dict(contents)} if is_run else {}),
     }
     if record is None:
-        (workdir / HISTORY).unlink(missing_ok=True)  # from a run that left no checkpoint
-    append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
+        (workdir / HISTORY_FILE).unlink(missing_ok=True)  # from a run that left no checkpoint
+    append_line(workdir / HISTORY_FILE, json.dumps(line, ensure_ascii=False))
 
 
 def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of the history, oldest first, and the number of damaged lines."""
-    path = workdir / HISTORY
+    path = workdir / HISTORY_FILE
     data = path.read_bytes() if path.is_file() else b""
     texts = [text for text in data.splitlines() if text.strip()]
     lines = []
@@ -317,12 +325,12 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
-        set_aside(path)
-    with written_whole(path) as file:
+        quarantine_file(path)
+    with open_atomic(path) as file:
         file.write(to_json(config))
 
 
-def run_folder(run: Path) -> Path:
+def launch_folder(run: Path) -> Path:
     """Return the folder from which a run was last started; if unknown, the current folder."""
     folder = Path(str(_starts(run)[-1].get("folder", "")))
     return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
@@ -335,7 +343,7 @@ def add_code_folders(run: Path) -> None:
             sys.path.append(folder)
 
 
-def prompt_time(run: Path) -> datetime:
+def read_prompt_time(run: Path) -> datetime:
     """Return the time for the prompts of a run: that of its first start.
 
     Chat templates may insert today's date. A run that resumes on another day keeps the first date.
@@ -366,10 +374,10 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
     """Record a rollback. This start carries it out; after a kill, the next one does."""
-    (workdir / ASIDE).mkdir(exist_ok=True)  # fail now, not at every later start
+    (workdir / ROLLED_BACK_FOLDER).mkdir(exist_ok=True)  # fail now, not at every later start
     lines = [*read_rollbacks(workdir), line]
-    with written_whole(workdir / ROLLBACKS) as file:
-        file.writelines(json.dumps(one) + "\n" for one in lines)
+    with open_atomic(workdir / ROLLBACKS_FILE) as file:
+        file.writelines(json.dumps(rollback) + "\n" for rollback in lines)
 
 
 def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
@@ -378,7 +386,7 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line is damaged.
     """
-    path = workdir / ROLLBACKS
+    path = workdir / ROLLBACKS_FILE
     fields = {"number", "sign", "from_step", "to_step", "lr_scale", "ledger"}
     rollbacks = []
     for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
@@ -393,37 +401,37 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
     return rollbacks
 
 
-def set_aside_after(workdir: Path, step: int, number: int) -> None:
+def archive_later_output(workdir: Path, step: int, number: int) -> None:
     """Set aside the output after `step`, the target of rollback `number`.
 
     Move trajectories and evaluations, and copy `metrics.jsonl` and `sentinel.jsonl`. After a kill,
     another call completes the work.
     """
-    aside = workdir / ASIDE / str(number)
-    done = aside / "done"
-    if done.exists():
+    archive = workdir / ROLLED_BACK_FOLDER / str(number)
+    done_marker = archive / "done"
+    if done_marker.exists():
         return
     for path in (workdir / "metrics.jsonl", workdir / "sentinel.jsonl"):
-        if path.exists() and not (aside / path.name).exists():
-            aside.mkdir(parents=True, exist_ok=True)
-            with atomic_write(aside / path.name) as unfinished:
+        if path.exists() and not (archive / path.name).exists():
+            archive.mkdir(parents=True, exist_ok=True)
+            with atomic_write(archive / path.name) as unfinished:
                 shutil.copyfile(path, unfinished)
-    for path in _files_after(workdir, step):
-        (aside / path.parent.name).mkdir(parents=True, exist_ok=True)
-        shutil.move(path, aside / path.parent.name / path.name)  # may be on another disk
-    aside.mkdir(parents=True, exist_ok=True)
-    done.touch()
+    for path in _list_later_output(workdir, step):
+        (archive / path.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.move(path, archive / path.parent.name / path.name)  # may be on another disk
+    archive.mkdir(parents=True, exist_ok=True)
+    done_marker.touch()
 
 
-def remove_later_files(workdir: Path, step: int) -> None:
+def delete_later_output(workdir: Path, step: int) -> None:
     """Remove the files that a killed run wrote after `step`, from which it resumes."""
     unfinished = (path for name in _FOLDERS for path in workdir.glob(f"{name}/*.unfinished"))
-    for path in [*_files_after(workdir, step), *unfinished]:
+    for path in [*_list_later_output(workdir, step), *unfinished]:
         path.unlink()
 
 
-def _files_after(workdir: Path, step: int) -> list[Path]:
+def _list_later_output(workdir: Path, step: int) -> list[Path]:
     """Return the files with trajectories and evaluations of later steps."""
     files = [path for name in _FOLDERS for path in workdir.glob(f"{name}/*")]
-    steps = ((path, _OF_STEP.fullmatch(path.name)) for path in files)
+    steps = ((path, _STEP_FILE.fullmatch(path.name)) for path in files)
     return [path for path, match in steps if match and int(match[1]) > step]

@@ -21,24 +21,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
-from jaxrl.models.layers import for_sampler
+from jaxrl.models.layers import prepare_sampler_weights
 from jaxrl.models.params import ParamSpec
 from jaxrl.types import Params
 
-BATCH = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split packed rows."""
 
-CONTEXT = "context"
+CONTEXT_AXIS = "context"
 """Mesh axis that splits each packed row into pieces of equal length."""
 
-PIECES = (*BATCH, CONTEXT)
+PIECE_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 """Mesh axes that split pieces of packed rows, and the sampler's rows and pages."""
 
-RULES: dict[str | None, str | tuple[str, ...] | None] = {
+LOGICAL_AXIS_RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layer": None,
     "vocab": "tensor",
-    "width": ("fsdp", CONTEXT, "expert"),
-    "width of an expert": ("fsdp", CONTEXT),
+    "width": ("fsdp", CONTEXT_AXIS, "expert"),
+    "width of an expert": ("fsdp", CONTEXT_AXIS),
     "heads": "tensor",
     "mlp": "tensor",
     "expert": "expert",
@@ -65,20 +65,20 @@ def mesh_sizes(
         ValueError: The product of the sizes is not the number of devices.
     """
     num_local = num_devices // num_processes
-    together = max(tensor, 1) * max(expert, 1)
-    if rollout_devices and (rollout_devices >= num_local or rollout_devices % together):
+    replica_size = max(tensor, 1) * max(expert, 1)
+    if rollout_devices and (rollout_devices >= num_local or rollout_devices % replica_size):
         key = "mesh.tensor" if expert == 1 else "mesh.expert * mesh.tensor"
         raise ValueError(
             f"config.mesh.rollout_devices={rollout_devices} of each process's {num_local} devices; "
-            f"expected a multiple of config.{key}={together} that leaves devices to train on."
+            f"expected a multiple of config.{key}={replica_size} that leaves devices to train on."
         )
     num_devices -= rollout_devices * num_processes
-    sizes = {"data": data, "fsdp": fsdp, CONTEXT: context, "expert": expert, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, CONTEXT_AXIS: context, "expert": expert, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
-    given = [size for size in sizes.values() if size != -1]
-    known = math.prod(given)
+    fixed_sizes = [size for size in sizes.values() if size != -1]
+    known = math.prod(fixed_sizes)
     shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    is_valid = len(free) <= 1 and min(given) >= 1 and num_devices % known == 0
+    is_valid = len(free) <= 1 and min(fixed_sizes) >= 1 and num_devices % known == 0
     if not is_valid or (not free and known != num_devices):
         raise ValueError(
             f"config.mesh ({shape}) does not fit the number of devices, {num_devices}"
@@ -101,13 +101,15 @@ def make_mesh(*, rollout_devices: int = 0, devices: Any = None, **axes: int) -> 
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
         devices = [device for part in own for device in part[:-rollout_devices]]
     return Mesh(
-        arrange(devices, sizes, with_gaps=rollout_devices > 0),
+        arrange_devices(devices, sizes, with_gaps=rollout_devices > 0),
         tuple(sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
     )
 
 
-def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool = False) -> Any:
+def arrange_devices(
+    devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool = False
+) -> Any:
     """Arrange devices in the shape of a mesh, with `expert` and `tensor` within one process.
 
     On a TPU the axes follow the links between chips if that keeps `expert` and `tensor` within a
@@ -123,30 +125,30 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool
     Raises:
         ValueError: A process's number of devices is not a multiple of `expert` times `tensor`.
     """
-    shape, size = tuple(sizes.values()), devices_together(sizes)
+    shape, size = tuple(sizes.values()), devices_per_replica(sizes)
 
-    def is_together(arranged: np.ndarray) -> bool:
+    def is_process_local(arranged: np.ndarray) -> bool:
         rows = arranged.reshape(-1, size)
         return all(len({device.process_index for device in row}) == 1 for row in rows)
 
     if not with_gaps and len({getattr(device, "slice_index", 0) for device in devices}) == 1:
         by_links = create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        if is_together(by_links):
+        if is_process_local(by_links):
             return by_links
     in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
     by_process = np.array(in_order).reshape(shape)
-    if not is_together(by_process):
+    if not is_process_local(by_process):
         num_local = min(Counter(device.process_index for device in devices).values())
-        raise spans_processes(sizes, num_local)
+        raise process_span_error(sizes, num_local)
     return by_process
 
 
-def devices_together(sizes: Mapping[str, int]) -> int:
+def devices_per_replica(sizes: Mapping[str, int]) -> int:
     """Return the number of devices that sample the same rows: `expert` times `tensor`."""
     return sizes["expert"] * sizes["tensor"]
 
 
-def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
+def process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueError:
     """Return the error for `expert` and `tensor` axes that do not fit into one process."""
     names = [name for name in ("expert", "tensor") if sizes[name] > 1]
     keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
@@ -168,13 +170,13 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
         return mesh
     else:
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    kept = {name: mesh.shape[name] for name in ("expert", "tensor")}
-    sizes = dict.fromkeys(mesh.axis_names, 1) | {"data": -1} | kept
+    model_axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
+    sizes = dict.fromkeys(mesh.axis_names, 1) | {"data": -1} | model_axes
     devices = np.array(own).reshape(tuple(sizes.values()))
     return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
+def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
     """Move an array from the training mesh to this process's sampler.
 
     Each of its parts on this process's devices must consist of complete rows.
@@ -195,47 +197,47 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
         "expert": (config.num_experts, "experts"),
         "tensor": (config.num_kv_heads, "key-value heads"),
     }
-    for axis, (count, what) in counts.items():
+    for axis, (count, label) in counts.items():
         size = mesh.shape[axis]
         if size > 1 and (not count or count % size):
             raise ValueError(
-                f"config.mesh.{axis}={size} does not divide the model's {count} {what}; set it to "
+                f"config.mesh.{axis}={size} does not divide the model's {count} {label}; set it to "
                 "a divisor, or to 1."
             )
 
 
 def num_batch_shards(mesh: Mesh) -> int:
     """Return the number of shards of packed rows."""
-    return math.prod(mesh.shape[axis] for axis in BATCH)
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def num_pieces(mesh: Mesh) -> int:
     """Return the number of shards of tokens, and of the sampler's rows."""
-    return math.prod(mesh.shape[axis] for axis in PIECES)
+    return math.prod(mesh.shape[axis] for axis in PIECE_AXES)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding with a full copy on every device."""
     return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of mini-batches `[A, b, T]`: rows over `BATCH`, tokens over context."""
-    return NamedSharding(mesh, P(None, BATCH, CONTEXT))
+    """Return the sharding of mini-batches `[A, b, T]`: rows on `BATCH_AXES`, tokens on context."""
+    return NamedSharding(mesh, P(None, BATCH_AXES, CONTEXT_AXIS))
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that splits the first axis over `PIECES`."""
-    return NamedSharding(mesh, P(PIECES))
+    """Return the sharding that splits the first axis over `PIECE_AXES`."""
+    return NamedSharding(mesh, P(PIECE_AXES))
 
 
-def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
+def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     """Cut rows `[b, T, ...]` into pieces `[C * b, T / C, ...]`; C is the size of `context`.
 
     For each shard of rows, all first pieces come first, then all second pieces, and so on, so that
     each piece stays on its device.
     """
-    count = mesh.shape[CONTEXT]
+    count = mesh.shape[CONTEXT_AXIS]
     if count == 1:
         return x
     size = x.shape[1] // count
@@ -244,42 +246,44 @@ def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(pieces, piece_sharding(mesh))
 
 
-def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Invert `in_pieces` for one value per token in any shape; return rows `[b, T]`."""
-    count, shards = mesh.shape[CONTEXT], num_batch_shards(mesh)
+def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Invert `split_into_pieces` for one value per token in any shape; return rows `[b, T]`."""
+    count, shards = mesh.shape[CONTEXT_AXIS], num_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)
     return x.reshape(shards, count, shape[0] // shards, -1).swapaxes(1, 2).reshape(shape)
 
 
-def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
+def gather_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
     """Put complete rows `[b, T]` on each device that has a piece of them."""
-    if mesh.shape[CONTEXT] == 1:
+    if mesh.shape[CONTEXT_AXIS] == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH_AXES)))
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of `[pages, n * K, page, H]`: pages over `PIECES`, heads over tensor."""
-    return NamedSharding(mesh, P(PIECES, "tensor", None, None))
+    """Return the sharding of `[pages, n * K, page, H]`: pages on `PIECE_AXES`, heads on tensor."""
+    return NamedSharding(mesh, P(PIECE_AXES, "tensor", None, None))
 
 
-def param_shardings(mesh: Mesh, declared: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
+def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
     """Return a sharding for every parameter of a model or of a part of a policy.
 
     A dimension is not split by mesh axes that do not divide it. With `for_decode` only `tensor`
     and, for experts, `expert` split weights, so that a decode step gathers no weights.
     """
-    return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
+    return _shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
 
 
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
-    """Return a sharding for every weight of `decode_weights` after `for_sampler`."""
+    """Return a sharding for every weight of `decode_weights` after `prepare_sampler_weights`."""
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
     stacks = config.stacks
-    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers, stacks=stacks), stacked)
+    weights = jax.eval_shape(
+        partial(prepare_sampler_weights, scan=scan_layers, stacks=stacks), stacked
+    )
     axes = config.decode_axes()
     if isinstance(weights["blocks"], tuple):
         layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
@@ -290,16 +294,18 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
 
 def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: bool) -> Any:
     def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
-        names = [RULES[axis] for axis in axes]
+        names = [LOGICAL_AXIS_RULES[axis] for axis in axes]
         if for_decode:
             names = [name if name in ("tensor", "expert") else None for name in names]
-        spec = [_split_by(mesh, n, size) for n, size in zip(names, shape.shape, strict=True)]
+        spec = [
+            _find_dividing_axes(mesh, n, size) for n, size in zip(names, shape.shape, strict=True)
+        ]
         return NamedSharding(mesh, P(*spec))
 
     return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes)
 
 
-def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
+def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
     """Return the longest prefix of the mesh axes `names` that divides a dimension."""
     if names is None:
         return None
@@ -310,7 +316,7 @@ def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any
     return axes if len(axes) > 1 else next(iter(axes), None)
 
 
-def abstract(tree: Any, shardings: Any) -> Any:
+def make_restore_target(tree: Any, shardings: Any) -> Any:
     """Return shapes, dtypes and shardings to restore into."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -19,8 +19,8 @@ import jaxrl
 from jaxrl.models.architecture import KernelCheck
 from jaxrl.runtime.resume import read_starts
 from jaxrl.training.run_state import Components
-from jaxrl.utils.callables import code_folders
-from jaxrl.utils.files import set_aside, written_whole
+from jaxrl.utils.callables import list_code_folders
+from jaxrl.utils.files import open_atomic, quarantine_file
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -28,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 def write_environment(
     path: Path, step: int, components: Components, log: Callable[[str], None] = print
 ) -> None:
-    """Add this start of the run, after global step `step`, to its `environment.json`.
+    """Add this start of the run, after global step `step`, to its `describe_environment.json`.
 
     An unreadable file is renamed and replaced.
     """
@@ -39,18 +39,18 @@ def write_environment(
         if step > 0:
             log(f"warning: {path} is missing: the record of earlier starts is lost")
     except (OSError, ValueError) as error:
-        log(f"warning: {error}; set aside as {set_aside(path).name}")
-    starts = [*starts, {"step": step, **environment(components)}]
-    with written_whole(path) as file:
+        log(f"warning: {error}; set aside as {quarantine_file(path).name}")
+    starts = [*starts, {"step": step, **describe_environment(components)}]
+    with open_atomic(path) as file:
         file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
 
 
-def environment(components: Components) -> dict[str, Any]:
+def describe_environment(components: Components) -> dict[str, Any]:
     """Return versions, devices and data of this process."""
     device = jax.devices()[0]
     sizes: dict[str, Any] = {"external": components.external}
     if not components.external:
-        model = components.model.architecture.plain
+        model = components.model.architecture.unwrapped
         shapes = jax.tree.leaves(model.abstract_params())
         sizes = {
             "layers": model.num_layers,
@@ -64,9 +64,9 @@ def environment(components: Components) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
         },
-        "commit": commit(Path(jaxrl.__file__).parent),
+        "commit": find_commit(Path(jaxrl.__file__).parent),
         "folder": str(Path.cwd()),
-        "code_folders": code_folders(),
+        "code_folders": list_code_folders(),
         "machine": {
             "system": platform.platform(),
             "device_kind": device.device_kind,
@@ -75,21 +75,21 @@ def environment(components: Components) -> dict[str, Any]:
         },
         "model": sizes,
         **({"prompt_time": components.prompt_time} if components.prompt_time else {}),
-        "kernels": [dataclasses.asdict(verdict) for verdict in kernel_checks_of(components)],
+        "kernels": [dataclasses.asdict(check) for check in collect_kernel_checks(components)],
         "num_tasks": len(components.tasks),
         "num_eval_tasks": len(components.eval_tasks),
         "num_demonstrations": len(components.demonstrations),
     }
 
 
-def kernel_checks_of(components: Components) -> tuple[KernelCheck, ...]:
+def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
     """Return the kernel checks of attention, then of the architecture."""
     if components.external:
         return ()
     return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks
 
 
-def commit(folder: Path) -> str | None:
+def find_commit(folder: Path) -> str | None:
     """Return the git commit of the code in `folder`, with a + for uncommitted changes.
 
     None if git does not track the code, also if the folder is inside another repository.

@@ -17,11 +17,11 @@ from typing import Protocol
 from jaxrl.runtime.preemption import EXIT_LOST
 
 
-class Moving(Protocol):
+class HasProgress(Protocol):
     """A display that records progress, see `logs.display.Display`."""
 
-    moved_at: float  # time of the last progress, from `time.monotonic`
-    doing: str  # activity text of the last progress
+    last_progress_at: float  # time of the last progress, from `time.monotonic`
+    last_activity: str  # activity text of the last progress
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -30,73 +30,78 @@ class Moving(Protocol):
 
 @contextlib.contextmanager
 def watchdog(
-    display: Moving,
-    seconds: float,
+    display: HasProgress,
+    stall_s: float,
     deadline_s: float = 0.0,
     *,
-    end: Callable[[int], None] = os._exit,
+    exit_process: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
     """Watch progress from a thread while the body runs.
 
     Args:
         display: Display that receives all progress.
-        seconds: Seconds without progress before a warning with the stacks of all threads. The
+        stall_s: Seconds without progress before a warning with the stacks of all threads. The
             next warning waits twice as long. 0 for no warnings.
         deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
-        end: Function that ends the process with an exit code. Nothing is saved, because the state
-            may be in use by what hangs.
+        exit_process: Function that ends the process with an exit code. Nothing is saved, because
+            the state may be in use by what hangs.
     """
-    limits = [one for one in (seconds, deadline_s) if one]
+    limits = [timeout_s for timeout_s in (stall_s, deadline_s) if timeout_s]
     if not limits:
         yield
         return
-    over = threading.Event()
+    stop_event = threading.Event()
 
-    def tell(silent_s: float, key: str, then: str) -> None:
-        what = display.doing or "nothing yet"
+    def warn(silent_s: float, key: str, advice: str) -> None:
+        activity = display.last_activity or "nothing yet"
         display.log(
             f"warning: nothing has moved for {silent_s:.0f} s (config.watch.{key}); the last was: "
-            f"{what}. {then}Where the threads are:\n{_stacks()}"
+            f"{activity}. {advice}Where the threads are:\n{_format_stacks()}"
         )
-        display.doing = what  # the warning itself is no progress
+        display.last_activity = activity  # the warning itself is no progress
 
     def watch() -> None:
-        # A warning also updates `moved_at`. `seen` skips that, so `since` is the real progress.
-        seen, since, limit = display.moved_at, display.moved_at, seconds or math.inf
-        while not over.wait(min(min(limits) / 4, 1.0)):
-            if display.moved_at != seen:
-                seen = since = display.moved_at
-                limit = seconds or math.inf
-            silent_s = time.monotonic() - since
+        # A warning also updates `last_progress_at`. `last_seen_at` skips that, so `stalled_since`
+        # is the real progress.
+        last_seen_at, stalled_since, limit = (
+            display.last_progress_at,
+            display.last_progress_at,
+            stall_s or math.inf,
+        )
+        while not stop_event.wait(min(min(limits) / 4, 1.0)):
+            if display.last_progress_at != last_seen_at:
+                last_seen_at = stalled_since = display.last_progress_at
+                limit = stall_s or math.inf
+            silent_s = time.monotonic() - stalled_since
             if deadline_s and silent_s >= deadline_s:
-                tell(
+                warn(
                     silent_s,
                     "deadline_s",
                     "The run ends; the same command resumes from its newest checkpoint. If the "
                     "work is only slow, raise the key. ",
                 )
-                end(EXIT_LOST)
+                exit_process(EXIT_LOST)
                 return
             if silent_s >= limit:
-                tell(silent_s, "stall_s", "")
-                seen, limit = display.moved_at, 2 * limit
+                warn(silent_s, "stall_s", "")
+                last_seen_at, limit = display.last_progress_at, 2 * limit
 
     thread = threading.Thread(target=watch, daemon=True, name="stalls")
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         thread.join()
 
 
-def tell_on_signal() -> None:
+def dump_stacks_on_signal() -> None:
     """Print the stacks whenever SIGUSR1 arrives."""
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
-def _stacks() -> str:
+def _format_stacks() -> str:
     """Return the stack of every Python thread, under the thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(

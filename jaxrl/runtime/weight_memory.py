@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.params import ParamSpec
-from jaxrl.models.policy import entries_with_layers
+from jaxrl.models.policy import layered_entries
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -27,7 +27,7 @@ class PolicyWeights:
         has_adapter: True if only an adapter is trained.
         base_bytes: Bytes of the frozen weights.
         cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
-        cast_tables: Part of `cast_bytes` for embedding and output tables.
+        cast_table_bytes: Part of `cast_bytes` for embedding and output tables.
         int8_layer: Int8 values of one layer, which are cast when multiplied.
     """
 
@@ -35,11 +35,11 @@ class PolicyWeights:
     has_adapter: bool
     base_bytes: int
     cast_bytes: int
-    cast_tables: int
+    cast_table_bytes: int
     int8_layer: int
 
 
-def num_values(tree: Any) -> int:
+def count_elements(tree: Any) -> int:
     """Count the elements of a tree of abstract arrays."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
@@ -53,37 +53,45 @@ def count_weights(
     Weights are cast to `dtype`, and the output layer to the model's `head_dtype` if it has one. A
     tied table is cast to both. Int8 kernels are cast layer by layer.
     """
-    held, trained = leaves(policy, mesh), leaves(policy.parts(frozen)[0], mesh)
-    inside = entries_with_layers(policy)
-    num_int8 = cast_bytes = cast_tables = 0
-    for path, (size, kind) in held.items():
-        if kind == np.int8:
+    all_params, trained = (
+        local_param_sizes(policy, mesh),
+        local_param_sizes(policy.param_specs(frozen)[0], mesh),
+    )
+    layer_entries = layered_entries(policy)
+    num_int8 = cast_bytes = cast_table_bytes = 0
+    for path, (size, param_dtype) in all_params.items():
+        if param_dtype == np.int8:
             num_int8 += size
             continue
-        read = {dtype}
+        target_dtypes = {dtype}
         if policy.head_dtype and path[0] == policy.output:
-            read = {jnp.dtype(policy.head_dtype), *(read if policy.tie_embeddings else ())}
-        num_bytes = size * sum(target.itemsize for target in read - {kind})
+            target_dtypes = {
+                jnp.dtype(policy.head_dtype),
+                *(target_dtypes if policy.tie_embeddings else ()),
+            }
+        num_bytes = size * sum(target.itemsize for target in target_dtypes - {param_dtype})
         cast_bytes += num_bytes
-        cast_tables += num_bytes * (path[0] not in inside)
+        cast_table_bytes += num_bytes * (path[0] not in layer_entries)
     return PolicyWeights(
         trained=sum(size for size, _ in trained.values()),
         has_adapter=policy.wrapper is not None,
         base_bytes=sum(
-            size * kind.itemsize for path, (size, kind) in held.items() if path not in trained
+            size * param_dtype.itemsize
+            for path, (size, param_dtype) in all_params.items()
+            if path not in trained
         ),
         cast_bytes=cast_bytes,
-        cast_tables=cast_tables,
+        cast_table_bytes=cast_table_bytes,
         int8_layer=num_int8 // policy.num_layers,
     )
 
 
-def leaves(
-    declared: ParamSpec, mesh: Any, **settings: bool
+def local_param_sizes(
+    spec: ParamSpec, mesh: Any, **settings: bool
 ) -> dict[tuple[str, ...], tuple[int, np.dtype]]:
     """Return the number of values on one device and the dtype of each parameter, by path."""
-    shapes = flatten_dict(declared.abstract_params())
-    layouts = flatten_dict(param_shardings(mesh, declared, **settings))
+    shapes = flatten_dict(spec.abstract_params())
+    layouts = flatten_dict(param_shardings(mesh, spec, **settings))
     return {
         path: (math.prod(layouts[path].shard_shape(leaf.shape)), jnp.dtype(leaf.dtype))
         for path, leaf in shapes.items()

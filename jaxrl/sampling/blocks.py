@@ -20,40 +20,40 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self.most_used = 0
+        self.peak_used = 0
         self._free = list(range(num_pages))  # heap
-        self._num_users = [0] * num_pages
+        self._ref_counts = [0] * num_pages
 
     @property
     def num_free(self) -> int:
         """Return the number of free pages."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate the lowest free pages, with one user each; at least `count` must be free."""
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
-            self._num_users[page] = 1
-        self.most_used = max(self.most_used, self.num_pages - len(self._free))
+            self._ref_counts[page] = 1
+        self.peak_used = max(self.peak_used, self.num_pages - len(self._free))
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Increment the reference counts of allocated pages."""
         for page in pages:
-            self._num_users[page] += 1
+            self._ref_counts[page] += 1
 
-    def give_up(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Decrement reference counts; free pages that reach zero."""
         for page in pages:
-            self._num_users[page] -= 1
-            if not self._num_users[page]:
+            self._ref_counts[page] -= 1
+            if not self._ref_counts[page]:
                 heapq.heappush(self._free, page)
 
-    def num_users(self, page: int) -> int:
+    def ref_count(self, page: int) -> int:
         """Return the reference count of a page; 0 if it is free."""
-        return self._num_users[page]
+        return self._ref_counts[page]
 
 
-def pages_for(num_tokens: int, page_tokens: int) -> int:
+def count_pages(num_tokens: int, page_tokens: int) -> int:
     """Return the number of pages needed for `num_tokens` tokens."""
     return -(-num_tokens // page_tokens)

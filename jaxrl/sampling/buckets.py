@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
+from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 
 
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
@@ -15,10 +15,12 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
     two rows on a CPU in bfloat16: for a single row it would first copy all weights to float32,
     which takes longer.
     """
-    parts = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
-    spared = platform == "cpu" and MULTIPLIES_BFLOAT16 and jnp.dtype(dtype).itemsize < 4
-    least = min(2 if spared else 1, num_rows)
-    return sorted({max(-(-num_rows // part), least) for part in parts})
+    divisors = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
+    avoids_single_row = (
+        platform == "cpu" and CPU_HAS_BFLOAT16_MATMUL and jnp.dtype(dtype).itemsize < 4
+    )
+    min_rows = min(2 if avoids_single_row else 1, num_rows)
+    return sorted({max(-(-num_rows // divisor), min_rows) for divisor in divisors})
 
 
 def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
@@ -26,7 +28,7 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
 
     A small prefill takes as long as a large one on an accelerator; on a CPU, padding costs time.
     """
-    # Equal to the model's block or a multiple of it, see `append_block`.
+    # Equal to the model's block or a multiple of it, see `prefill_block_tokens`.
     block = 16 if platform == "cpu" else 128
     longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)
@@ -40,4 +42,4 @@ def patch_sizes(max_units: int, unit: int) -> list[int]:
         max_units: Maximum number of attachment tokens in a trajectory.
         unit: Patches per attachment token.
     """
-    return sorted({max(max_units // part, 1) * unit for part in (4, 1)})
+    return sorted({max(max_units // divisor, 1) * unit for divisor in (4, 1)})

@@ -14,52 +14,55 @@ OMITTED = "…"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayedTurn:
+class TurnIds:
     """Token ids of a turn and the environment's reply.
 
     Attributes:
         sampled: Ids sampled by the model.
         observation: The reply as inserted.
-        omitted: The reply with `OMITTED` as its body.
+        placeholder: The reply with `OMITTED` as its body.
     """
 
     sampled: Sequence[int]
     observation: Sequence[int]
-    omitted: Sequence[int]
+    placeholder: Sequence[int]
 
 
-Keep = Callable[[Sequence[PlayedTurn], int], list[int]]
+ContextPolicy = Callable[[Sequence[TurnIds], int], list[int]]
 """Function from the turns so far and a count of at least 1 to the ids after the prompt.
 
 The ids start the next context and end with the newest observation.
 """
 
 
-def drop_observations(turns: Sequence[PlayedTurn], count: int) -> list[int]:
+def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
     """Keep all sampled tokens and the newest `count` observations; of older ones only the tags."""
     first = len(turns) - count  # first turn that keeps its observation
     parts = (
-        (*turn.sampled, *(turn.observation if i >= first else turn.omitted))
+        (*turn.sampled, *(turn.observation if i >= first else turn.placeholder))
         for i, turn in enumerate(turns)
     )
     return [token for part in parts for token in part]
 
 
-def last_turns(turns: Sequence[PlayedTurn], count: int) -> list[int]:
+def last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
     """Keep the newest `count` turns completely."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
-POLICIES: Mapping[str, Keep] = {"drop_observations": drop_observations, "last_turns": last_turns}
+CONTEXT_POLICIES: Mapping[str, ContextPolicy] = {
+    "drop_observations": drop_observations,
+    "last_turns": last_turns,
+}
 """Context policies by `rollout.context.name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contexts:
+class ContextRule:
     """Rule for when a context ends and how the next one begins.
 
     Attributes:
-        name: Key of `POLICIES`.
+        name: Key of `CONTEXT_POLICIES`.
         max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
         keep: Maximum number of observations or turns that the policy keeps; fewer if they do not
             fit.
@@ -75,15 +78,15 @@ class Contexts:
         """Return True if another turn fits after `length` tokens."""
         return length + self.turn_tokens <= self.max_tokens
 
-    def following(
-        self, prompt: Sequence[int], turns: Sequence[PlayedTurn]
+    def next_context(
+        self, prompt: Sequence[int], turns: Sequence[TurnIds]
     ) -> tuple[list[int], int] | None:
         """Return the ids of the next context, and how many of them repeat earlier tokens.
 
         Return None if even a single kept observation leaves no room for another turn.
         """
         for count in range(min(self.keep, len(turns)), 0, -1):
-            token_ids = [*prompt, *POLICIES[self.name](turns, count)]
+            token_ids = [*prompt, *CONTEXT_POLICIES[self.name](turns, count)]
             if self.has_room(len(token_ids)):
                 return token_ids, len(token_ids) - len(turns[-1].observation)
         return None

@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import append_block
-from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.choice import prefill_block_tokens
+from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.attention.reference import attend_chunk, merge
-from jaxrl.models.aux_arrays import AuxArrays, TokenArray
+from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.kv_cache import Cache, Pages
-from jaxrl.models.layers import LayerScan, SamplerLayerScan, for_sampler
-from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
+from jaxrl.models.layers import LayerScan, SamplerLayerScan, prepare_sampler_weights
+from jaxrl.runtime.sharding import PIECE_AXES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
@@ -40,11 +40,11 @@ Array = Any
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 """Status of a row: running, or stopped by a stop string, an end-of-turn id or its token budget."""
 
-_PAGES, _ROWS, _QUERIES = P(PIECES, "tensor"), P(PIECES), P(PIECES, None, "tensor")
+_PAGES, _ROWS, _QUERIES = P(PIECE_AXES, "tensor"), P(PIECE_AXES), P(PIECE_AXES, None, "tensor")
 
 
 @struct.dataclass
-class State:
+class DecodeState:
     """State of the rows between two decoding steps."""
 
     pending: Array  # int32 [r], token to read next
@@ -55,30 +55,30 @@ class State:
 
 
 @struct.dataclass
-class Rows:
+class DecodeRows:
     """Rows of a chunk, from the host."""
 
     source: Array  # int32 [r], row in the last chunk that it continues; -1 to start from `state`
-    state: State  # of rows that start here or resume after an observation
+    state: DecodeState  # of rows that start here or resume after an observation
     tables: Array  # int32 [r, M], block tables
     keys: Array  # uint32 [r, 2], random keys of the samples
     offset: Array | None = None  # int32 [r], position offsets; None without a tower
 
 
 @struct.dataclass
-class Blocks:
-    """Tokens to prefill: each block has up to Q (`Programs.block`) tokens of one row."""
+class PrefillBlocks:
+    """Tokens to prefill: each block has up to Q (`Programs.block_tokens`) tokens of one row."""
 
     token_ids: Array  # int32 [b, Q]
     start: Array  # int32 [b], position of the first token
     counts: Array  # int32 [b], tokens without padding
     tables: Array  # int32 [b, M], block table of the row
-    # [b, Q, ...] of `Tower.arrays`; {} without a tower
+    # [b, Q, ...] of `Tower.input_arrays`; {} without a tower
     token_arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @struct.dataclass
-class Report:
+class ChunkReport:
     """Samples of a chunk of C steps for r rows."""
 
     token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
@@ -92,11 +92,11 @@ class Report:
 
 
 @struct.dataclass
-class Packed:
+class PackedReport:
     """A report packed into one array, for a single transfer to the host."""
 
     values: Array  # int32 [r, 3 * C + 2]: token ids, log-probabilities, entropies, status, state
-    recorded: dict[str, Array]  # of `Report`
+    recorded: dict[str, Array]  # of `ChunkReport`
 
 
 @struct.dataclass
@@ -105,7 +105,7 @@ class StopTables:
 
     next_state: Array  # [states, V]
     is_hit: Array  # bool [states, V]
-    is_end: Array  # bool [V]
+    is_eos: Array  # bool [V]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Programs:
 
     architecture: Architecture
     mesh: Mesh
-    kernels: Kernels
+    kernels: AttentionKernels
     num_tokens: int
     num_steps: int
     num_rows: int
@@ -135,56 +135,60 @@ class Programs:
     scan_layers: bool = False
 
     @property
-    def recorded(self) -> Mapping[str, TokenArray]:
+    def recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the per-token arrays that the programs record."""
         return self.architecture.recorded if self.records else {}
 
     def weights(self, params: Params) -> Params:
         """Convert all parameters of the policy to the weights that the programs read."""
         weights = self.architecture.decode_weights(params, self.dtype)
-        return for_sampler(weights, scan=self.scan_layers, stacks=self.architecture.stacks)
+        return prepare_sampler_weights(
+            weights, scan=self.scan_layers, stacks=self.architecture.stacks
+        )
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
         """Return a cache of zeros."""
-        return self._split(
+        return self._constrain_cache(
             kv_cache.allocate(
                 self.architecture, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
             )
         )
 
-    def empty_state(self) -> State:
+    def empty_state(self) -> DecodeState:
         """Return the state before the first chunk, without running rows."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
-        state = State(
+        state = DecodeState(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
         )
-        return self._by_row(state)
+        return self._constrain_rows(state)
 
-    def start(self, num_units: int) -> tuple[State, Array | None]:
-        """Return the state before the first chunk, and a placeholder for the result of `see`."""
-        return self.empty_state(), self.nothing_seen(num_units)
+    def start(self, num_units: int) -> tuple[DecodeState, Array | None]:
+        """Return the state before the first chunk, and a placeholder for the result of `embed`."""
+        return self.empty_state(), self.empty_embeds(num_units)
 
-    def nothing_seen(self, num_units: int) -> Array | None:
-        """Return zeros with the shape of the result of `see`; None without a tower."""
+    def empty_embeds(self, num_units: int) -> Array | None:
+        """Return zeros with the shape of the result of `embed`; None without a tower."""
         if self.architecture.tower is None:
             return None
-        values = (1 + self.architecture.tower.num_added) * self.architecture.width
-        return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
+        values = (1 + self.architecture.tower.num_deepstack_layers) * self.architecture.width
+        return self._constrain_rows(
+            jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype)
+        )
 
     @cached_property
-    def block(self) -> int:
+    def block_tokens(self) -> int:
         """Return the number of tokens per prefill block."""
         platform, model = self.mesh.devices.flat[0].platform, self.architecture
-        return append_block(platform, model.num_heads, model.num_kv_heads)
+        return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
-    def _split(self, cache: Cache) -> Cache:
+    def _constrain_cache(self, cache: Cache) -> Cache:
         """Pin the sharding of the cache, which the compiler might otherwise change."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
-    def _by_row(self, values: Any) -> Any:
+    def _constrain_rows(self, values: Any) -> Any:
         return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
-    def _each_shard(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
+    def _shard_map(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
         """Apply the function to each shard separately: page indices are local to a shard."""
         if self.mesh.size == 1:
             return function
@@ -193,7 +197,7 @@ class Programs:
         )
 
     @property
-    def _chunk(self) -> P:
+    def _chunk_spec(self) -> P:
         """Return the sharding of a chunk: `[r, K, C, H]`, or `[n, r, K, C, H]` for n layers.
 
         A layer axis of size one would cost a CPU an eighth of its time in copies.
@@ -201,11 +205,11 @@ class Programs:
         return P(None, *_PAGES) if self.scan_layers else _PAGES
 
     @property
-    def _depth(self) -> int:
+    def _layers_per_entry(self) -> int:
         """Return the number of layers in each (keys, values) pair of the cache."""
         return self.architecture.num_layers if self.scan_layers else 1
 
-    def _over_pages(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def _make_page_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return attention over a layer's pages: `attend_pages` with a last argument `layer`."""
 
         def read(
@@ -216,104 +220,114 @@ class Programs:
             limits: jax.Array,
             layer: Any,
         ) -> tuple[jax.Array, jax.Array]:
-            keys, _ = kv_cache.of_layer(keys, tables, layer, self._depth)
-            values, tables = kv_cache.of_layer(values, tables, layer, self._depth)
+            keys, _ = kv_cache.view_layer(keys, tables, layer, self._layers_per_entry)
+            values, tables = kv_cache.view_layer(values, tables, layer, self._layers_per_entry)
             return self.kernels.attend_pages(q, keys, values, tables, limits)
 
-        return self._each_shard(
-            read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2
-        )
+        return self._shard_map(read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2)
 
-    def see(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
+    def embed(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
         """Embed attachments; `append` reads the result in place of their token embeddings.
 
         Args:
             weights: Result of `weights`.
             patches: float32 [S, P, values], patches of each shard.
-            places: int32 [S, P, W], see `Tower.embeddings`.
+            places: int32 [S, P, W], see `Tower.encode`.
             num_units: Capacity of each shard, in attachment tokens.
 
         Returns:
-            `[S, num_units, E]`, padded at the end; see `Tower.embeddings`.
+            `[S, num_units, E]`, padded at the end; see `Tower.encode`.
         """
         tower = self.architecture.tower
         assert tower is not None
-        patches, places = self._by_row((patches, places))
-        through = LayerScan(scan=self.scan_layers)
-        seen = tower.embeddings(weights[tower.entry], patches, places, through)
-        return self._by_row(jnp.pad(seen, ((0, 0), (0, num_units - seen.shape[1]), (0, 0))))
+        patches, places = self._constrain_rows((patches, places))
+        layer_scan = LayerScan(scan=self.scan_layers)
+        attachment_embeds = tower.encode(weights[tower.entry], patches, places, layer_scan)
+        return self._constrain_rows(
+            jnp.pad(
+                attachment_embeds, ((0, 0), (0, num_units - attachment_embeds.shape[1]), (0, 0))
+            )
+        )
 
     def append(
-        self, weights: Params, cache: Cache, blocks: Blocks, seen: Array | None = None
+        self,
+        weights: Params,
+        cache: Cache,
+        blocks: PrefillBlocks,
+        attachment_embeds: Array | None = None,
     ) -> tuple[Cache, dict[str, Array]]:
         """Prefill tokens that were not sampled: prompts and observations.
 
         A block may continue another block of the same call: each layer writes all keys and values
-        before it reads any. `seen` is the result of `see` for these tokens. With a tower it is
-        required, even if there is only text, which ignores it.
+        before it reads any. `attachment_embeds` is the result of `embed` for these tokens. With a
+        tower it is required, even if there is only text, which ignores it.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
         """
-        blocks = self._by_row(blocks)
-        index = jnp.arange(self.block)
+        blocks = self._constrain_rows(blocks)
+        index = jnp.arange(self.block_tokens)
         positions = blocks.start[:, None] + index
         limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
-        tables, read = blocks.tables, self._over_pages()
+        tables, read = blocks.tables, self._make_page_attention()
 
         def write_layer(pages: jax.Array, tables: jax.Array, layer: Any, *new: Any) -> jax.Array:
-            apart, places = kv_cache.of_layer(pages, tables, layer, self._depth)
-            return kv_cache.write_tokens(apart, places, *new).reshape(pages.shape)
+            layer_pages, places = kv_cache.view_layer(pages, tables, layer, self._layers_per_entry)
+            return kv_cache.write_tokens(layer_pages, places, *new).reshape(pages.shape)
 
-        write = self._each_shard(write_layer, (_PAGES, _ROWS, P(), _ROWS, _ROWS, _PAGES), _PAGES)
+        write = self._shard_map(write_layer, (_PAGES, _ROWS, P(), _ROWS, _ROWS, _PAGES), _PAGES)
 
         def attend(
-            place: Any, pages: Pages, past: None, q: jax.Array, k: jax.Array, v: jax.Array
+            layer: Any, pages: Pages, past: None, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, Pages]:
-            q, k, v = (x.reshape(-1, self.block, *x.shape[1:]) for x in (q, k, v))
+            q, k, v = (x.reshape(-1, self.block_tokens, *x.shape[1:]) for x in (q, k, v))
             keys, values = (
-                write(before, tables, place, blocks.start, blocks.counts, new.swapaxes(1, 2))
+                write(before, tables, layer, blocks.start, blocks.counts, new.swapaxes(1, 2))
                 for before, new in zip(pages, (k, v), strict=True)
             )
-            out, _ = read(q, keys, values, tables, limits, place)
+            out, _ = read(q, keys, values, tables, limits, layer)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
-        given = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
-        beside = AuxArrays(given=given, attached=seen, records=self.records)
-        through = SamplerLayerScan(attend, cache, beside)
+        inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
+        aux = AuxArrays(inputs=inputs, attached=attachment_embeds, records=self.records)
+        layer_scan = SamplerLayerScan(attend, cache, aux)
         token_ids = blocks.token_ids.reshape(-1)
-        self.architecture.sample_states(weights, token_ids, positions.reshape(-1), through)
-        recorded = self._recorded(through.beside, token_ids.size)
-        recorded = {name: x.reshape(-1, self.block, *x.shape[1:]) for name, x in recorded.items()}
-        return self._split(through.memory), recorded
+        self.architecture.sampler_hidden_states(
+            weights, token_ids, positions.reshape(-1), layer_scan
+        )
+        recorded = self._check_recorded(layer_scan.aux, token_ids.size)
+        recorded = {
+            name: x.reshape(-1, self.block_tokens, *x.shape[1:]) for name, x in recorded.items()
+        }
+        return self._constrain_cache(layer_scan.cache), recorded
 
-    def _recorded(self, beside: AuxArrays, num_tokens: int) -> dict[str, Array]:
+    def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
         """Check and return the arrays of `recorded`, `[M, ...]`, from a pass over M tokens."""
-        for name, declared in self.recorded.items():
-            expected = (num_tokens, *declared.shape), declared.dtype
-            array = beside.recorded.get(name)
+        for name, spec in self.recorded.items():
+            expected = (num_tokens, *spec.shape), spec.dtype
+            array = aux.recorded.get(name)
             if array is None or (array.shape, array.dtype) != expected:
                 left = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ValueError(
                     f"config.model.replay is True, but a pass of "
                     f"{type(self.architecture).__name__} over {num_tokens} tokens leaves {left} as "
-                    f"{name!r} in `through.beside.recorded`; expected {declared.dtype} "
+                    f"{name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
                     f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
-        return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
+        return {name: self._constrain_rows(aux.recorded[name]) for name in self.recorded}
 
     def decode_chunk(
         self,
         weights: Params,
         cache: Cache,
-        last: State,
-        rows: Rows,
+        last: DecodeState,
+        rows: DecodeRows,
         stops: StopTables,
         temperature: jax.Array,
         top_p: jax.Array,
         kind: str,
         past_pages: int | None = None,
-    ) -> tuple[Cache, State, Report]:
+    ) -> tuple[Cache, DecodeState, ChunkReport]:
         """Sample up to `num_steps` tokens in each row.
 
         The past is read-only during the chunk. New keys and values go to a separate buffer, at an
@@ -336,13 +350,15 @@ class Programs:
                 for the longest trajectory took a third of the time of a chunk.
         """
         # Take each row's state from the host or from the last chunk.
-        rows = self._by_row(rows)
-        state = self._go_on(last, rows)
+        rows = self._constrain_rows(rows)
+        state = self._merge_states(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
         offset = rows.offset
         # Step i of a running row samples the token at position cached + 1 + i.
-        draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
-        uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
+        sample_positions = cached + 1 + jnp.arange(self.num_steps)[:, None]
+        uniforms = jax.vmap(next_token.sample_uniforms, in_axes=(None, 0))(
+            rows.keys, sample_positions
+        )
 
         # Keys and values of the chunk, and its report, start empty.
         shape = (
@@ -351,19 +367,21 @@ class Programs:
             self.num_steps,
             self.architecture.head_dim,
         )
-        empty = jnp.zeros((self._depth, *shape) if self.scan_layers else shape, self.dtype)
-        chunk: Cache = jax.lax.with_sharding_constraint(
-            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, self._chunk)
+        empty = jnp.zeros(
+            (self._layers_per_entry, *shape) if self.scan_layers else shape, self.dtype
         )
-        report = Report(
+        chunk: Cache = jax.lax.with_sharding_constraint(
+            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, self._chunk_spec)
+        )
+        report = ChunkReport(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
             logprobs=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             entropies=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             status=jnp.zeros(num_rows, jnp.int32),
             stop_state=state.stop_state,
             recorded={
-                name: jnp.full((self.num_steps, num_rows, *one.shape), one.fill, one.dtype)
-                for name, one in self.recorded.items()
+                name: jnp.full((self.num_steps, num_rows, *array.shape), array.fill, array.dtype)
+                for name, array in self.recorded.items()
             },
         )
 
@@ -371,12 +389,12 @@ class Programs:
             read: Callable[..., jax.Array],
             past: tuple[Any, ...],
             index: jax.Array,
-            carry: tuple[State, Cache, Report],
-        ) -> tuple[State, Cache, Report]:
+            carry: tuple[DecodeState, Cache, ChunkReport],
+        ) -> tuple[DecodeState, Cache, ChunkReport]:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # stopped rows read nothing
             position = state.length if offset is None else state.length + offset
-            hidden, chunk, recorded = self._read_pending(
+            hidden, chunk, recorded = self._forward_pending(
                 weights, state.pending, position, limits, chunk, index, read, past
             )
             logits = self.architecture.unembed(weights, hidden, num_tokens=self.num_tokens)
@@ -386,20 +404,21 @@ class Programs:
             budget = state.budget - state.active
             # A stop string takes precedence over an end-of-turn id, and that over an empty budget.
             status = jnp.where(budget <= 0, OUT_OF_BUDGET, RUNNING)
-            status = jnp.where(stops.is_end[token], END_OF_TURN, status)
+            status = jnp.where(stops.is_eos[token], END_OF_TURN, status)
             status = jnp.where(stops.is_hit[state.stop_state, token], STOP_STRING, status)
             stop_state = stops.next_state[state.stop_state, token].astype(jnp.int32)
-            report = Report(
+            report = ChunkReport(
                 token_ids=report.token_ids.at[index].set(jnp.where(state.active, token, -1)),
                 logprobs=report.logprobs.at[index].set(jnp.where(state.active, logprob, 0.0)),
                 entropies=report.entropies.at[index].set(jnp.where(state.active, entropy, 0.0)),
                 status=jnp.where(state.active, status, report.status),
                 stop_state=jnp.where(state.active, stop_state, report.stop_state),
                 recorded={
-                    name: report.recorded[name].at[index].set(one) for name, one in recorded.items()
+                    name: report.recorded[name].at[index].set(array)
+                    for name, array in recorded.items()
                 },
             )
-            state = State(
+            state = DecodeState(
                 pending=jnp.where(state.active, token, state.pending),
                 length=state.length + state.active,
                 budget=budget,
@@ -409,10 +428,12 @@ class Programs:
             return state, chunk, report
 
         # Run the steps, then write the chunk to the pages and put rows first in the report.
-        one_step = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
+        loop_body = partial(step, *self._make_chunk_attention(cache, rows.tables[:, :past_pages]))
         carry = (state, chunk, report)
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one_step, carry)
-        write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, loop_body, carry)
+        write = self._shard_map(
+            _write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk_spec), _PAGES
+        )
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
             cache,
@@ -423,20 +444,22 @@ class Programs:
             token_ids=report.token_ids.T,
             logprobs=report.logprobs.T,
             entropies=report.entropies.T,
-            recorded={n: self._by_row(x.swapaxes(0, 1)) for n, x in report.recorded.items()},
+            recorded={
+                n: self._constrain_rows(x.swapaxes(0, 1)) for n, x in report.recorded.items()
+            },
         )
-        return self._split(cache), self._widen(state), by_row
+        return self._constrain_cache(cache), self._pad_state(state), by_row
 
-    def decode_packed(self, *arguments: Any) -> tuple[Cache, State, Packed]:
+    def decode_packed(self, *arguments: Any) -> tuple[Cache, DecodeState, PackedReport]:
         """Run `decode_chunk` and pack the report for the host."""
         cache, state, report = self.decode_chunk(*arguments)
-        numbers = [report.logprobs, report.entropies]
-        ints = [jax.lax.bitcast_convert_type(one, jnp.int32) for one in numbers]
+        floats = [report.logprobs, report.entropies]
+        ints = [jax.lax.bitcast_convert_type(array, jnp.int32) for array in floats]
         ends = [report.status[:, None], report.stop_state[:, None]]
-        values = self._by_row(jnp.concatenate([report.token_ids, *ints, *ends], axis=1))
-        return cache, state, Packed(values=values, recorded=report.recorded)
+        values = self._constrain_rows(jnp.concatenate([report.token_ids, *ints, *ends], axis=1))
+        return cache, state, PackedReport(values=values, recorded=report.recorded)
 
-    def _read_pending(
+    def _forward_pending(
         self,
         weights: Params,
         pending: jax.Array,
@@ -450,36 +473,36 @@ class Programs:
         """Read the pending tokens; return hidden states, the extended chunk and recorded arrays."""
 
         def attend(
-            place: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
+            layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, Pages]:
             added = [
-                self._add_step(old, new, place, index)
+                self._add_step(old, new, layer, index)
                 for old, new in zip(chunk, (k, v), strict=True)
             ]
-            (keys, values), own = zip(*added, strict=True)
-            return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
+            (keys, values), layer_kv = zip(*added, strict=True)
+            return read(layer, past, q, limits, *layer_kv, index).astype(q.dtype), (keys, values)
 
-        through = SamplerLayerScan(attend, chunk, AuxArrays(records=self.records), past)
-        hidden = self.architecture.sample_states(weights, pending, positions, through)
-        return hidden, through.memory, self._recorded(through.beside, pending.size)
+        layer_scan = SamplerLayerScan(attend, chunk, AuxArrays(records=self.records), past)
+        hidden = self.architecture.sampler_hidden_states(weights, pending, positions, layer_scan)
+        return hidden, layer_scan.cache, self._check_recorded(layer_scan.aux, pending.size)
 
     def _add_step(
-        self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array
+        self, old: jax.Array, new: jax.Array, layer: Any, index: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Write a step's keys or values to the chunk; return all layers' and this layer's."""
         if not self.scan_layers:
-            whole = jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
-            return whole, whole
-        at = (place, 0, 0, index, 0)
-        whole = jax.lax.dynamic_update_slice(old, new[None, :, :, None], at)
-        return whole, whole[place]
+            updated = jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
+            return updated, updated
+        at = (layer, 0, 0, index, 0)
+        updated = jax.lax.dynamic_update_slice(old, new[None, :, :, None], at)
+        return updated, updated[layer]
 
     @property
-    def copies_past(self) -> bool:
+    def copies_pages(self) -> bool:
         """Return True if a chunk copies the past its steps read, instead of reading pages."""
         return self.kernels.past is not None and not self.scan_layers
 
-    def _reader(
+    def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
         """Return a function that attends to the past and to the chunk so far, and the past.
@@ -488,35 +511,35 @@ class Programs:
         layers.
         """
         if self.kernels.past is None or self.scan_layers:
-            over_pages = self._over_pages()
+            page_attention = self._make_page_attention()
 
             def read(
-                place: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
+                layer: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
             ) -> jax.Array:
-                past, lse = over_pages(q[:, None], *pages, tables, limits[:, None], place)
+                past, lse = page_attention(q[:, None], *pages, tables, limits[:, None], layer)
                 return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
             return read, cache
-        open_past, attend_past = self.kernels.past
-        opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS), _PAGES)
-        over_past = self._each_shard(
+        gather_past, attend_past = self.kernels.past
+        open_sharded = self._shard_map(gather_past, (_PAGES, _PAGES, _ROWS), _PAGES)
+        past_attention = self._shard_map(
             attend_past, (_PAGES, _PAGES, _ROWS, _PAGES, _PAGES, P()), _PAGES
         )
-        past = tuple(opened(*pages, tables) for pages in cache)
-        return lambda _, past, q, *arguments: over_past(q, past, *arguments), past
+        past = tuple(open_sharded(*pages, tables) for pages in cache)
+        return lambda _, past, q, *arguments: past_attention(q, past, *arguments), past
 
-    def _go_on(self, last: State, rows: Rows) -> State:
+    def _merge_states(self, last: DecodeState, rows: DecodeRows) -> DecodeState:
         """Return the state of each row: from the host, or continued from the last chunk."""
         shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
-        def pick(left: jax.Array, given: jax.Array) -> jax.Array:
+        def pick(left: jax.Array, inputs: jax.Array) -> jax.Array:
             left = jnp.take_along_axis(left.reshape(shards, -1), source, axis=1, mode="clip")
-            return jnp.where(rows.source >= 0, left.reshape(-1), given)
+            return jnp.where(rows.source >= 0, left.reshape(-1), inputs)
 
-        return self._by_row(jax.tree.map(pick, last, rows.state))
+        return self._constrain_rows(jax.tree.map(pick, last, rows.state))
 
-    def _widen(self, state: State) -> State:
+    def _pad_state(self, state: DecodeState) -> DecodeState:
         """Pad the state to the rows of the largest chunk, for the next one."""
         shards = num_pieces(self.mesh)
 
@@ -525,7 +548,7 @@ class Programs:
             missing = self.num_rows // shards - of_shards.shape[1]
             return jnp.pad(of_shards, ((0, 0), (0, missing))).reshape(-1)
 
-        return self._by_row(jax.tree.map(pad, state))
+        return self._constrain_rows(jax.tree.map(pad, state))
 
     def copy_pages(self, cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         """Copy pages within each shard; `sources` and `targets` are `[S * n]`."""
@@ -533,26 +556,28 @@ class Programs:
         def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
             return kv_cache.write_pages(pages, targets, kv_cache.read_pages(pages, sources))
 
-        copied = self._each_shard(copy, (_PAGES, _ROWS, _ROWS), _PAGES)
-        return self._split(jax.tree.map(lambda pages: copied(pages, sources, targets), cache))
+        copy_sharded = self._shard_map(copy, (_PAGES, _ROWS, _ROWS), _PAGES)
+        return self._constrain_cache(
+            jax.tree.map(lambda pages: copy_sharded(pages, sources, targets), cache)
+        )
 
     def swap_pages(
         self, cache: Cache, incoming: Cache, sources: jax.Array, targets: jax.Array
     ) -> tuple[Cache, Cache]:
         """Write the `incoming` pages to `targets`; return the previous contents of `sources`."""
-        read = self._each_shard(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
-        write = self._each_shard(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
+        read = self._shard_map(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
+        write = self._shard_map(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
         outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
         cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
-        return self._split(cache), self._split(outgoing)
+        return self._constrain_cache(cache), self._constrain_cache(outgoing)
 
 
-def unpacked(packed: Packed) -> Report:
+def unpack_report(packed: PackedReport) -> ChunkReport:
     """Unpack a report on the host, as views."""
     values = np.asarray(packed.values)
     steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
-    return Report(
+    return ChunkReport(
         token_ids=values[:, :steps],
         logprobs=logprobs,
         entropies=entropies,
@@ -562,7 +587,7 @@ def unpacked(packed: Packed) -> Report:
     )
 
 
-def scans(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
+def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
 
     XLA copies each layer's weights before a loop multiplies with them. On a CPU this took a fifth

@@ -18,10 +18,10 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
-from jaxrl.sampling.contexts import Contexts, PlayedTurn
-from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.contexts import ContextRule, TurnIds
+from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.interfaces import Processor
-from jaxrl.sampling.observations import encode_observation, encode_results, omitted
+from jaxrl.sampling.observations import encode_observation, encode_omitted, encode_results
 from jaxrl.types import Attachment
 
 
@@ -58,7 +58,7 @@ class Demonstration:
 def read_demonstrations(
     path: str,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: TokenLimits,
     *,
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
@@ -79,24 +79,24 @@ def read_demonstrations(
         ValueError: A line is malformed or too long; the message names file and line.
     """
 
-    def parse(fields: dict[str, Any], place: str) -> Demonstration:
+    def parse(fields: dict[str, Any], location: str) -> Demonstration:
         # Count the image tokens first: the chat template needs them.
-        messages, pictures = read_demonstration(fields, place)
+        messages, pictures = read_demonstration(fields, location)
         image_tokens: list[int] = []
         if pictures and processor is None:
             raise ValueError(
-                f"{place} has images, and the model reads none: its config.json has no "
+                f"{location} has images, and the model reads none: its config.json has no "
                 "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL."
             )
         if processor is not None:
             try:
                 image_tokens = [processor.num_tokens(picture) for picture in pictures]
             except UnreadableError as error:
-                raise ValueError(f"{place}, of config.sft.source: {error}.") from error
+                raise ValueError(f"{location}, of config.sft.source: {error}.") from error
         if 0 < limits.max_image_tokens < sum(image_tokens):
             raise ValueError(
-                f"{place}: the demonstration's images take {sum(image_tokens)} tokens; expected at "
-                f"most config.rollout.max_image_tokens={limits.max_image_tokens}. Raise it, or "
+                f"{location}: the demonstration's images take {sum(image_tokens)} tokens; expected "
+                f"at most config.rollout.max_image_tokens={limits.max_image_tokens}. Raise it, or "
                 "lower config.images.max_pixels."
             )
         demonstration = encode_demonstration(
@@ -107,12 +107,12 @@ def read_demonstrations(
             protocol=protocol,
             tools=tools,
             chat_tools=chat_tools,
-            place=place,
+            location=location,
         )
         if len(demonstration.token_ids) > limits.max_total_tokens:
             raise ValueError(
-                f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
-                f"at most config.rollout.max_total_tokens={limits.max_total_tokens}."
+                f"{location}: the demonstration has {len(demonstration.token_ids)} tokens; "
+                f"expected at most config.rollout.max_total_tokens={limits.max_total_tokens}."
             )
         if not pictures:
             return demonstration
@@ -126,13 +126,13 @@ def read_demonstrations(
 def encode_demonstration(
     messages: list[dict[str, Any]],
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: TokenLimits,
     *,
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
     image_tokens: Sequence[int] = (),
-    place: str = "demonstration",
+    location: str = "demonstration",
 ) -> Demonstration:
     """Encode a prompt, then assistant turns (trained on) and observations (masked) in order.
 
@@ -143,12 +143,12 @@ def encode_demonstration(
 
     Raises:
         ValueError: The chat is malformed, or has text that no rollout could produce; the message
-            names `place`.
+            names `location`.
     """
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(
-            f"{place}: expected a prompt and then an assistant message, found {roles}."
+            f"{location}: expected a prompt and then an assistant message, found {roles}."
         )
 
     # Render the prompt, and each later message as plain text.
@@ -156,19 +156,19 @@ def encode_demonstration(
     try:
         prompt = tokenizer.render_prompt(messages[:start], chat_tools, image_tokens)
         check_result_order(messages)
-        turns = [_as_text(m, tokenizer, protocol, chat_tools) for m in messages[start:]]
+        turns = [_flatten_message(m, tokenizer, protocol, chat_tools) for m in messages[start:]]
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    pieces: list[Piece] = []
+        raise ValueError(f"{location}: {error}") from error
+    segments: list[Segment] = []
     num_sampled = 0  # length of the turn that an observation answers
 
     # The chat template may write the beginning of the first assistant message.
-    first = _continue(tokenizer.opener_with(chat_tools), turns[0], place)
+    first = _strip_opener(tokenizer.opener_with(chat_tools), turns[0], location)
     messages = [*messages[:start], first, *turns[1:]]
-    later = sorted({*roles[start:]} - {"assistant", "tool"})
-    if later:
+    invalid_roles = sorted({*roles[start:]} - {"assistant", "tool"})
+    if invalid_roles:
         raise ValueError(
-            f"{place}: role {later[0]!r} after the first assistant message; expected "
+            f"{location}: role {invalid_roles[0]!r} after the first assistant message; expected "
             "'assistant' or 'tool'."
         )
 
@@ -177,8 +177,8 @@ def encode_demonstration(
         contents = [message["content"] for message in run]
         if role == "assistant":
             end = tokenizer.eos_ids[:1] if protocol.in_template else ()
-            pieces += [([*tokenizer.encode(content), *end], None) for content in contents]
-            num_sampled = sum(len(ids) for ids, _ in pieces[-len(contents) :])
+            segments += [([*tokenizer.encode(content), *end], None) for content in contents]
+            num_sampled = sum(len(ids) for ids, _ in segments[-len(contents) :])
             continue
         room = limits.room_in_context(len(prompt), num_sampled)
         limit = limits.max_observation_tokens
@@ -187,26 +187,26 @@ def encode_demonstration(
             ids, *_ = encode_results(
                 tokenizer, results, tools=chat_tools, max_result_tokens=limit, room=room
             )
-            pieces.append((ids, omitted(tokenizer, results, chat_tools)))
+            segments.append((ids, encode_omitted(tokenizer, results, chat_tools)))
             continue
         for content in contents:
             observation = protocol.render_observation(content)
             ids, _ = encode_observation(tokenizer, observation, max_body_tokens=limit, room=room)
-            pieces.append((ids, omitted(tokenizer, observation)))
-    _check_results(messages[start:], protocol, tools, place)
-    return _of_pieces(prompt, pieces, limits.context, tokenizer, place)
+            segments.append((ids, encode_omitted(tokenizer, observation)))
+    _check_results(messages[start:], protocol, tools, location)
+    return _join_segments(prompt, segments, limits.context, tokenizer, location)
 
 
-Piece = tuple[Sequence[int], Sequence[int] | None]
+Segment = tuple[Sequence[int], Sequence[int] | None]
 """Token ids; and for an observation its ids without the body, None for an assistant message."""
 
 
-def _of_pieces(
+def _join_segments(
     prompt: Sequence[int],
-    pieces: Sequence[Piece],
-    contexts: Contexts | None,
+    segments: Sequence[Segment],
+    contexts: ContextRule | None,
     tokenizer: Tokenizer,
-    place: str,
+    location: str,
 ) -> Demonstration:
     """Join prompt and pieces, in as many contexts as necessary.
 
@@ -215,28 +215,28 @@ def _of_pieces(
             videos, or a turn does not fit.
     """
     written, starts, length = [(prompt, False)], [], len(prompt)  # length of the context
-    played: list[PlayedTurn] = []
+    turn_ids: list[TurnIds] = []
     sampled: list[int] = []
 
     # Follow the rollout: begin the next context when a turn does not fit.
-    for ids, without_body in pieces:
-        added, num_repeated = ids, 0
+    for ids, without_body in segments:
+        new_ids, num_repeated = ids, 0
         if without_body is None:
             sampled += ids
         elif contexts is not None:
-            played.append(PlayedTurn(sampled=sampled, observation=ids, omitted=without_body))
+            turn_ids.append(TurnIds(sampled=sampled, observation=ids, placeholder=without_body))
             sampled = []
             if not contexts.has_room(length + len(ids)):
                 # -1 if not even the next context has room; rejected below.
-                added, num_repeated = contexts.following(prompt, played) or ([], -1)
+                new_ids, num_repeated = contexts.next_context(prompt, turn_ids) or ([], -1)
         if num_repeated:
-            starts.append((sum(len(one) for one, _ in written), num_repeated))
+            starts.append((sum(len(ids) for ids, _ in written), num_repeated))
             length = 0
-        written.append((added, without_body is None))
-        length += len(added)
+        written.append((new_ids, without_body is None))
+        length += len(new_ids)
         if contexts is not None and (num_repeated < 0 or length > contexts.max_tokens):
             raise ValueError(
-                f"{place}: the demonstration has a turn without room in a context of "
+                f"{location}: the demonstration has a turn without room in a context of "
                 f"config.rollout.context.max_tokens={contexts.max_tokens}; raise it, or lower "
                 "config.rollout.context.keep, turn_tokens or config.rollout.max_observation_tokens."
             )
@@ -247,11 +247,13 @@ def _of_pieces(
     for id in (tokenizer.image_id, tokenizer.video_id):
         if id is not None and id in token_ids[loss_mask]:
             raise ValueError(
-                f"{place}: a message of the assistant has {tokenizer.decode([id])!r}, the "
+                f"{location}: a message of the assistant has {tokenizer.decode([id])!r}, the "
                 "placeholder of an image or a video, which a model never writes; remove it."
             )
     if not loss_mask.any():
-        raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
+        raise ValueError(
+            f"{location}: the assistant's messages are all empty; there is no example."
+        )
     return Demonstration(
         token_ids=token_ids,
         loss_mask=loss_mask,
@@ -260,7 +262,7 @@ def _of_pieces(
     )
 
 
-def _as_text(
+def _flatten_message(
     message: dict[str, Any],
     tokenizer: Tokenizer,
     protocol: Protocol,
@@ -289,20 +291,20 @@ def _as_text(
     return {"role": message["role"], "content": text.removeprefix(opener)}
 
 
-def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any]:
+def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[str, Any]:
     """Return the first assistant message without the opener that the chat template writes.
 
     Raises:
         ValueError: The opener begins a thought that the message does not continue.
     """
-    content, begun = message["content"], opener.strip()
-    if not begun:
+    content, prefix = message["content"], opener.strip()
+    if not prefix:
         return message
-    if content.lstrip().startswith(begun):
-        return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
-    if begun.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
+    if content.lstrip().startswith(prefix):
+        return {**message, "content": content.lstrip().removeprefix(prefix).lstrip()}
+    if prefix.endswith("<think>") and "</think>" not in mask_calls(content).partition("<think>")[0]:
         raise ValueError(
-            f"{place}: the model's chat template begins every answer with {opener!r}, but "
+            f"{location}: the model's chat template begins every answer with {opener!r}, but "
             f"{content[:40]!r} does not start with it or close the thought. Start the first "
             "assistant message with it, or try to disable it with "
             "config.prompt.chat_template_kwargs (enable_thinking)."
@@ -311,28 +313,28 @@ def _continue(opener: str, message: dict[str, Any], place: str) -> dict[str, Any
 
 
 def _check_results(
-    messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], place: str
+    messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], location: str
 ) -> None:
     """Check that the tool results answer the calls of each turn, as in every rollout."""
-    closings = tuple(f"</{tool}>" for tool in tools)
+    closing_tags = tuple(f"</{tool}>" for tool in tools)
     written, num_calls = "", 0  # of the previous turn
     for role, run in itertools.groupby(messages, key=itemgetter("role")):
         contents = [message["content"] for message in run]
         if role == "tool" and len(contents) != num_calls:
-            call = "<tool_call>" if protocol.in_template else " or ".join(closings)
+            call = "<tool_call>" if protocol.in_template else " or ".join(closing_tags)
             raise ValueError(
-                f"{place}: {len(contents)} messages of the role 'tool' follow {num_calls} calls in "
-                f"{written[-40:]!r}; expected a result for each {call} that ends a message of the "
-                "assistant."
+                f"{location}: {len(contents)} messages of the role 'tool' follow {num_calls} calls "
+                f"in {written[-40:]!r}; expected a result for each {call} that ends a message of "
+                "the assistant."
             )
         if role == "assistant":
             written = contents[-1]
             if not protocol.in_template:
-                num_calls = int(written.endswith(closings))
+                num_calls = int(written.endswith(closing_tags))
                 continue
             num_calls = len(protocol.read(written, tools).calls)
             if len(contents) > 1:
                 raise ValueError(
-                    f"{place}: two messages of the assistant follow each other; expected one turn, "
-                    "or results of the role 'tool' between them."
+                    f"{location}: two messages of the assistant follow each other; expected one "
+                    "turn, or results of the role 'tool' between them."
                 )

@@ -31,30 +31,30 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.kernels import AttentionKernels
 from jaxrl.models.attention.reference import XLA, past_ends
-from jaxrl.models.aux_arrays import TokenArray
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.kv_cache import Cache
-from jaxrl.runtime.compilation import CompiledFunction, compile_all, jitted, joined
+from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all, join_keys
 from jaxrl.runtime.sharding import (
-    PIECES,
+    PIECE_AXES,
     cache_sharding,
     num_pieces,
     piece_sharding,
-    replicated,
+    replicated_sharding,
 )
 from jaxrl.sampling import decode, next_token
-from jaxrl.sampling.blocks import pages_for
+from jaxrl.sampling.blocks import count_pages
 from jaxrl.sampling.buckets import append_sizes, patch_sizes, row_sizes
-from jaxrl.sampling.decode import Programs, Rows, State, StopTables
-from jaxrl.sampling.interfaces import Counts
-from jaxrl.sampling.prefill import Piece, PrefillBatcher
-from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Read, Recorded, Row
+from jaxrl.sampling.decode import DecodeRows, DecodeState, Programs, StopTables
+from jaxrl.sampling.interfaces import EngineCounts
+from jaxrl.sampling.prefill import PrefillBatcher, PrefillPiece
+from jaxrl.sampling.scheduler import BlockScheduler, Prompt, RecordedArrays, RecordedBlock, Row
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sampling.weights import Weights, delete
+from jaxrl.sampling.weights import WeightConverter, delete_arrays
 from jaxrl.types import Attachment, Params
 
-MOVED_PAGES = 8
+PAGES_PER_TRANSFER = 8
 """Pages per shard copied or swapped in one call."""
 
 MAX_PROGRAMS = 10
@@ -71,7 +71,7 @@ class Request:
     Attributes:
         prompt_ids: At least one id. Requests with the same prompt share its pages while any of them
             has pages.
-        sample_key: uint32 [2], see `sample_keys`.
+        sample_key: uint32 [2], see `derive_sample_keys`.
         budget: Number of tokens it may sample until the caller grants more.
         attachments: Attachments in the order of their runs of ids in `prompt_ids`.
         stop_state: State of the stop automaton, if the turn begins inside `prompt_ids`.
@@ -89,7 +89,7 @@ class Request:
         return Prompt(self.prompt_ids, self.attachments)
 
 
-_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
+_NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
@@ -103,7 +103,7 @@ class Event(NamedTuple):
     status: int
     # Recorded arrays `[m, ...]` of the tokens read since the previous event, including prompt and
     # observations but not the last sampled token, which is not read yet. {} if nothing is recorded.
-    recorded: Mapping[str, np.ndarray] = _NOTHING
+    recorded: Mapping[str, np.ndarray] = _NO_ARRAYS
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class _Chunk:
 
     number: int
     rows: list[tuple[int, int]]  # (request, index in the report)
-    report: decode.Packed
+    report: decode.PackedReport
 
 
-def _fit(size: int, sizes: Sequence[int]) -> int:
+def _pick_bucket(size: int, sizes: Sequence[int]) -> int:
     """Return the smallest of the ascending `sizes` that is at least `size`."""
     return next(bound for bound in sizes if bound >= size)
 
@@ -146,7 +146,7 @@ class Engine:
         max_total_tokens: int,
         chunk_tokens: int,
         dtype: Any = jnp.float32,
-        kernels: Kernels = XLA,
+        kernels: AttentionKernels = XLA,
         records: bool = False,
         train_mesh: Mesh | None = None,
         max_units: int = 0,
@@ -185,13 +185,13 @@ class Engine:
         if num_rows % self.num_shards:
             raise ValueError(
                 f"config.rollout.max_num_seqs={num_rows} is not a multiple of "
-                f"{' * '.join(PIECES)} = {self.num_shards}; every device needs the same number."
+                f"{' * '.join(PIECE_AXES)} = {self.num_shards}; every device needs the same number."
             )
         self._mesh = mesh
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
         self.page_tokens = kernels.page_tokens
-        self._table_pages = pages_for(max_total_tokens, self.page_tokens)
+        self._table_pages = count_pages(max_total_tokens, self.page_tokens)
         self.num_pages = num_pages or self._rows_per_shard * self._table_pages
         if self.num_pages < self._table_pages:
             raise ValueError(
@@ -213,7 +213,7 @@ class Engine:
             records=records,
             scan_layers=scan_layers,
         )
-        self._weights_of = Weights(
+        self._weight_converter = WeightConverter(
             self.programs.weights,
             architecture,
             key=self._program_key,
@@ -231,42 +231,44 @@ class Engine:
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
             past_ends(self._table_pages, self.page_tokens)
-            if self.programs.copies_past
+            if self.programs.copies_pages
             else [self._table_pages]
         )
         self._max_units = max_units or max_total_tokens
         self.patch_sizes = (
-            patch_sizes(self._max_units, architecture.tower.unit) if architecture.tower else []
+            patch_sizes(self._max_units, architecture.tower.patches_per_token)
+            if architecture.tower
+            else []
         )
-        self._prefill = PrefillBatcher(
+        self._prefill_batcher = PrefillBatcher(
             tower=architecture.tower,
             num_shards=self.num_shards,
-            block=self.programs.block,
+            block_tokens=self.programs.block_tokens,
             max_units=self._max_units,
         )
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or on first use.
         programs = self.programs
-        declared = partial(CompiledFunction, key=self._program_key)
-        self._append = declared(
+        declare = partial(CompiledFunction, key=self._program_key)
+        self._append = declare(
             programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._copy = declared(programs.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = declared(programs.swap_pages, name="swap", donate_argnums=(0,))
-        self._see = declared(
-            programs.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
+        self._copy = declare(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = declare(programs.swap_pages, name="swap", donate_argnums=(0,))
+        self._embed = declare(
+            programs.embed, name="embed", variants=self.patch_sizes, static_argnums=(3,)
         )
-        self._decode = declared(
+        self._decode = declare(
             programs.decode_packed,
             name="decode",
-            variants=self._decodes(),
+            variants=self._decode_variants(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
         )
-        self._make_cache = jitted(
+        self._make_cache = cached_jit(
             programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1)
         )
-        self._make_start = jitted(
+        self._make_start = cached_jit(
             programs.start, name="start", key=self._program_key, static_argnums=(0,)
         )
 
@@ -275,16 +277,16 @@ class Engine:
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all current requests
-        self.counts = Counts()
-        self.waits: dict[str, float] = defaultdict(float)
-        self.most_pages = 0  # peak pages in use on a shard since the cache was created
+        self.counts = EngineCounts()
+        self.wait_s: dict[str, float] = defaultdict(float)
+        self.peak_pages = 0  # peak pages in use on a shard since the cache was created
         self._cache: Cache | None = None
-        self._state: State | None = None
-        self._nothing: Cache | None = None
-        self._seen: jax.Array | None = None  # last embedded attachments
-        self._forget()
+        self._state: DecodeState | None = None
+        self._zero_pages: Cache | None = None
+        self._attachment_embeds: jax.Array | None = None  # last embedded attachments
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Drop all requests and free all pages."""
         self._rows: dict[int, Row] = {}  # all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
@@ -306,13 +308,13 @@ class Engine:
 
     @property
     def _program_key(self) -> Hashable:
-        """Return the cache key of the programs; see `jitted`."""
-        return joined(self.programs, self.programs.architecture.program_key)
+        """Return the cache key of the programs; see `cached_jit`."""
+        return join_keys(self.programs, self.programs.architecture.program_key)
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:
         """Return the programs."""
-        return self._append, self._decode, self._copy, self._swap, self._see
+        return self._append, self._decode, self._copy, self._swap, self._embed
 
     def check(self) -> None:
         """Trace a prefill without computing anything.
@@ -320,14 +322,20 @@ class Engine:
         Raises:
             ValueError: The pass does not record the arrays that the architecture declares.
         """
-        cache, seen = jax.eval_shape(
+        cache, attachment_embeds = jax.eval_shape(
             lambda: (
                 self.programs.empty_cache(self.num_pages * self.num_shards, self.page_tokens),
-                self.programs.nothing_seen(self._max_units),
+                self.programs.empty_embeds(self._max_units),
             )
         )
-        blocks, _ = self._prefill.blocks((), self.append_sizes[0], self._tables)
-        jax.eval_shape(self.programs.append, self._weights_of.abstract(), cache, blocks, seen)
+        blocks, _ = self._prefill_batcher.blocks((), self.append_sizes[0], self._tables)
+        jax.eval_shape(
+            self.programs.append,
+            self._weight_converter.abstract_weights(),
+            cache,
+            blocks,
+            attachment_embeds,
+        )
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
         """Compile all programs that are not compiled yet, in parallel; `show` displays progress."""
@@ -340,43 +348,47 @@ class Engine:
             )
 
         # Describe the arguments by shape and sharding; no device memory is needed.
-        weights = self._weights_of.abstract()
+        weights = self._weight_converter.abstract_weights()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
-        cache, moved = (
+        cache, transfer_pages = (
             like(by_page, programs.empty_cache, count * shards, self.page_tokens)
-            for count in (self.num_pages, MOVED_PAGES)
+            for count in (self.num_pages, PAGES_PER_TRANSFER)
         )
         state = like(by_row, programs.empty_state)
-        seen = like(by_row, programs.nothing_seen, self._max_units)
-        places = np.zeros(shards * MOVED_PAGES, np.int32)
-        nobody: list[list[Row]] = [[] for _ in range(shards)]
+        attachment_embeds = like(by_row, programs.empty_embeds, self._max_units)
+        places = np.zeros(shards * PAGES_PER_TRANSFER, np.int32)
+        no_rows: list[list[Row]] = [[] for _ in range(shards)]
 
         # Lower one program per combination of shapes, with dummy rows and blocks.
-        compiling = [self._copy.ahead(cache, places, places)]
-        compiling.append(self._swap.ahead(cache, moved, places, places))
+        jobs = [self._copy.make_compile_fn(cache, places, places)]
+        jobs.append(self._swap.make_compile_fn(cache, transfer_pages, places, places))
         for size in self.patch_sizes:
-            patches = self._prefill.patches([()] * shards, size)[:2]
-            compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
+            patches = self._prefill_batcher.patches([()] * shards, size)[:2]
+            jobs.append(
+                self._embed.make_compile_fn(weights, *patches, self._max_units, variant=size)
+            )
         for size in self.append_sizes:
-            blocks, _ = self._prefill.blocks((), size, self._tables)
-            compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
-        for variant in self._decodes():
-            rows, *how = variant
-            chunk, _ = self._host_rows(nobody, rows)
-            ways = self._ways_of(nobody, rows)
-            arguments = (weights, cache, state, chunk, self._stops, *ways, *how)
-            compiling.append(self._decode.ahead(*arguments, variant=variant))
-        total = len(compiling)
-        compile_all(
-            compiling, lambda count: show(f"compiling the sampler, {count} of {total} programs")
-        )
+            blocks, _ = self._prefill_batcher.blocks((), size, self._tables)
+            jobs.append(
+                self._append.make_compile_fn(
+                    weights, cache, blocks, attachment_embeds, variant=size
+                )
+            )
+        for variant in self._decode_variants():
+            rows, *static_args = variant
+            chunk, _ = self._build_rows(no_rows, rows)
+            sampling_params = self._get_sampling_params(no_rows, rows)
+            arguments = (weights, cache, state, chunk, self._stops, *sampling_params, *static_args)
+            jobs.append(self._decode.make_compile_fn(*arguments, variant=variant))
+        total = len(jobs)
+        compile_all(jobs, lambda count: show(f"compiling the sampler, {count} of {total} programs"))
 
-    def _decodes(self) -> list[tuple[int, str, int]]:
+    def _decode_variants(self) -> list[tuple[int, str, int]]:
         """Return (rows, method, pages of the past) for each decoding program."""
-        sizes = [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
+        sizes = [(rows, kind) for kind in self.kinds for rows in self._select_row_sizes(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
-    def _row_sizes_of(self, kind: str) -> list[int]:
+    def _select_row_sizes(self, kind: str) -> list[int]:
         """Return the row buckets of a method: the largest, and others as `MAX_PROGRAMS` allows."""
         others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.patch_sizes)  # 2: copy, swap
@@ -387,14 +399,18 @@ class Engine:
         return sorted([*every_second, *between[::-1]][:count])
 
     @property
-    def recorded(self) -> Mapping[str, TokenArray]:
+    def recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the per-token arrays that events have."""
         return self.programs.recorded
 
     def shapes(self) -> str:
         """Describe the shapes that may be compiled, for display."""
-        of_shard = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.patch_sizes]
-        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in of_shard)
+        shard_items = [
+            *map(self._select_row_sizes, self.kinds),
+            self.append_sizes,
+            self.patch_sizes,
+        ]
+        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in shard_items)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
             f"decode {self.programs.num_steps} steps of {decode}; read {read} tokens; "
@@ -413,8 +429,8 @@ class Engine:
 
         Later changes to the trained parameters do not affect the weights.
         """
-        self._drop_weights()
-        self._weights = self._weights_of.of(params)
+        self._free_weights()
+        self._weights = self._weight_converter.convert(params)
 
     def release(self) -> None:
         """Free the memory of cache and weights, for example before an update.
@@ -427,19 +443,19 @@ class Engine:
         if not self.is_idle:
             raise RuntimeError("the engine still has requests; finish or clear them first.")
         self.clear()
-        self._drop_weights()
+        self._free_weights()
 
-    def _drop_weights(self) -> None:
-        self._weights_of.free()
+    def _free_weights(self) -> None:
+        self._weight_converter.free()
         self._weights = None
         for shard in self._shards:
-            shard.forget_prompts()
+            shard.reset_prefix_cache()
 
     def clear(self) -> None:
         """Drop every request, including running ones, and free the cache."""
-        self._forget()
-        delete((self._cache, self._state, self._nothing, self._seen))
-        self._cache = self._state = self._nothing = self._seen = None
+        self._reset()
+        delete_arrays((self._cache, self._state, self._zero_pages, self._attachment_embeds))
+        self._cache = self._state = self._zero_pages = self._attachment_embeds = None
 
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
@@ -467,32 +483,34 @@ class Engine:
                     "prompts should be truncated or refused earlier."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
-            self._prefill.check(request.prompt_ids, request.attachments)
+            self._prefill_batcher.check(request.prompt_ids, request.attachments)
         numbers = list(range(self._next_request, self._next_request + len(requests)))
-        self._draw_by(numbers, temperature, top_p)
+        self._set_sampling_params(numbers, temperature, top_p)
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
-            self._state, self._seen = self._make_start(self._max_units)
+            self._state, self._attachment_embeds = self._make_start(self._max_units)
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
         return numbers
 
-    def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
+    def _set_sampling_params(
+        self, numbers: Sequence[int], temperature: float, top_p: float
+    ) -> None:
         """Set the sampling settings, which all current requests share."""
-        there = (self._temperature, self._top_p)
-        if not self.is_idle and (temperature, top_p) != there:
+        current = (self._temperature, self._top_p)
+        if not self.is_idle and (temperature, top_p) != current:
             raise RuntimeError(
                 f"requests of temperature {temperature} and top_p {top_p} cannot join those of "
-                f"{there[0]} and {there[1]}; finish or clear them first."
+                f"{current[0]} and {current[1]}; finish or clear them first."
             )
         self._temperature, self._top_p = temperature, top_p
 
     # extras/serve/engine.py overrides these two to sample each request with its own settings.
-    def _kind_for(self, running: list[list[Row]]) -> str:
+    def _select_chunk_kind(self, running: list[list[Row]]) -> str:
         """Return the sampling method for a chunk of these rows."""
-        return self._kind_of(self._temperature, self._top_p)
+        return self._select_kind(self._temperature, self._top_p)
 
-    def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
+    def _get_sampling_params(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
         """Return temperature and `top_p` for a chunk of these rows: float32 [], or per row."""
         return np.float32(self._temperature), np.float32(self._top_p)
 
@@ -506,9 +524,9 @@ class Engine:
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
             )
 
-    def _kind_of(self, temperature: float, top_p: float) -> str:
+    def _select_kind(self, temperature: float, top_p: float) -> str:
         """Return the cheapest available method; `top_p` at 1 samples like `full`."""
-        kind = next_token.kind_of(temperature, top_p)
+        kind = next_token.select_kind(temperature, top_p)
         if kind == next_token.FULL and kind not in self.kinds and next_token.TOP_P in self.kinds:
             return next_token.TOP_P
         return kind
@@ -534,14 +552,14 @@ class Engine:
     @property
     def is_stalled(self) -> bool:
         """Return True if nothing happens until the caller resumes or finishes a request."""
-        return not (self._in_flight or self._has_more)
+        return not (self._in_flight or self._can_progress)
 
     @property
-    def _has_more(self) -> bool:
+    def _can_progress(self) -> bool:
         """Return True if some row can run, be swapped in or be admitted."""
-        runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
-        comes = any(shard.next_back() for shard in self._shards)
-        return runs or comes or self._free_shard() is not None
+        can_run = any(row.saved is None and not row.is_waiting for row in self._rows.values())
+        can_swap_in = any(shard.next_swap_in() for shard in self._shards)
+        return can_run or can_swap_in or self._select_shard() is not None
 
     @property
     def is_busy(self) -> bool:
@@ -549,9 +567,9 @@ class Engine:
         return bool(self._in_flight) and not self._in_flight[-1].report.values.is_ready()
 
     @property
-    def wait_cause(self) -> str:
-        """Return the reason in `WAITS` why nothing more is decoded now."""
-        if self._has_more:
+    def wait_reason(self) -> str:
+        """Return the reason in `WAIT_REASONS` why nothing more is decoded now."""
+        if self._can_progress:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
         return "cache" if is_short else "tasks"
@@ -572,18 +590,20 @@ class Engine:
             ValueError: A budget is below 1, or attachments do not match the tokens; no request
                 resumes.
         """
-        for request, tokens, granted in resumed:
-            self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
+        for request, tokens, budget in resumed:
+            self._check_budget(self._rows[request].length + 1 + len(tokens), budget)
             row = self._rows[request]
-            self._prefill.check([row.pending, *tokens], attachments.get(request, ()))
-        for request, tokens, granted in resumed:
+            self._prefill_batcher.check([row.pending, *tokens], attachments.get(request, ()))
+        for request, tokens, budget in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
             read = [row.pending, *tokens]
-            self._prefill.place(row, read, tuple(attachments.get(request, ())), row.length)
-            *row.unread, row.pending = read
-            row.is_waiting, row.budget, row.stop_state = False, granted, 0
-            self.counts.prefilled_resume += len(row.unread)
+            self._prefill_batcher.set_attachments(
+                row, read, tuple(attachments.get(request, ())), row.length
+            )
+            *row.prefill_ids, row.pending = read
+            row.is_waiting, row.budget, row.stop_state = False, budget, 0
+            self.counts.prefilled_resume += len(row.prefill_ids)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
         """Make room, admit requests, dispatch a chunk, and return the events of a finished chunk.
@@ -593,27 +613,27 @@ class Engine:
                 dispatched. With 1, read the previous one, so that the device has work meanwhile. If
                 no chunk can be dispatched, the oldest one in flight is read.
         """
-        is_dispatched = self._make_room()
+        is_dispatched = self._allocate_pages()
         if is_dispatched:
-            self._bring_back()
+            self._swap_in()
             self._admit()
             is_dispatched = self._dispatch()
-        self.most_pages = max(shard.pool.most_used for shard in self._shards)
+        self.peak_pages = max(shard.pool.peak_used for shard in self._shards)
         if len(self._in_flight) <= (ahead if is_dispatched else 0):
             return []
-        return self._collect(self._in_flight.popleft())
+        return self._read_report(self._in_flight.popleft())
 
     # Pages.
 
-    def _make_room(self) -> bool:
+    def _allocate_pages(self) -> bool:
         """Allocate pages for the next chunk, preempting the youngest rows if necessary.
 
         Return False if reports must be read first: rows of a chunk in flight keep their pages.
         """
         for shard in self._shards:
-            for row in shard.short_of_pages:
-                missing = shard.missing(row)
-                while row.saved is None and missing > shard.pool.num_free:
+            for row in shard.rows_short_of_pages:
+                num_missing_pages = shard.num_missing_pages(row)
+                while row.saved is None and num_missing_pages > shard.pool.num_free:
                     if shard.evict_cached():  # evict unused prompts first
                         continue
                     if self._in_flight:  # its rows still write to their pages
@@ -621,7 +641,7 @@ class Engine:
                     self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
                     first = len(row.pages)
-                    row.pages += shard.pool.take(missing)
+                    row.pages += shard.pool.allocate(num_missing_pages)
                     self._tables[row.slot, first : len(row.pages)] = row.pages[first:]
         return True
 
@@ -632,20 +652,20 @@ class Engine:
 
     def _preempt(self, shard: BlockScheduler, row: Row) -> None:
         """Swap out the pages of a row to the host."""
-        num_pages = pages_for(row.length, self.page_tokens)
-        row.saved = self._exchange(shard.index, sources=row.pages[:num_pages])
+        num_pages = count_pages(row.length, self.page_tokens)
+        row.saved = self._swap_pages(shard.index, sources=row.pages[:num_pages])
         shard.free(row)
         self.counts.preemptions += 1
         self.counts.swapped += row.length
 
-    def _bring_back(self) -> None:
+    def _swap_in(self) -> None:
         """Swap in preempted rows, the oldest first."""
         for shard in self._shards:
-            while row := shard.next_back():
-                first, end = shard.swap_in(row), pages_for(row.length, self.page_tokens)
+            while row := shard.next_swap_in():
+                first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
                 self._write_table(row)
                 targets = row.pages[first:end]
-                self._exchange(shard.index, targets=targets, saved=row.saved, first=first)
+                self._swap_pages(shard.index, targets=targets, saved=row.saved, first=first)
                 row.saved = None
 
     @property
@@ -653,7 +673,7 @@ class Engine:
         """Return the prompt of the next request in the queue."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
-    def _free_shard(self, loads: Sequence[int | None] = ()) -> int | None:
+    def _select_shard(self, loads: Sequence[int | None] = ()) -> int | None:
         """Return the shard that admits the next request in the queue, or None if none has room.
 
         `loads` are those of the shards; computed if empty.
@@ -663,14 +683,16 @@ class Engine:
         request = self._queue[0][1]
         loads = loads or [shard.load for shard in self._shards]
         each = zip(self._shards, loads, strict=True)
-        each_room = (shard.room(request.prompt, request.budget, load) for shard, load in each)
-        rooms = [room for room in each_room if room]
-        return min(rooms)[-1] if rooms else None
+        candidates = (
+            shard.rank_request(request.prompt, request.budget, load) for shard, load in each
+        )
+        ranks = [room for room in candidates if room]
+        return min(ranks)[-1] if ranks else None
 
     def _admit(self) -> None:
         """Admit requests from the queue while there is room."""
         loads = [shard.load for shard in self._shards] if self._queue else []
-        while (shard := self._free_shard(loads)) is not None:
+        while (shard := self._select_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
             number, request = self._queue.popleft()
             if not self._slots:
@@ -686,28 +708,29 @@ class Engine:
             self._write_table(row)
             row.stop_state = request.stop_state
             # Another row reads the prompt: only the position offset is needed.
-            is_read = not row.unread
-            self._prefill.place(row, request.prompt_ids, request.attachments, 0)
-            if is_read:
-                row.unread_attachments, row.unread_arrays = (), {}
-            self.counts.prefilled_prompt += len(row.unread)
+            is_cached = not row.prefill_ids
+            self._prefill_batcher.set_attachments(row, request.prompt_ids, request.attachments, 0)
+            if is_cached:
+                row.prefill_attachments, row.prefill_arrays = (), {}
+            self.counts.prefilled_prompt += len(row.prefill_ids)
             self._rows[number] = row
         for each in self._shards:
-            each.evict_cached(but=self._next_prompt)
+            each.evict_cached(keep=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
         """Copy the partial last page of a prompt to the pages of its other samples."""
         while any(shard.copies for shard in self._shards):
             sources, targets = (
-                np.full((self.num_shards, MOVED_PAGES), self.num_pages, np.int32) for _ in range(2)
+                np.full((self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
+                for _ in range(2)
             )
             for shard in self._shards:
-                for index, (source, target) in enumerate(shard.copies[:MOVED_PAGES]):
+                for index, (source, target) in enumerate(shard.copies[:PAGES_PER_TRANSFER]):
                     sources[shard.index, index], targets[shard.index, index] = source, target
-                del shard.copies[:MOVED_PAGES]
+                del shard.copies[:PAGES_PER_TRANSFER]
             self._cache = self._copy(self._cache, sources.reshape(-1), targets.reshape(-1))
 
-    def _exchange(
+    def _swap_pages(
         self,
         shard: int,
         *,
@@ -729,29 +752,34 @@ class Engine:
             Keys and values of the sources for each layer, `[pages, K, page, H]`.
         """
         # Swap a fixed number of pages per call, so that there is one program. If nothing is
-        # written, `_nothing` is the input.
-        if self._nothing is None:
-            self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
+        # written, `_zero_pages` is the input.
+        if self._zero_pages is None:
+            self._zero_pages = self._put_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))
         contents = []
-        for start in range(0, max(len(sources), len(targets)), MOVED_PAGES):
-            read, write = sources[start : start + MOVED_PAGES], targets[start : start + MOVED_PAGES]
-            places = np.full((2, self.num_shards, MOVED_PAGES), self.num_pages, np.int32)
+        for start in range(0, max(len(sources), len(targets)), PAGES_PER_TRANSFER):
+            read, write = (
+                sources[start : start + PAGES_PER_TRANSFER],
+                targets[start : start + PAGES_PER_TRANSFER],
+            )
+            places = np.full((2, self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
             places[0, shard, : len(read)] = read
             places[1, shard, : len(write)] = write
-            incoming = self._nothing
+            incoming = self._zero_pages
             if write:
-                incoming = self._incoming(shard, saved, first + start, len(write))
+                incoming = self._pack_saved_pages(shard, saved, first + start, len(write))
             self._cache, outgoing = self._swap(
                 self._cache, incoming, places[0].reshape(-1), places[1].reshape(-1)
             )
             if read:
-                own = slice(shard * MOVED_PAGES, shard * MOVED_PAGES + len(read))
-                contents.append(jax.tree.map(itemgetter(own), jax.device_get(outgoing)))
+                shard_slice = slice(
+                    shard * PAGES_PER_TRANSFER, shard * PAGES_PER_TRANSFER + len(read)
+                )
+                contents.append(jax.tree.map(itemgetter(shard_slice), jax.device_get(outgoing)))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
 
-    def _incoming(self, shard: int, saved: Any, first: int, count: int) -> Cache:
+    def _pack_saved_pages(self, shard: int, saved: Any, first: int, count: int) -> Cache:
         """Return saved pages in the layout of the program that writes them."""
-        begin = shard * MOVED_PAGES
+        begin = shard * PAGES_PER_TRANSFER
         layers = iter(jax.tree.leaves(saved))
 
         def fill(shape: tuple[int, ...]) -> np.ndarray:
@@ -759,11 +787,11 @@ class Engine:
             out[begin : begin + count] = next(layers)[first : first + count]
             return out
 
-        return self._device_pages(fill)
+        return self._put_pages(fill)
 
-    def _device_pages(self, make: Any) -> Cache:
-        """Create `MOVED_PAGES` pages per shard on the host with `make(shape)`; transfer them."""
-        count = self.num_shards * MOVED_PAGES
+    def _put_pages(self, make: Any) -> Cache:
+        """Transfer `PAGES_PER_TRANSFER` pages per shard, created on the host by `make(shape)`."""
+        count = self.num_shards * PAGES_PER_TRANSFER
         pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))
 
@@ -771,30 +799,30 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Dispatch a chunk of the rows that may run, oldest first; return False if none may."""
-        running = [shard.to_decode for shard in self._shards]
+        running = [shard.scheduled_rows for shard in self._shards]
         if not any(running):
             return False
 
         # Prefill first, then choose the smallest compiled shapes that fit.
-        self._read_tokens(running)
+        self._prefill_rows(running)
         self._copy_prefixes()
-        kind = self._kind_for(running)
-        num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
+        kind = self._select_chunk_kind(running)
+        num_rows = _pick_bucket(max(len(rows) for rows in running), self._select_row_sizes(kind))
         past_pages = self.past_sizes[-1]
         if len(self.past_sizes) > 1:
             cached = max(row.length + row.in_flight for rows in running for row in rows)
-            read = min(pages_for(cached, self.page_tokens), self._table_pages)
-            past_pages = _fit(read, self.past_sizes)
+            read = min(count_pages(cached, self.page_tokens), self._table_pages)
+            past_pages = _pick_bucket(read, self.past_sizes)
 
         # Decode, and start the transfer of the report.
-        chunk, members = self._host_rows(running, num_rows)
+        chunk, members = self._build_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
             self._cache,
             self._state,
             chunk,
             self._stops,
-            *self._ways_of(running, num_rows),
+            *self._get_sampling_params(running, num_rows),
             kind,
             past_pages,
             variant=(num_rows, kind, past_pages),
@@ -806,9 +834,9 @@ class Engine:
         self.counts.row_steps += num_rows * self.num_shards * self.programs.num_steps
         return True
 
-    def _host_rows(
+    def _build_rows(
         self, running: list[list[Row]], num_rows: int
-    ) -> tuple[Rows, list[tuple[int, int]]]:
+    ) -> tuple[DecodeRows, list[tuple[int, int]]]:
         """Return the rows of a chunk for the device, and the (request, report index) of each."""
         total, num_steps = self.num_shards * num_rows, self.programs.num_steps
 
@@ -816,84 +844,92 @@ class Engine:
         ints = np.zeros((5, total), np.int32)
         ints[0] = -1
         active, slots = np.zeros(total, bool), np.zeros(total, np.int32)
-        offset = None if self._prefill.tower is None else np.zeros(total, np.int32)
+        offset = None if self._prefill_batcher.tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
             if not rows:
                 continue
             first = shard * num_rows
-            here = slice(first, first + len(rows))
+            shard_slice = slice(first, first + len(rows))
             # A row in flight continues from the state that the last chunk leaves on the device.
-            ints[:, here] = np.array(
+            ints[:, shard_slice] = np.array(
                 [
                     (r.index if r.in_flight else -1, r.pending, r.length, r.budget, r.stop_state)
                     for r in rows
                 ]
             ).T
-            active[here] = True
-            slots[here] = [row.slot for row in rows]
+            active[shard_slice] = True
+            slots[shard_slice] = [row.slot for row in rows]
             if offset is not None:
-                offset[here] = [row.offset for row in rows]
+                offset[shard_slice] = [row.offset for row in rows]
             for index, row in enumerate(rows):
                 row.in_flight += num_steps
                 row.index = index
                 members.append((row.request, first + index))
         source, pending, length, budget, stop_state = ints
-        state = State(
+        state = DecodeState(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
         tables, keys = self._tables[slots], self._keys[slots]
-        chunk = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
+        chunk = DecodeRows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return chunk, members
 
-    def _read_tokens(self, running: list[list[Row]]) -> None:
-        """Prefill the unread tokens of rows, in pieces of `Programs.block`.
+    def _prefill_rows(self, running: list[list[Row]]) -> None:
+        """Prefill the unread tokens of rows, in pieces of `Programs.block_tokens`.
 
         Attachments are embedded for as many rows at a time as fit. Text uses the same programs and
         ignores the embeddings of earlier attachments.
         """
         small, large = self.append_sizes[0], self.append_sizes[-1]
-        left = [deque(row for row in rows if row.unread) for rows in running]
-        while any(left):
+        remaining = [deque(row for row in rows if row.prefill_ids) for rows in running]
+        while any(remaining):
             # Embed the attachments of as many rows as fit, then prefill these rows.
-            rows = [self._prefill.next_rows(of_shard) for of_shard in left]
+            rows = [self._prefill_batcher.pop_rows(shard_items) for shard_items in remaining]
             attached = [
-                tuple(one for row in of_shard for one in row.unread_attachments)
-                for of_shard in rows
+                tuple(item for row in shard_items for item in row.prefill_attachments)
+                for shard_items in rows
             ]
-            pieces: list[deque[Piece]] = []
-            for of_shard, units in zip(rows, self._look_at(attached), strict=True):
+            pieces: list[deque[PrefillPiece]] = []
+            for shard_items, units in zip(rows, self._embed_attachments(attached), strict=True):
                 pieces.append(deque())
-                for row in of_shard:
-                    pieces[-1].extend(self._prefill.pieces(row, units))
+                for row in shard_items:
+                    pieces[-1].extend(self._prefill_batcher.pieces(row, units))
             while any(pieces):
-                longest = max(len(of_shard) for of_shard in pieces) * self.programs.block
+                longest = (
+                    max(len(shard_items) for shard_items in pieces) * self.programs.block_tokens
+                )
                 # Use the large program only if less than half of its tokens are padding.
                 size = large if longest > max(small, large // 2) else small
-                blocks, members = self._prefill.blocks(pieces, size, self._tables)
+                blocks, members = self._prefill_batcher.blocks(pieces, size, self._tables)
                 self._cache, arrays = self._append(
-                    self._weights, self._cache, blocks, self._seen, variant=size
+                    self._weights, self._cache, blocks, self._attachment_embeds, variant=size
                 )
                 if arrays:
                     jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
-                    recorded = Recorded(arrays)
+                    recorded = RecordedArrays(arrays)
                     for piece, index in members:
-                        piece.row.reads.append(Read(recorded, index, piece.num_tokens))
+                        piece.row.recorded_blocks.append(
+                            RecordedBlock(recorded, index, piece.num_tokens)
+                        )
 
-    def _look_at(self, attached: list[tuple[Attachment, ...]]) -> list[Iterator[np.ndarray]]:
+    def _embed_attachments(
+        self, attached: list[tuple[Attachment, ...]]
+    ) -> list[Iterator[np.ndarray]]:
         """Embed the attachments of each shard; return the indices of their tokens in the result."""
         if not any(attached):
             return [iter(()) for _ in attached]
-        counts = [sum(one.num_patches for one in of_shard) for of_shard in attached]
-        size = _fit(max(counts), self.patch_sizes)
-        patches, places, units = self._prefill.patches(attached, size)
-        self._seen = None  # free its memory for the next
-        self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
-        return [iter(of_shard) for of_shard in units]
+        counts = [sum(item.num_patches for item in shard_items) for shard_items in attached]
+        size = _pick_bucket(max(counts), self.patch_sizes)
+        patches, places, units = self._prefill_batcher.patches(attached, size)
+        self._attachment_embeds = None  # free its memory for the next
+        self._attachment_embeds = self._embed(
+            self._weights, patches, places, self._max_units, variant=size
+        )
+        return [iter(shard_items) for shard_items in units]
 
-    def _collect(self, chunk: _Chunk) -> list[Event]:
+    def _read_report(self, chunk: _Chunk) -> list[Event]:
         """Wait for a chunk and read its report."""
-        report = decode.unpacked(chunk.report)
+        report = decode.unpack_report(chunk.report)
         num_steps, token_ids = self.programs.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
         last_ids = token_ids[np.arange(len(token_ids)), num_sampled - 1].tolist()
@@ -913,18 +949,20 @@ class Engine:
             if status != decode.RUNNING:
                 row.is_waiting, row.in_flight = True, 0
                 ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
-            recorded = _recorded(row, report, index, count) if report.recorded else _NOTHING
+            recorded = _pop_recorded(row, report, index, count) if report.recorded else _NO_ARRAYS
             events.append(Event(request, chunk.number, ids, logprobs, entropies, status, recorded))
             self.counts.sampled += count
         return events
 
 
-def _recorded(row: Row, report: decode.Report, index: int, count: int) -> Mapping[str, np.ndarray]:
+def _pop_recorded(
+    row: Row, report: decode.ChunkReport, index: int, count: int
+) -> Mapping[str, np.ndarray]:
     """Return and clear the arrays of the tokens that a row has read since its last event."""
-    before = [read.arrays for read in row.reads]
-    row.reads = []
+    before = [read.arrays for read in row.recorded_blocks]
+    row.recorded_blocks = []
     return {
-        name: np.concatenate([*(one[name] for one in before), array[index, :count]])
+        name: np.concatenate([*(item[name] for item in before), array[index, :count]])
         for name, array in report.recorded.items()
     }
 
@@ -934,13 +972,13 @@ def _stop_tables(
 ) -> StopTables:
     """Pad the automaton's tables to the model's vocabulary and replicate them on the devices."""
     padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
-    is_end = np.zeros(vocab_size, bool)
-    is_end[list(eos_ids)] = True
+    is_eos = np.zeros(vocab_size, bool)
+    is_eos[list(eos_ids)] = True
     return jax.device_put(
         StopTables(
             next_state=np.pad(automaton.next_state, padding),
             is_hit=np.pad(automaton.is_hit, padding),
-            is_end=is_end,
+            is_eos=is_eos,
         ),
-        replicated(mesh),
+        replicated_sharding(mesh),
     )

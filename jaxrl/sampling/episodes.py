@@ -1,6 +1,6 @@
 """Episodes with an environment, for any source of turns: prompts, replies, rewards.
 
-Rollouts derive from `EpisodePlayer`, which converts between tokens and text; `demonstrations.py`
+Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py`
 calls the same functions. Environment output is encoded once, when it is appended.
 
 Any failure of the environment (an exception, an invalid reply, no reply) ends its episodes with an
@@ -30,26 +30,26 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.images import MARK, Picture, UnreadableError
-from jaxrl.models.aux_arrays import TokenArray
-from jaxrl.sampling.contexts import Contexts, PlayedTurn
-from jaxrl.sampling.interfaces import Processor, Sampling
-from jaxrl.sampling.observations import encode_observation, encode_results, omitted
+from jaxrl.models.aux_arrays import TokenArraySpec
+from jaxrl.sampling.contexts import ContextRule, TurnIds
+from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.observations import encode_observation, encode_omitted, encode_results
 from jaxrl.sampling.step_results import (
     check_chat,
-    checked_reward,
-    failed_step,
-    images_of,
+    get_images,
+    make_failed_step,
+    sanitize_record,
+    validate_reward,
     validate_step_result,
     without_images,
-    writable_record,
 )
-from jaxrl.sampling.trajectory import Sample, trajectory_of
+from jaxrl.sampling.trajectory import Sample, to_trajectory
 from jaxrl.types import Attachment, Draw, Group
-from jaxrl.utils.concurrency import error_text, side_by_side
+from jaxrl.utils.concurrency import format_error, parallel_map
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class TokenLimits:
     """Token budgets of one trajectory.
 
     Attributes:
@@ -73,7 +73,7 @@ class Limits:
     max_observation_tokens: int
     overlong_prompts: str = "refuse"
     max_image_tokens: int = 0
-    context: Contexts | None = None
+    context: ContextRule | None = None
 
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
         """Return the room for an observation that starts a context; None if there is one context.
@@ -86,7 +86,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ReplySchedule:
     """Schedule for adding the environment's replies, the same in all rollouts of a run.
 
     Attributes:
@@ -104,12 +104,12 @@ class Schedule:
     deadline_s: float = 600.0
 
 
-_MAX_ASKED_ALONE = 32  # threads that step one episode each, after a batched call has failed
+_MAX_SINGLE_STEP_THREADS = 32  # threads that step one episode each, after a batched call has failed
 
-_DECODERS = 8  # threads that decode prompt images
+_IMAGE_THREADS = 8  # threads that decode prompt images
 
 
-Pay = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | BaseException]]]
+RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | BaseException]]]
 """Function from the scored episodes of each task to their rewards, or to errors."""
 
 
@@ -117,22 +117,22 @@ class StartError(ValueError):
     """The environment could not start an episode for a task."""
 
 
-class EpisodePlayer:
+class BaseRollout:
     """Base class of rollouts: plays episodes with an environment."""
 
     def __init__(
         self,
         env: Env,
         tokenizer: Tokenizer,
-        limits: Limits,
-        schedule: Schedule | None = None,
-        pay: Pay | None = None,
+        limits: TokenLimits,
+        schedule: ReplySchedule | None = None,
+        reward_fn: RewardFn | None = None,
         processor: Processor | None = None,
     ):
-        """Use `Schedule()` and the environment's own rewards by default.
+        """Use `ReplySchedule()` and the environment's own rewards by default.
 
-        `pay` computes rewards from scored episodes. `processor` reads images; None for a text-only
-        model.
+        `reward_fn` computes rewards from scored episodes. `processor` reads images; None for a
+        text-only model.
         """
         self._processor = processor
         self._env = env
@@ -140,23 +140,25 @@ class EpisodePlayer:
         self._tokenizer = tokenizer
         self._opener = tokenizer.opener_with(self._tools)
         self._limits = limits
-        self._schedule = schedule or Schedule()
-        self._pay = pay or (lambda groups: [[one.reward for one in group] for group in groups])
+        self._schedule = schedule or ReplySchedule()
+        self._reward_fn = reward_fn or (
+            lambda groups: [[item.reward for item in group] for group in groups]
+        )
 
     @property
-    def _recorded(self) -> Mapping[str, TokenArray]:
+    def _recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the per-token arrays that are recorded, by name; none without an engine."""
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
         """Create all samples with their prompts; those of a task that cannot start have ended."""
         samples = []
-        seen = self._see_all([draw.task for draw in draws])
-        for draw, images in zip(draws, seen, strict=True):
+        images_by_task = self._preprocess_all([draw.task for draw in draws])
+        for draw, images in zip(draws, images_by_task, strict=True):
             prompt: list[int] = []
             failure: str | None = None
             try:
-                prompt = self._prompt(draw.task)
+                prompt = self._encode_prompt(draw.task)
                 if isinstance(images, UnreadableError):
                     raise StartError(f"task {draw.task.id!r}: {images}")
             except StartError as error:
@@ -187,32 +189,34 @@ class EpisodePlayer:
             StartError: The environment has no prompt for the task.
         """
         prompt = self._render_prompt(task)
-        fits = len(prompt) <= self._prompt_limit and not self._has_too_many_units(prompt)
+        fits = len(prompt) <= self._prompt_limit and not self._exceeds_image_limit(prompt)
         refuses = self._limits.overlong_prompts == "refuse"
         if self._limits.overlong_prompts == "truncate_left":
             refuses = bool(task.images)  # an image cannot be truncated
         if not prompt or (not fits and refuses):
-            raise self._unfit(task, prompt)
+            raise self._make_prompt_error(task, prompt)
         return fits
 
-    def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Attachment, ...] | UnreadableError]:
+    def _preprocess_all(
+        self, tasks: Sequence[Task]
+    ) -> list[tuple[Attachment, ...] | UnreadableError]:
         """Preprocess the images of each task; return the error if one cannot be read."""
 
-        def see(task: Task) -> tuple[Attachment, ...] | UnreadableError:
+        def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableError:
             try:
-                return tuple(self._see(task.images))
+                return tuple(self._preprocess(task.images))
             except UnreadableError as error:
                 return error
 
         if not any(task.images for task in tasks):
             return [()] * len(tasks)
-        return side_by_side(see, tasks, max_threads=_DECODERS)
+        return parallel_map(preprocess, tasks, max_threads=_IMAGE_THREADS)
 
-    def _see(self, pictures: Sequence[Picture]) -> list[Attachment]:
-        return [self._reader(picture) for picture in pictures]
+    def _preprocess(self, pictures: Sequence[Picture]) -> list[Attachment]:
+        return [self._image_processor(picture) for picture in pictures]
 
     @property
-    def _reader(self) -> Processor:
+    def _image_processor(self) -> Processor:
         if self._processor is None:
             raise UnreadableError(
                 "there is an image, and the model reads none: its config.json has no "
@@ -221,24 +225,24 @@ class EpisodePlayer:
             )
         return self._processor
 
-    def _prompt(self, task: Task) -> list[int]:
+    def _encode_prompt(self, task: Task) -> list[int]:
         """Return the prompt ids of a task, truncated if configured."""
         prompt, limit = self._render_prompt(task), self._prompt_limit
         if self._limits.overlong_prompts == "truncate_left" and not task.images:
             prompt = prompt[-limit:]
-        if not 0 < len(prompt) <= limit or self._has_too_many_units(prompt):
-            raise self._unfit(task, prompt)
+        if not 0 < len(prompt) <= limit or self._exceeds_image_limit(prompt):
+            raise self._make_prompt_error(task, prompt)
         return prompt
 
-    def _num_units(self, token_ids: Sequence[int]) -> int:
+    def _num_image_tokens(self, token_ids: Sequence[int]) -> int:
         """Count image tokens."""
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
-    def _has_too_many_units(self, *parts: Sequence[int]) -> bool:
+    def _exceeds_image_limit(self, *parts: Sequence[int]) -> bool:
         """Return True if there are more image tokens than a trajectory may have."""
         limit = self._limits.max_image_tokens
-        return 0 < limit < sum(map(self._num_units, parts))
+        return 0 < limit < sum(map(self._num_image_tokens, parts))
 
     @property
     def _prompt_limit(self) -> int:
@@ -251,22 +255,22 @@ class EpisodePlayer:
             UnreadableError: An image cannot be read.
             StartError: The environment has no prompt for the task, or one without its images.
         """
-        messages = self._start(task)
+        messages = self._start_episode(task)
         if not task.images:
             return self._tokenizer.render_prompt(messages, self._tools)
         try:
-            counts = [self._reader.num_tokens(picture) for picture in task.images]
+            counts = [self._image_processor.num_tokens(picture) for picture in task.images]
         except UnreadableError as error:
             raise UnreadableError(f"task {task.id!r}: {error}") from error
         return self._tokenizer.render_prompt(messages, self._tools, counts)
 
-    def _unfit(self, task: Task, prompt: Sequence[int]) -> ValueError:
-        if self._has_too_many_units(prompt):
+    def _make_prompt_error(self, task: Task, prompt: Sequence[int]) -> ValueError:
+        if self._exceeds_image_limit(prompt):
             return ValueError(
-                f"the images of the prompt of task {task.id!r} take {self._num_units(prompt)} "
-                f"tokens; expected at most {self._limits.max_image_tokens}. Raise "
-                "config.rollout.max_image_tokens, lower config.images.max_pixels, or set "
-                "config.rollout.overlong_prompts to 'drop' (leaves such tasks out)."
+                f"the images of the prompt of task {task.id!r} take "
+                f"{self._num_image_tokens(prompt)} tokens; expected at most "
+                f"{self._limits.max_image_tokens}. Raise config.rollout.max_image_tokens, lower "
+                "config.images.max_pixels, or set config.rollout.overlong_prompts to 'drop'."
             )
         return ValueError(
             f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to "
@@ -275,7 +279,7 @@ class EpisodePlayer:
             "'truncate_left' (cuts their first tokens off; not of prompts with images)."
         )
 
-    def _start(self, task: Task) -> Sequence[Message]:
+    def _start_episode(self, task: Task) -> Sequence[Message]:
         """Return the chat that starts an episode, with a mark per image, or raise `StartError`."""
         try:
             [messages] = self._env.start([task])
@@ -284,7 +288,7 @@ class EpisodePlayer:
             raise
         except BaseException as error:
             where = f"{type(self._env).__name__}.start of task {task.id!r}"
-            raise StartError(f"{where}: {error_text(error)}") from error
+            raise StartError(f"{where}: {format_error(error)}") from error
         marks = sum(message["content"].count(MARK) for message in messages)
         if task.images and marks != len(task.images):
             raise StartError(
@@ -294,7 +298,9 @@ class EpisodePlayer:
             )
         return messages
 
-    def _budget(self, sample: Sample, num_added: int = 0, context_length: int | None = None) -> int:
+    def _remaining_budget(
+        self, sample: Sample, num_added: int = 0, context_length: int | None = None
+    ) -> int:
         """Return how many tokens may be sampled after `num_added` more tokens.
 
         `context_length` is the context length with these tokens; None for that of the sample.
@@ -306,7 +312,7 @@ class EpisodePlayer:
             room = min(room, limits.context.max_tokens - length)
         return min(limits.max_response_tokens - sample.num_sampled, room)
 
-    def _step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+    def _step_episodes(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Step all episodes; if the batched call fails, step each episode separately."""
         replies = self._try_step(episodes, texts)
         if isinstance(replies, list):
@@ -314,9 +320,9 @@ class EpisodePlayer:
 
         def step_alone(index: int) -> StepResult:
             replies = self._try_step(episodes[index : index + 1], texts[index : index + 1])
-            return replies[0] if isinstance(replies, list) else failed_step(replies)
+            return replies[0] if isinstance(replies, list) else make_failed_step(replies)
 
-        return side_by_side(step_alone, range(len(episodes)), max_threads=_MAX_ASKED_ALONE)
+        return parallel_map(step_alone, range(len(episodes)), max_threads=_MAX_SINGLE_STEP_THREADS)
 
     def _try_step(
         self, episodes: Sequence[Episode], texts: Sequence[str]
@@ -328,17 +334,17 @@ class EpisodePlayer:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: user code must not end the run this way
-            if _ends_run(error):
+            if _is_fatal(error):
                 raise
-            return error_text(error)
-        return [self._looked_at(validate_step_result(reply)) for reply in replies]
+            return format_error(error)
+        return [self._check_images(validate_step_result(reply)) for reply in replies]
 
-    def _looked_at(self, reply: StepResult) -> StepResult:
+    def _check_images(self, reply: StepResult) -> StepResult:
         """Check the images of a reply; return a failed step if they are unreadable or too large.
 
         For a text-only model, each image is replaced by the text `[image]`.
         """
-        pictures = images_of(reply.observation)
+        pictures = get_images(reply.observation)
         if not pictures:
             return reply
         if self._processor is None:
@@ -346,26 +352,26 @@ class EpisodePlayer:
         try:
             # Decode here, in the environment's thread, so that the main loop hits the processor's
             # cache.
-            count = sum(self._tokens(self._see(pictures)))
+            count = sum(self._count_image_tokens(self._preprocess(pictures)))
         except UnreadableError as error:
-            return failed_step(f"a tool shows an image: {error}")
+            return make_failed_step(f"a tool shows an image: {error}")
         if count > self._limits.max_observation_tokens:
-            return failed_step(
+            return make_failed_step(
                 f"a tool shows images of {count} tokens, which are not cut; raise "
                 "config.rollout.max_observation_tokens, or lower config.images.max_pixels"
             )
         return reply
 
-    def _tokens(self, images: Sequence[Attachment]) -> list[int]:
+    def _count_image_tokens(self, images: Sequence[Attachment]) -> list[int]:
         """Return the number of tokens of each image."""
-        return [self._reader.num_units(image) for image in images]
+        return [self._image_processor.num_units(image) for image in images]
 
-    def _give_up(self) -> StepResult:
+    def _make_timeout_result(self) -> StepResult:
         """Return a failed step for a reply that missed the deadline."""
         deadline_s = self._schedule.deadline_s
-        why = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
-        late = failed_step(f"{type(self._env).__name__}.step: {why}")
-        return dataclasses.replace(late, latency_s=deadline_s)
+        reason = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
+        result = make_failed_step(f"{type(self._env).__name__}.step: {reason}")
+        return dataclasses.replace(result, latency_s=deadline_s)
 
     def _check_count(self, method: str, count: int, expected: int) -> None:
         if count != expected:
@@ -374,7 +380,9 @@ class EpisodePlayer:
                 "episodes; expected one for each, in their order."
             )
 
-    def _take(self, sample: Sample, text: str, result: StepResult) -> Sequence[int] | None:
+    def _apply_step_result(
+        self, sample: Sample, text: str, result: StepResult
+    ) -> Sequence[int] | None:
         """Append a turn and its reply; return the ids to read next, or None if the episode ends.
 
         Args:
@@ -392,52 +400,52 @@ class EpisodePlayer:
             records=result.records,
         )
         if result.outcome is not None:
-            self._end(sample, turn(), result.outcome)
+            self._end_episode(sample, turn(), result.outcome)
             return None
 
         # If the next turn does not fit in this context, begin the next context.
-        pictures = images_of(result.observation)
-        token_ids, shown, results = self._fit_observation(sample, result.observation)
+        pictures = get_images(result.observation)
+        token_ids, shown, results = self._encode_observation(sample, result.observation)
         context_length = sample.context_length + len(token_ids)
         num_repeated = 0
         if (contexts := self._limits.context) is not None:
             sampled = sample.token_ids[sample.turn_starts[-1] :]
-            without_body = omitted(self._tokenizer, result.observation, self._tools)
-            sample.played.append(
-                PlayedTurn(sampled=sampled, observation=token_ids, omitted=without_body)
+            without_body = encode_omitted(self._tokenizer, result.observation, self._tools)
+            sample.turn_ids.append(
+                TurnIds(sampled=sampled, observation=token_ids, placeholder=without_body)
             )
             if not contexts.has_room(context_length):
                 prompt = sample.token_ids[: sample.prompt_length]
-                following = contexts.following(prompt, sample.played)
-                if following is None:
-                    self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
+                next_context = contexts.next_context(prompt, sample.turn_ids)
+                if next_context is None:
+                    self._end_episode(sample, turn(), Outcome.OUT_OF_BUDGET)
                     return None
-                token_ids, num_repeated = following
+                token_ids, num_repeated = next_context
                 context_length = len(token_ids)
 
         # End the episode if nothing is left to sample after the observation.
-        left = self._budget(sample, len(token_ids), context_length)
-        if left <= 0 or self._has_too_many_units(sample.token_ids, token_ids):
-            self._end(sample, turn(), Outcome.OUT_OF_BUDGET)
+        left = self._remaining_budget(sample, len(token_ids), context_length)
+        if left <= 0 or self._exceeds_image_limit(sample.token_ids, token_ids):
+            self._end_episode(sample, turn(), Outcome.OUT_OF_BUDGET)
             return None
         if num_repeated:
             sample.begin_context(token_ids, num_repeated)
         else:
             sample.append_observation(token_ids)
-        sample.attachments += self._see(pictures)
+        sample.attachments += self._preprocess(pictures)
         sample.episode.turns.append(
             turn(observation=shown, results=results, images=tuple(pictures))
         )
         return token_ids
 
-    def _room(self, sample: Sample) -> int:
+    def _observation_room(self, sample: Sample) -> int:
         """Return the maximum length of an observation that leaves one token to sample."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
         turn = len(sample.token_ids) - sample.turn_starts[-1]
         in_context = self._limits.room_in_context(sample.prompt_length, turn)
         return room if in_context is None else min(room, in_context)
 
-    def _fit_observation(
+    def _encode_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
     ) -> tuple[list[int], str | None, tuple[str, ...]]:
         """Return ids and text of an observation, truncated to its limit and to the room of the row.
@@ -452,48 +460,57 @@ class EpisodePlayer:
                 observation,
                 tools=self._tools,
                 max_result_tokens=self._limits.max_observation_tokens,
-                room=self._room(sample),
-                image_tokens=[self._tokens(self._see(some)) for some in observation.images],
+                room=self._observation_room(sample),
+                image_tokens=[
+                    self._count_image_tokens(self._preprocess(images))
+                    for images in observation.images
+                ],
             )
-        tokens = self._tokens(self._see(observation.images)) if observation.images else []
+        tokens = (
+            self._count_image_tokens(self._preprocess(observation.images))
+            if observation.images
+            else []
+        )
         ids, text = encode_observation(
             self._tokenizer,
             observation,
             max_body_tokens=self._limits.max_observation_tokens - sum(tokens),
-            room=self._room(sample),
+            room=self._observation_room(sample),
             image_tokens=tokens,
         )
         return ids, text, ()
 
-    def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
+    def _end_episode(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)
         # An earlier turn may have failed without ending the episode.
         if any(turn.error for turn in sample.episode.turns):
             outcome = Outcome.ENVIRONMENT_ERROR
         sample.episode.outcome = outcome
 
-    def _score(self, samples: Sequence[Sample], sampling: Sampling) -> list[Group]:
+    def _score_groups(self, samples: Sequence[Sample], sampling: SamplingConfig) -> list[Group]:
         size = sampling.group_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        scored = [self._scored([s for s in group if not s.has_failed]) for group in groups]
-        paid = self._pay([[finished for _, finished in of_task] for of_task in scored])
-        for of_task, rewards in zip(scored, paid, strict=True):
-            for (sample, finished), reward in zip(of_task, rewards, strict=True):
-                sample.reward_records = tuple(map(writable_record, finished.records))
+        scored = [self._score_episodes([s for s in group if not s.has_failed]) for group in groups]
+        rewards_by_group = self._reward_fn(
+            [[scored_episode for _, scored_episode in scored_group] for scored_group in scored]
+        )
+        for scored_group, rewards in zip(scored, rewards_by_group, strict=True):
+            for (sample, scored_episode), reward in zip(scored_group, rewards, strict=True):
+                sample.reward_records = tuple(map(sanitize_record, scored_episode.records))
                 if isinstance(reward, BaseException):
                     sample.fail(reward)
                     continue
                 try:
-                    sample.reward = checked_reward(reward)
+                    sample.reward = validate_reward(reward)
                 except (TypeError, ValueError) as error:
                     sample.fail(error)
         recorded = self._recorded if sampling.keeps_arrays else {}
         return [
-            Group(trajectories=tuple(trajectory_of(sample, recorded) for sample in group))
+            Group(trajectories=tuple(to_trajectory(sample, recorded) for sample in group))
             for group in groups
         ]
 
-    def _scored(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
+    def _score_episodes(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
         """Score samples with the environment; mark those that it cannot score as failed."""
         if not samples:
             return []
@@ -501,19 +518,19 @@ class EpisodePlayer:
             rewards = list(self._env.score([sample.episode for sample in samples]))
             self._check_count("score", len(rewards), len(samples))
             return [
-                (s, s.finished(checked_reward(reward)))
+                (s, s.to_scored_episode(validate_reward(reward)))
                 for s, reward in zip(samples, rewards, strict=True)
             ]
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # scoring runs arbitrary user code
-            if _ends_run(error):
+            if _is_fatal(error):
                 raise
             if len(samples) > 1:  # perhaps only one of them fails
-                return [one for sample in samples for one in self._scored([sample])]
+                return [item for sample in samples for item in self._score_episodes([sample])]
             samples[0].fail(error)
             return []
 
 
-def _ends_run(error: BaseException) -> bool:
+def _is_fatal(error: BaseException) -> bool:
     return isinstance(error, OutageError) and error.fallback is None

@@ -22,7 +22,7 @@ class Seeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingConfig:
     """Sampling settings of a rollout.
 
     Attributes:
@@ -33,8 +33,8 @@ class Sampling:
         policy_version: Number of updates before these weights, recorded with every sampled token.
         keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
             in an evaluation, which trains on nothing.
-        unfinished: Maximum number of groups that may be returned as None; they resume when their
-            draws are passed again.
+        max_unfinished: Maximum number of groups that may be returned as None; they resume when
+            their draws are passed again.
     """
 
     group_size: int
@@ -43,18 +43,18 @@ class Sampling:
     seeds: Seeds
     policy_version: int = 0
     keeps_arrays: bool = False
-    unfinished: int = 0
+    max_unfinished: int = 0
 
 
 RolloutFunction = Callable[..., Sequence[Group | None]]
-"""Function from draws and `Sampling` to groups, called like `sampling.rollout.Rollout`.
+"""Function from draws and `SamplingConfig` to groups, called like `sampling.rollout.Rollout`.
 
-If `Sampling.unfinished` is above 0, the list has None for each unfinished group.
+If `SamplingConfig.max_unfinished` is above 0, the list has None for each unfinished group.
 """
 
 
 @dataclass
-class Counts:
+class EngineCounts:
     """Work done since the engine was created, in tokens unless noted otherwise."""
 
     prefilled_prompt: int = 0  # all but the last token of each prompt that is not cached
@@ -66,7 +66,7 @@ class Counts:
     swapped: int = 0  # tokens swapped out to the host
 
 
-WAITS = ("lag", "cache", "tasks")
+WAIT_REASONS = ("lag", "cache", "tasks")
 """Reasons why nothing is decoded while waiting for a reply.
 
 `lag`: the reply is due, although rows could run. `cache`: no room in the cache. `tasks`: all wait.
@@ -78,15 +78,15 @@ class Sampler(Protocol):
 
     Attributes:
         counts: Work done so far.
-        waits: Seconds spent waiting, by reason in `WAITS`.
+        wait_s: Seconds spent waiting, by reason in `WAIT_REASONS`.
         num_pages: Cache pages per shard.
-        most_pages: Peak number of cache pages in use on a shard.
+        peak_pages: Peak number of cache pages in use on a shard.
     """
 
-    counts: Counts
-    waits: dict[str, float]
+    counts: EngineCounts
+    wait_s: dict[str, float]
     num_pages: int
-    most_pages: int
+    peak_pages: int
 
     @property
     def num_compilations(self) -> int:
@@ -118,12 +118,12 @@ class Processor(Protocol):
     Attributes:
         is_blank: True if every image is replaced by a blank one, as a control.
         patch_values: Values per patch.
-        unit: Patches per token.
+        patches_per_token: Patches per token.
     """
 
     is_blank: bool
     patch_values: int
-    unit: int
+    patches_per_token: int
 
     def num_tokens(self, picture: Picture) -> int:
         """Return the number of tokens that an image takes in a prompt.
@@ -149,19 +149,19 @@ class Processor(Protocol):
         """Return a processor that replaces every image by a blank one."""
 
 
-PROCESSOR = "jaxrl.extras.vision.processor.Processor"
+PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"
 """Dotted path of the `Processor` class; takes a model folder and `config.images`."""
 
 
-class External(Protocol):
+class ExternalModel(Protocol):
     """A model behind an endpoint that writes the turns of episodes."""
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Return name and address for display."""
 
-    def rollout(self, *around: Any) -> Any:
-        """Return a `RolloutFunction` with this model; arguments are those of `EpisodePlayer`."""
+    def rollout(self, *args: Any) -> Any:
+        """Return a `RolloutFunction` with this model; arguments are those of `BaseRollout`."""
 
 
 POLICIES = {"openai": "jaxrl.extras.endpoints.policy.ChatModel"}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, UInt32
 _BITS_OF_ONE = 0x3F800000  # bit pattern of the float32 1.0
 
 
-def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
+def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
     """Sample one uniform in [0, 1) per row from the sample's key and the next token's position.
 
     The value does not depend on the row index or on the other rows.
@@ -27,7 +27,7 @@ GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
 """Sampling methods. Each has its own program, without the work that only the others need."""
 
 
-def kind_of(temperature: float, top_p: float) -> str:
+def select_kind(temperature: float, top_p: float) -> str:
     """Return the cheapest method for these settings."""
     if temperature == 0.0:
         return GREEDY
@@ -48,7 +48,7 @@ def sample(
     Log-probability and entropy are those of the full distribution, which the trainer scores.
 
     Args:
-        logits: float32; `reference.LOWEST` at ids that must not be sampled.
+        logits: float32; `reference.MASK_VALUE` at ids that must not be sampled.
         uniform: Uniform samples in [0, 1).
         temperature: The distribution is softmax(logits / temperature). One value for all rows, or
             one per row, where 0 is greedy. Method `greedy` ignores it and reports values at
@@ -58,28 +58,28 @@ def sample(
             tokens, `top_p` samples from the nucleus.
     """
     V = logits.shape[1]
-    if by_row := jnp.ndim(temperature) > 0:
+    if is_per_row := jnp.ndim(temperature) > 0:
         is_greedy = temperature == 0.0
         temperature = jnp.where(is_greedy, 1.0, temperature)[:, None]
     scaled = logits if kind == GREEDY else logits / temperature
 
     # Subtract the maximum for stability; the weights are then at most 1.
-    centred = scaled - scaled.max(axis=-1, keepdims=True)
-    weights = jnp.exp(centred)
-    token, total = _draw(weights, uniform)
+    shifted = scaled - scaled.max(axis=-1, keepdims=True)
+    weights = jnp.exp(shifted)
+    token, total = _sample_index(weights, uniform)
     if kind == TOP_P:
-        token, _ = _draw(nucleus(weights, top_p), uniform)
-    if kind == GREEDY or by_row:
+        token, _ = _sample_index(filter_top_p(weights, top_p), uniform)
+    if kind == GREEDY or is_per_row:
         # First index of the maximum: on a CPU several times faster than argmax.
-        first = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
-        token = jnp.where(is_greedy, first, token) if by_row else first
+        first = jnp.where(shifted == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
+        token = jnp.where(is_greedy, first, token) if is_per_row else first
     token = token.astype(jnp.int32)
     log_total = jnp.log(total)
-    entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
-    return token, _pick(centred, token) - log_total, entropy
+    entropy = log_total - jnp.where(weights > 0, weights * shifted, 0.0).sum(axis=-1) / total
+    return token, _select(shifted, token) - log_total, entropy
 
 
-def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
+def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
     """Return the weights of the most likely tokens that together reach `top_p`, 0 for the others.
 
     Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a share of
@@ -91,25 +91,25 @@ def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Ar
         weights: float32 in [0, 1], proportional to the probabilities.
         top_p: Probability in (0, 1]; 1 keeps every token, even one lost to rounding in the sum.
     """
-    goal = top_p * weights.sum(axis=-1)
+    target_weight = top_p * weights.sum(axis=-1)
 
-    def kept(lowest: Int[Array, " B"]) -> Float[Array, "B V"]:
+    def mask_below(lowest: Int[Array, " B"]) -> Float[Array, "B V"]:
         threshold = jax.lax.bitcast_convert_type(lowest, jnp.float32)
         return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        reaches, falls_short = bounds
-        middle = reaches + (falls_short - reaches) // 2
-        is_enough = kept(middle).sum(axis=-1) >= goal
-        return jnp.where(is_enough, middle, reaches), jnp.where(is_enough, falls_short, middle)
+    def bisect(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        is_enough = mask_below(middle).sum(axis=-1) >= target_weight
+        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
 
-    everything = jnp.zeros_like(goal, jnp.int32)
-    nothing = everything + _BITS_OF_ONE + 1
-    reaches, _ = jax.lax.fori_loop(0, _BITS_OF_ONE.bit_length(), halve, (everything, nothing))
-    return kept(jnp.where(top_p < 1.0, reaches, 0))
+    min_bits = jnp.zeros_like(target_weight, jnp.int32)
+    max_bits = min_bits + _BITS_OF_ONE + 1
+    low, _ = jax.lax.fori_loop(0, _BITS_OF_ONE.bit_length(), bisect, (min_bits, max_bits))
+    return mask_below(jnp.where(top_p < 1.0, low, 0))
 
 
-def _draw(
+def _sample_index(
     weights: Float[Array, "B V"], uniform: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Return the token whose cumulative weight interval contains the uniform, and the total weight.
@@ -125,20 +125,20 @@ def _draw(
     block_ends = jnp.cumsum(block_weights, axis=-1)
     total = block_ends[:, -1]
     target = uniform * total
-    chosen_block = _first_beyond(block_weights, block_ends, target)
-    before = _pick(block_ends, jnp.maximum(chosen_block - 1, 0))
-    start = jnp.where(chosen_block > 0, before, 0.0)
-    inside = jnp.take_along_axis(blocks, chosen_block[:, None, None], axis=1)[:, 0]
-    inside_ends = jnp.cumsum(inside, axis=-1)
-    return chosen_block * block + _first_beyond(inside, inside_ends, target - start), total
+    block_index = _first_above(block_weights, block_ends, target)
+    before = _select(block_ends, jnp.maximum(block_index - 1, 0))
+    start = jnp.where(block_index > 0, before, 0.0)
+    block_values = jnp.take_along_axis(blocks, block_index[:, None, None], axis=1)[:, 0]
+    value_ends = jnp.cumsum(block_values, axis=-1)
+    return block_index * block + _first_above(block_values, value_ends, target - start), total
 
 
-def _pick(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
+def _select(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
     """Select one value per row; unlike indexing with row numbers, it stays on the row's device."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
-def _first_beyond(
+def _first_above(
     weights: Float[Array, "B n"], ends: Float[Array, "B n"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
     """Return the first index with weight whose running sum exceeds `target`, or the last one.

@@ -29,13 +29,16 @@ def encode_observation(
             never truncated.
         image_tokens: Token count of each image; images are placed between body and suffix.
     """
-    before, after = _tag_ids(tokenizer, observation.prefix), _tag_ids(tokenizer, observation.suffix)
+    before, after = (
+        _encode_tag(tokenizer, observation.prefix),
+        _encode_tag(tokenizer, observation.suffix),
+    )
     images = [tokenizer.render_image(count) for count in image_tokens]
     if room is not None:
         room -= len(before) + len(after) + sum(len(ids) for ids, _ in images)
         max_body_tokens = max(min(max_body_tokens, room), 0)
     # Encode one token more than the limit: a body may be megabytes long.
-    body = _first_ids(tokenizer, observation.body, max_body_tokens + 1)
+    body = _encode_prefix(tokenizer, observation.body, max_body_tokens + 1)
     shown = observation.body
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
@@ -48,24 +51,24 @@ def encode_observation(
     ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
 
 
-def _first_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
+def _encode_prefix(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
     """Return the first ids of a text, cached: episodes of a group often get the same text."""
-    if len(text) > _MAX_KEPT:
+    if len(text) > _MAX_CACHED_CHARS:
         return tokenizer.encode_start(text, max_tokens)
-    return _kept_ids(tokenizer, text, max_tokens)
+    return _encode_cached(tokenizer, text, max_tokens)
 
 
-_MAX_KEPT = 2**14
+_MAX_CACHED_CHARS = 2**14
 """Maximum number of characters of a cached text."""
 
 
 @lru_cache(maxsize=512)
-def _kept_ids(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
+def _encode_cached(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
     return tuple(tokenizer.encode_start(text, max_tokens))
 
 
 @lru_cache(maxsize=64)
-def _tag_ids(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
+def _encode_tag(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
     """Return the ids of a tag, cached: tags rarely change."""
     return tuple(tokenizer.encode(tag))
 
@@ -93,18 +96,18 @@ def encode_results(
         image_tokens: Token count of each image of each result; () if there are none.
     """
     if room is not None:
-        bare, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
-        room -= len(bare)
+        template_ids, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
+        room -= len(template_ids)
     shown = []
     for body in results.bodies:
         limit = max_result_tokens if room is None else max(min(max_result_tokens, room), 0)
-        ids = _first_ids(tokenizer, body, limit + 1)
+        ids = _encode_prefix(tokenizer, body, limit + 1)
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
         room = None if room is None else room - min(len(ids), limit)
     return *tokenizer.render_results(shown, tools, image_tokens), tuple(shown)
 
 
-def omitted(
+def encode_omitted(
     tokenizer: Tokenizer,
     observation: Observation | ToolResults | None,
     tools: Sequence[Mapping[str, Any]] = (),

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.models.attachments import POSITIONS, UNITS, Tower
-from jaxrl.sampling.decode import Blocks
+from jaxrl.sampling.decode import PrefillBlocks
 from jaxrl.sampling.scheduler import Row
 from jaxrl.types import Attachment
 
 
-class Piece(NamedTuple):
-    """Up to `Programs.block` tokens of a row to prefill."""
+class PrefillPiece(NamedTuple):
+    """Up to `Programs.block_tokens` tokens of a row to prefill."""
 
     row: Row
     start: int  # position of the first token
@@ -32,13 +32,13 @@ class PrefillBatcher:
     Attributes:
         tower: Encoder of attachments; None for a text-only model.
         num_shards: Number of shards of the mesh.
-        block: Tokens per block, see `Programs.block`.
+        block_tokens: Tokens per block, see `Programs.block_tokens`.
         max_units: Maximum number of attachment tokens per shard that are embedded together.
     """
 
     tower: Tower | None
     num_shards: int
-    block: int
+    block_tokens: int
     max_units: int
 
     def check(self, token_ids: Sequence[int], attachments: Sequence[Attachment]) -> None:
@@ -48,11 +48,11 @@ class PrefillBatcher:
             ValueError: Tokens and attachments disagree.
         """
         if self.tower is not None:
-            self.tower.positions(np.asarray(token_ids), attachments)
+            self.tower.compute_positions(np.asarray(token_ids), attachments)
         else:
             assert not attachments, "rollouts refuse them if the model reads text alone"
 
-    def place(
+    def set_attachments(
         self,
         row: Row,
         token_ids: Sequence[int],
@@ -68,21 +68,21 @@ class PrefillBatcher:
         arrays = self.tower.token_arrays(
             np.asarray(token_ids), attachments, start=start + row.offset
         )
-        row.unread_attachments = attachments
-        row.unread_arrays = {name: array[:-1] for name, array in arrays.items()}
+        row.prefill_attachments = attachments
+        row.prefill_arrays = {name: array[:-1] for name, array in arrays.items()}
         row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
 
-    def next_rows(self, rows: deque[Row]) -> list[Row]:
+    def pop_rows(self, rows: deque[Row]) -> list[Row]:
         """Pop the next rows of a shard whose attachments fit together."""
-        taken: list[Row] = []
-        room = self.max_units
+        popped: list[Row] = []
+        remaining_units = self.max_units
         while rows:
             if self.tower is not None:
-                room -= sum(map(self.tower.num_tokens, rows[0].unread_attachments))
-            if taken and room < 0:
+                remaining_units -= sum(map(self.tower.num_tokens, rows[0].prefill_attachments))
+            if popped and remaining_units < 0:
                 break
-            taken.append(rows.popleft())
-        return taken
+            popped.append(rows.popleft())
+        return popped
 
     def patches(
         self, attached: Sequence[tuple[Attachment, ...]], size: int
@@ -91,48 +91,48 @@ class PrefillBatcher:
 
         Returns:
             float32 `[S, size, values]`, int32 `[S, size, W]`, and for each shard the indices of
-            each attachment's tokens in the output of `Programs.see`; see `Tower.arrange`.
+            each attachment's tokens in the output of `Programs.embed`; see `Tower.collate`.
         """
         assert self.tower is not None
         patches = np.zeros((len(attached), size, self.tower.patch_values), np.float32)
-        places = np.zeros((len(attached), size, self.tower.place_values), np.int32)
+        places = np.zeros((len(attached), size, self.tower.num_coords), np.int32)
         units = []
-        for index, of_shard in enumerate(attached):
-            arranged = self.tower.arrange(of_shard)
-            patches[index, : len(arranged.patches)] = arranged.patches
-            places[index, : len(arranged.places)] = arranged.places
-            units.append(arranged.units)
+        for index, shard_items in enumerate(attached):
+            collated = self.tower.collate(shard_items)
+            patches[index, : len(collated.patches)] = collated.patches
+            places[index, : len(collated.coords)] = collated.coords
+            units.append(collated.units)
         return patches, places, units
 
-    def pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[Piece]:
+    def pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[PrefillPiece]:
         """Split a row's unread tokens into pieces and mark them as read.
 
         `units` yields the token indices of each of the row's attachments.
         """
-        count, arrays, block = len(row.unread), {}, self.block
+        count, arrays, block_tokens = len(row.prefill_ids), {}, self.block_tokens
         if self.tower is not None:
-            arrays = {n: one.filled(count) for n, one in self.tower.arrays.items()}
-            arrays |= row.unread_arrays
-            if row.unread_attachments:
-                places = np.concatenate([next(units) for _ in row.unread_attachments])
-                arrays[UNITS][np.equal(row.unread, self.tower.token_id)] = places
+            arrays = {n: array.full(count) for n, array in self.tower.input_arrays.items()}
+            arrays |= row.prefill_arrays
+            if row.prefill_attachments:
+                places = np.concatenate([next(units) for _ in row.prefill_attachments])
+                arrays[UNITS][np.equal(row.prefill_ids, self.tower.token_id)] = places
         pieces = [
-            Piece(
+            PrefillPiece(
                 row,
                 row.length + start,
-                min(count - start, block),
-                row.unread[start : start + block],
-                {n: x[start : start + block] for n, x in arrays.items()} if arrays else {},
+                min(count - start, block_tokens),
+                row.prefill_ids[start : start + block_tokens],
+                {n: x[start : start + block_tokens] for n, x in arrays.items()} if arrays else {},
             )
-            for start in range(0, count, block)
+            for start in range(0, count, block_tokens)
         ]
         row.length += count
-        row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
+        row.prefill_ids, row.prefill_attachments, row.prefill_arrays = [], (), {}
         return pieces
 
     def blocks(
-        self, pieces: Sequence[deque[Piece]], num_tokens: int, tables: np.ndarray
-    ) -> tuple[Blocks, list[tuple[Piece, int]]]:
+        self, pieces: Sequence[deque[PrefillPiece]], num_tokens: int, tables: np.ndarray
+    ) -> tuple[PrefillBlocks, list[tuple[PrefillPiece, int]]]:
         """Pop the next pieces of each shard; return blocks, and each piece with its block index.
 
         Args:
@@ -140,31 +140,31 @@ class PrefillBatcher:
             num_tokens: Tokens per shard, including padding.
             tables: Block tables of all rows, by slot.
         """
-        num_blocks, block = num_tokens // self.block, self.block
+        num_blocks, block_tokens = num_tokens // self.block_tokens, self.block_tokens
         total = self.num_shards * num_blocks
 
         # Start from padding; each shard fills the first of its blocks.
-        token_ids = np.zeros((total, block), np.int32)
+        token_ids = np.zeros((total, block_tokens), np.int32)
         start, counts, slots = np.zeros((3, total), np.int32)
-        declared = self.tower.arrays if self.tower is not None else {}
-        token_arrays = {name: one.filled(total, block) for name, one in declared.items()}
-        members: list[tuple[Piece, int]] = []
-        for shard, of_shard in enumerate(pieces):
-            taken = [of_shard.popleft() for _ in range(min(num_blocks, len(of_shard)))]
-            if not taken:
+        specs = self.tower.input_arrays if self.tower is not None else {}
+        token_arrays = {name: array.full(total, block_tokens) for name, array in specs.items()}
+        members: list[tuple[PrefillPiece, int]] = []
+        for shard, shard_items in enumerate(pieces):
+            popped = [shard_items.popleft() for _ in range(min(num_blocks, len(shard_items)))]
+            if not popped:
                 continue
             first = shard * num_blocks
-            here = slice(first, first + len(taken))
-            start[here] = [piece.start for piece in taken]
-            counts[here] = [piece.num_tokens for piece in taken]
-            slots[here] = [piece.row.slot for piece in taken]
-            is_read = np.arange(block) < counts[here, None]
-            token_ids[here][is_read] = [id for piece in taken for id in piece.token_ids]
-            members += zip(taken, range(first, first + len(taken)), strict=True)
-            for index, piece in enumerate(taken, start=first):
+            shard_slice = slice(first, first + len(popped))
+            start[shard_slice] = [piece.start for piece in popped]
+            counts[shard_slice] = [piece.num_tokens for piece in popped]
+            slots[shard_slice] = [piece.row.slot for piece in popped]
+            is_token = np.arange(block_tokens) < counts[shard_slice, None]
+            token_ids[shard_slice][is_token] = [id for piece in popped for id in piece.token_ids]
+            members += zip(popped, range(first, first + len(popped)), strict=True)
+            for index, piece in enumerate(popped, start=first):
                 for name, values in piece.token_arrays.items():
                     token_arrays[name][index, : piece.num_tokens] = values
-        blocks = Blocks(
+        blocks = PrefillBlocks(
             token_ids=token_ids,
             start=start,
             counts=counts,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 
-def sample_keys(
+def derive_sample_keys(
     seed: int,
     stage: int,
     step: int,
@@ -35,30 +35,30 @@ def sample_keys(
         count = len(block[0])
         padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
         with jax.default_device(device):
-            of_block = _sample_keys(seed, stage, step, *padded)
-        keys[start : start + count] = np.asarray(of_block)[:count]
+            block_keys = _derive_sample_keys(seed, stage, step, *padded)
+        keys[start : start + count] = np.asarray(block_keys)[:count]
     return keys
 
 
 _KEY_BLOCK = 256
 
 
-def context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
+def derive_context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
     """Derive the key `uint32 [2]` of a sample for its context `number`, counted from 1.
 
     Token keys depend on the position in the context, and positions repeat across contexts.
     """
     with jax.default_device(device):
-        return np.asarray(_context_key(key, np.uint32(2**31 + number)))  # above any position
+        return np.asarray(_derive_context_key(key, np.uint32(2**31 + number)))  # above any position
 
 
 @jax.jit
-def _context_key(key: jax.Array, number: jax.Array) -> jax.Array:
+def _derive_context_key(key: jax.Array, number: jax.Array) -> jax.Array:
     return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
 
 
 @jax.jit
-def _sample_keys(
+def _derive_sample_keys(
     seed: jax.Array,
     stage: jax.Array,
     step: jax.Array,
@@ -66,10 +66,10 @@ def _sample_keys(
     samples: jax.Array,
     attempts: jax.Array,
 ) -> jax.Array:
-    run = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), step)
+    step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), step)
 
-    def one(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(run, position), sample)
+    def derive(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(step_key, position), sample)
         return jax.random.key_data(jax.random.fold_in(key, attempt))
 
-    return jax.vmap(one)(positions, samples, attempts)
+    return jax.vmap(derive)(positions, samples, attempts)

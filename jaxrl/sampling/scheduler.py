@@ -12,34 +12,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.sampling.blocks import PagePool, pages_for
+from jaxrl.sampling.blocks import PagePool, count_pages
 from jaxrl.types import Attachment
 
 
-class Recorded:
+class RecordedArrays:
     """Per-token arrays recorded by one call, on the device until they are requested."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         """Wrap `arrays`, `[b, Q, ...]` by name, whose transfer to the host has started."""
         self._arrays = arrays
 
-    def of_block(self, index: int, count: int) -> dict[str, np.ndarray]:
+    def get_block(self, index: int, count: int) -> dict[str, np.ndarray]:
         """Return the values of the first `count` tokens of a block, `[count, ...]`."""
         self._arrays = {name: np.asarray(array) for name, array in self._arrays.items()}
         return {name: array[index, :count] for name, array in self._arrays.items()}
 
 
-class Read(NamedTuple):
+class RecordedBlock(NamedTuple):
     """Tokens of a row that were prefilled in one block."""
 
-    recorded: Recorded
-    block: int
+    recorded: RecordedArrays
+    block_index: int
     num_tokens: int
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the recorded arrays, `[num_tokens, ...]`."""
-        return self.recorded.of_block(self.block, self.num_tokens)
+        return self.recorded.get_block(self.block_index, self.num_tokens)
 
 
 class Prompt(NamedTuple):
@@ -55,9 +55,11 @@ class Prefix:
 
     prompt: Prompt
     shared: list[int] = field(default_factory=list)  # full pages
-    kept: list[int] = field(default_factory=list)  # all its pages, while no row uses them
+    cached: list[int] = field(default_factory=list)  # all its pages, while no row uses them
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
-    reads: list[Read] = field(default_factory=list)  # all its tokens, if arrays are recorded
+    recorded_blocks: list[RecordedBlock] = field(
+        default_factory=list
+    )  # all its tokens, if arrays are recorded
 
     @property
     def num_tokens(self) -> int:
@@ -77,10 +79,10 @@ class Row:
     budget: int  # tokens it may still sample, according to the reports read
     length: int = 0  # tokens in the cache, according to the reports read
     stop_state: int = 0  # state of the stop automaton, according to the reports read
-    unread: list[int] = field(default_factory=list)  # tokens to prefill before the pending one
-    unread_attachments: tuple[Attachment, ...] = ()  # attachments of the unread tokens
+    prefill_ids: list[int] = field(default_factory=list)  # tokens to prefill before the pending one
+    prefill_attachments: tuple[Attachment, ...] = ()  # attachments of the unread tokens
     # [n, ...], if there is a tower
-    unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    prefill_arrays: dict[str, np.ndarray] = field(default_factory=dict)
     offset: int = 0  # position offset of the pending and later tokens
     pages: list[int] = field(default_factory=list)
     saved: Any = None  # page contents of each layer while swapped out
@@ -89,16 +91,16 @@ class Row:
     is_waiting: bool = False  # stopped; not resumed or finished yet
     # Recorded arrays of tokens before the last sampled ones, in order. Initially this is the list
     # of the prefix itself: the row that reads the prompt fills it for all.
-    reads: list[Read] = field(default_factory=list)
+    recorded_blocks: list[RecordedBlock] = field(default_factory=list)
 
     @property
     def may_run(self) -> bool:
         """Return False if the row has stopped, or will have when the chunks in flight finish."""
         return not self.is_waiting and self.in_flight < self.budget
 
-    def longest(self, num_steps: int) -> int:
+    def max_length(self, num_steps: int) -> int:
         """Return the maximum cache length after `num_steps` more steps."""
-        return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
+        return self.length + len(self.prefill_ids) + min(self.in_flight + num_steps, self.budget)
 
 
 class BlockScheduler:
@@ -137,12 +139,12 @@ class BlockScheduler:
         return [row for row in self.rows.values() if row.saved is None]
 
     @property
-    def _away(self) -> list[Row]:
+    def _preempted(self) -> list[Row]:
         """Return the preempted rows, oldest first."""
         return [row for row in self.rows.values() if row.saved is not None]
 
     @property
-    def to_decode(self) -> list[Row]:
+    def scheduled_rows(self) -> list[Row]:
         """Return the rows of the next chunk."""
         running = (
             row
@@ -151,31 +153,32 @@ class BlockScheduler:
         )
         return list(islice(running, self._num_rows))
 
-    def missing(self, row: Row) -> int:
+    def num_missing_pages(self, row: Row) -> int:
         """Return how many more pages a row needs for the next chunk; 0 if it waits."""
-        longest = row.length if row.is_waiting else row.longest(self._num_steps)
-        return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
+        max_length = row.length if row.is_waiting else row.max_length(self._num_steps)
+        return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
     @property
-    def short_of_pages(self) -> list[Row]:
+    def rows_short_of_pages(self) -> list[Row]:
         """Return rows of the next chunk that may need more pages, ignoring their budgets."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
-            for row in self.to_decode
-            if row.length + len(row.unread) + row.in_flight + steps > len(row.pages) * page_tokens
+            for row in self.scheduled_rows
+            if row.length + len(row.prefill_ids) + row.in_flight + steps
+            > len(row.pages) * page_tokens
         ]
 
     def free(self, row: Row) -> None:
         """Free the pages of a row, except shared ones."""
-        self.pool.give_up(row.pages)
+        self.pool.free(row.pages)
         row.pages = []
         prefix = row.prefix
         del prefix.rows[row.request]
-        if not prefix.rows and not prefix.kept and self._is_known(prefix):
+        if not prefix.rows and not prefix.cached and self._is_current(prefix):
             del self.prefixes[prefix.prompt]
 
-    def _is_known(self, prefix: Prefix) -> bool:
+    def _is_current(self, prefix: Prefix) -> bool:
         """Return False for a prompt that was read with other weights."""
         return self.prefixes.get(prefix.prompt) is prefix
 
@@ -185,48 +188,50 @@ class BlockScheduler:
         if row.saved is not None:
             return
         prefix = row.prefix
-        is_last = self._is_known(prefix) and len(prefix.rows) == 1 and not self._away
+        is_last = self._is_current(prefix) and len(prefix.rows) == 1 and not self._preempted
         if is_last and prefix.prompt == next_prompt:
-            prefix.kept = row.pages[: pages_for(prefix.num_tokens, self._page_tokens)]
-            self.pool.share(prefix.kept)
+            prefix.cached = row.pages[: count_pages(prefix.num_tokens, self._page_tokens)]
+            self.pool.share(prefix.cached)
         self.free(row)
 
-    def evict_cached(self, *, but: Prompt = Prompt()) -> bool:
-        """Evict unused cached prompts except `but`; return False if there were none."""
-        kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
-        for prefix in kept:
-            self.pool.give_up(prefix.kept)
-            prefix.kept = []
+    def evict_cached(self, *, keep: Prompt = Prompt()) -> bool:
+        """Evict unused cached prompts except `keep`; return False if there were none."""
+        cached = [
+            prefix for prefix in self.prefixes.values() if prefix.cached and prefix.prompt != keep
+        ]
+        for prefix in cached:
+            self.pool.free(prefix.cached)
+            prefix.cached = []
             del self.prefixes[prefix.prompt]
-        return bool(kept)
+        return bool(cached)
 
-    def forget_prompts(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Invalidate the prefix cache after a weight update."""
         self.evict_cached()
         self.prefixes.clear()
 
-    def next_back(self) -> Row | None:
+    def next_swap_in(self) -> Row | None:
         """Return the oldest preempted row if its pages fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None:
             return None
         shared = len(row.prefix.shared) if row.prefix.rows else 0
-        return row if self.missing(row) - shared <= self.pool.num_free else None
+        return row if self.num_missing_pages(row) - shared <= self.pool.num_free else None
 
     def swap_in(self, row: Row) -> int:
         """Allocate pages for a preempted row; return how many leading pages are still valid."""
-        prefix, missing = row.prefix, self.missing(row)
+        prefix, num_missing_pages = row.prefix, self.num_missing_pages(row)
         num_shared = len(prefix.shared)
-        num_there = num_shared if prefix.rows else 0
+        num_resident = num_shared if prefix.rows else 0
         if prefix.rows:
             self.pool.share(prefix.shared)
-            row.pages = [*prefix.shared, *self.pool.take(missing - num_shared)]
+            row.pages = [*prefix.shared, *self.pool.allocate(num_missing_pages - num_shared)]
         else:
-            row.pages = self.pool.take(missing)
+            row.pages = self.pool.allocate(num_missing_pages)
             prefix.shared = row.pages[:num_shared]
             self.prefixes.setdefault(prefix.prompt, prefix)
         prefix.rows[row.request] = row
-        return num_there
+        return num_resident
 
     @property
     def load(self) -> int | None:
@@ -238,14 +243,16 @@ class BlockScheduler:
             count += not row.is_waiting and row.in_flight < row.budget
         return count
 
-    def room(self, prompt: Prompt, budget: int, load: int | None) -> tuple[bool, int, int] | None:
+    def rank_request(
+        self, prompt: Prompt, budget: int, load: int | None
+    ) -> tuple[bool, int, int] | None:
         """Return the rank of this shard for a request, lowest is best; None if there is no room."""
         if load is None or load >= self._num_rows:
             return None
-        longest = len(prompt.ids) - 1 + min(self._num_steps, budget)
+        max_length = len(prompt.ids) - 1 + min(self._num_steps, budget)
         prefix = self.prefixes.get(prompt)
-        there = len(prefix.kept or prefix.shared) if prefix else 0
-        has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
+        num_cached = len(prefix.cached or prefix.shared) if prefix else 0
+        has_pages = count_pages(max_length, self._page_tokens) - num_cached <= self.pool.num_free
         # Prefer a shard that has the prompt cached, then the one with the fewest running rows.
         return (prefix is None, load, self.index) if has_pages else None
 
@@ -263,18 +270,18 @@ class BlockScheduler:
             pending=prompt.ids[-1],
             budget=budget,
             length=0 if is_new else prefix.num_tokens,
-            unread=list(prompt.ids[:-1]) if is_new else [],
-            reads=prefix.reads,
+            prefill_ids=list(prompt.ids[:-1]) if is_new else [],
+            recorded_blocks=prefix.recorded_blocks,
         )
 
         # Share the full pages of a known prompt; the partial last page is copied below.
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)
-        if prefix.kept:
-            row.pages, prefix.kept = prefix.kept, []
+        if prefix.cached:
+            row.pages, prefix.cached = prefix.cached, []
         elif not is_new:
             self.pool.share(prefix.shared)
             row.pages = list(prefix.shared)
-        row.pages += self.pool.take(self.missing(row))
+        row.pages += self.pool.allocate(self.num_missing_pages(row))
         if is_new:
             prefix.shared = row.pages[:num_full]
         elif rest and prefix.rows:

@@ -10,9 +10,9 @@ import jax
 
 from jaxrl.data import serialization
 from jaxrl.envs.base import OutageError
-from jaxrl.runtime.distributed import gather, share
+from jaxrl.runtime.distributed import gather, local_slice
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.sampling.interfaces import RolloutFunction, Sampling
+from jaxrl.sampling.interfaces import RolloutFunction, SamplingConfig
 from jaxrl.types import Draw, Group
 
 
@@ -32,25 +32,25 @@ class SharedRollout:
     restore: Callable[[list[Group]], list[Group]] = list
 
     def __call__(
-        self, draws: Sequence[Draw], sampling: Sampling, **options: Any
+        self, draws: Sequence[Draw], sampling: SamplingConfig, **options: Any
     ) -> Sequence[Group | None]:
         """Sample a group for each draw; arguments are those of `Rollout`."""
         if jax.process_count() == 1:
             return self.local(draws, sampling, **options)
-        if sampling.unfinished:  # a task resumes in its process, but the shares may change
+        if sampling.max_unfinished:  # a task resumes in its process, but the shares may change
             raise ValueError(
-                f"config.filter.unfinished_tasks is {sampling.unfinished}, and the job has "
+                f"config.filter.unfinished_tasks is {sampling.max_unfinished}, and the job has "
                 f"{jax.process_count()} processes; expected 0, or one process."
             )
-        own: Any = None
+        payload: Any = None
         try:
-            sampled = self.local(draws[share(len(draws))], sampling, **options)
-            own = serialization.groups_to_json(filter(None, sampled))
+            sampled = self.local(draws[local_slice(len(draws))], sampling, **options)
+            payload = serialization.groups_to_json(filter(None, sampled))
         except Interrupted:
-            own = None
+            payload = None
         except OutageError as error:
-            own = str(error)
-        parts = gather(own)
+            payload = str(error)
+        parts = gather(payload)
         outage = next((part for part in parts if isinstance(part, str)), None)
         if outage is not None:
             raise OutageError(outage)

@@ -10,70 +10,72 @@ from typing import Any
 
 from jaxrl.envs.base import CallRecord, Observation, Outcome, Reward, StepResult, ToolResults
 from jaxrl.envs.images import Picture
-from jaxrl.utils.concurrency import MAX_ERROR
-from jaxrl.utils.text import writable
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS
+from jaxrl.utils.text import replace_surrogates
 
 
-def failed_step(why: str) -> StepResult:
+def make_failed_step(reason: str) -> StepResult:
     """Return a step result that ends the episode with an environment error."""
-    return StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error=writable(why)[:MAX_ERROR])
+    return StepResult(
+        outcome=Outcome.ENVIRONMENT_ERROR, error=replace_surrogates(reason)[:MAX_ERROR_CHARS]
+    )
 
 
-_TEXT = str | None
-_REPLY_TYPES: Mapping[str, Any] = {
+_OPTIONAL_STR = str | None
+_STEP_RESULT_TYPES: Mapping[str, Any] = {
     "observation": Observation | ToolResults | None,
     "outcome": Outcome | None,
-    "tool_call": _TEXT,
-    "tool": _TEXT,
+    "tool_call": _OPTIONAL_STR,
+    "tool": _OPTIONAL_STR,
     "latency_s": Real,
-    "error": _TEXT,
+    "error": _OPTIONAL_STR,
     "records": tuple,
 }
 _OBSERVATION_TYPES = {"prefix": str, "body": str, "suffix": str, "images": tuple}
-_RECORD_TYPES = {"call": str, "error": _TEXT, "result_index": int}
+_RECORD_TYPES = {"call": str, "error": _OPTIONAL_STR, "result_index": int}
 _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
 def validate_step_result(reply: Any) -> StepResult:
     """Return a result with values that JSON can represent, or a failed step if it is invalid."""
     try:
-        _check_types("step", reply, StepResult, _REPLY_TYPES)
-        _check_inserted(reply.observation)
+        _check_types("step", reply, StepResult, _STEP_RESULT_TYPES)
+        _check_observation(reply.observation)
         if not math.isfinite(latency_s := float(reply.latency_s)):
             raise ValueError(f"StepResult.latency_s is {latency_s}; expected a finite number")
         for record in reply.records:
             _check_types("step", record, CallRecord, _RECORD_TYPES)
     except (TypeError, ValueError, OverflowError) as error:
-        return failed_step(str(error))
+        return make_failed_step(str(error))
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
         error = error or "the environment gives no reason"
-    return _changed(
+    return _replace_if_changed(
         reply,
-        observation=reply.observation and _writable_fields(reply.observation),
-        tool_call=reply.tool_call and writable(reply.tool_call),
-        tool=reply.tool and writable(reply.tool),
+        observation=reply.observation and _sanitize_observation(reply.observation),
+        tool_call=reply.tool_call and replace_surrogates(reply.tool_call),
+        tool=reply.tool and replace_surrogates(reply.tool),
         latency_s=latency_s,
-        error=error and writable(error)[:MAX_ERROR],
-        records=reply.records and tuple(map(writable_record, reply.records)),
+        error=error and replace_surrogates(error)[:MAX_ERROR_CHARS],
+        records=reply.records and tuple(map(sanitize_record, reply.records)),
     )
 
 
-def _changed(one: Any, **values: Any) -> Any:
+def _replace_if_changed(instance: Any, **values: Any) -> Any:
     """Replace fields of a dataclass; return the same object if nothing changes, the usual case."""
     for name, value in values.items():
-        if getattr(one, name) is not value:
-            return dataclasses.replace(one, **values)
-    return one
+        if getattr(instance, name) is not value:
+            return dataclasses.replace(instance, **values)
+    return instance
 
 
-def writable_record(record: CallRecord) -> CallRecord:
+def sanitize_record(record: CallRecord) -> CallRecord:
     """Return a record with texts that JSON can represent."""
-    error = record.error and writable(record.error)[:MAX_ERROR]
-    return _changed(record, call=writable(record.call), error=error)
+    error = record.error and replace_surrogates(record.error)[:MAX_ERROR_CHARS]
+    return _replace_if_changed(record, call=replace_surrogates(record.call), error=error)
 
 
-def _check_inserted(observation: Observation | ToolResults | None) -> None:
+def _check_observation(observation: Observation | ToolResults | None) -> None:
     if isinstance(observation, Observation):
         _check_types("step", observation, Observation, _OBSERVATION_TYPES)
     elif observation is not None:
@@ -84,14 +86,14 @@ def _check_inserted(observation: Observation | ToolResults | None) -> None:
             raise TypeError(
                 "ToolResults.images and bodies differ in length; expected one entry per body"
             )
-    if not all(isinstance(picture, Picture) for picture in images_of(observation)):
+    if not all(isinstance(picture, Picture) for picture in get_images(observation)):
         raise TypeError("an observation has an image that is not a Picture (jaxrl.envs.images)")
 
 
-def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
+def get_images(observation: Observation | ToolResults | None) -> list[Picture]:
     """Return the images of an observation in order."""
     if isinstance(observation, ToolResults):
-        return [picture for some in observation.images for picture in some]
+        return [picture for images in observation.images for picture in images]
     return [] if observation is None else list(observation.images)
 
 
@@ -104,27 +106,27 @@ def without_images(
         return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
 
     if isinstance(observation, ToolResults):
-        each = zip(observation.bodies, observation.images_of_each, strict=True)
-        return ToolResults(bodies=tuple(body(text, images) for text, images in each))
+        pairs = zip(observation.bodies, observation.images_of_each, strict=True)
+        return ToolResults(bodies=tuple(body(text, images) for text, images in pairs))
     if observation is None:
         return None
-    told = body(observation.body, observation.images)
-    return dataclasses.replace(observation, body=told, images=())
+    new_body = body(observation.body, observation.images)
+    return dataclasses.replace(observation, body=new_body, images=())
 
 
-def _writable_fields(observation: Observation | ToolResults) -> Observation | ToolResults:
+def _sanitize_observation(observation: Observation | ToolResults) -> Observation | ToolResults:
     if isinstance(observation, ToolResults):
-        bodies = tuple(map(writable, observation.bodies))
+        bodies = tuple(map(replace_surrogates, observation.bodies))
         return dataclasses.replace(observation, bodies=bodies)
-    return _changed(
+    return _replace_if_changed(
         observation,
-        prefix=writable(observation.prefix),
-        body=writable(observation.body),
-        suffix=writable(observation.suffix),
+        prefix=replace_surrogates(observation.prefix),
+        body=replace_surrogates(observation.body),
+        suffix=replace_surrogates(observation.suffix),
     )
 
 
-def checked_reward(reward: Any) -> Reward:
+def validate_reward(reward: Any) -> Reward:
     """Return a valid reward with finite numbers.
 
     Raises:
@@ -140,17 +142,17 @@ def checked_reward(reward: Any) -> Reward:
         reward,
         total=float(reward.total),
         parts={name: float(value) for name, value in reward.parts.items()},
-        final_answer=writable(reward.final_answer),
+        final_answer=replace_surrogates(reward.final_answer),
         is_correct=bool(reward.is_correct),
         is_abstention=bool(reward.is_abstention),
         is_well_formed=bool(reward.is_well_formed),
     )
 
 
-def _check_types(method: str, result: Any, wanted: type, fields: Mapping[str, Any]) -> None:
-    """Raise TypeError if the result is not a `wanted`, or if a field has the wrong type."""
-    name = wanted.__name__
-    if not isinstance(result, wanted):
+def _check_types(method: str, result: Any, expected: type, fields: Mapping[str, Any]) -> None:
+    """Raise TypeError if the result is not a `expected`, or if a field has the wrong type."""
+    name = expected.__name__
+    if not isinstance(result, expected):
         raise TypeError(f"{method} gave {type(result).__name__}; expected {name}")
     for field_name, kind in fields.items():
         value = getattr(result, field_name)

@@ -32,8 +32,8 @@ class StopAutomaton:
                 "character each. Drop it from the environment's `stop_strings`."
             )
         self.stop_strings = tuple(stop.encode() for stop in stop_strings)
-        moves, ends = _byte_automaton(self.stop_strings)
-        self.next_state, self.is_hit = _lift_to_tokens(moves, ends, vocab_bytes)
+        transitions, ends = _byte_automaton(self.stop_strings)
+        self.next_state, self.is_hit = _lift_to_tokens(transitions, ends, vocab_bytes)
 
     def state(self, token_ids: Sequence[int]) -> int:
         """Return the state after the tokens of a turn that contain no complete stop string."""
@@ -42,15 +42,15 @@ class StopAutomaton:
             state = int(self.next_state[state, token])
         return state
 
-    def first_stop(self, data: bytes) -> int | None:
+    def find_stop(self, data: bytes) -> int | None:
         """Return the end offset in `data` of the stop string that completes first, or None."""
         ends = [data.find(stop) + len(stop) for stop in self.stop_strings if stop in data]
         return min(ends, default=None)
 
-    def cut(self, token_bytes: Sequence[bytes]) -> bytes:
+    def truncate(self, token_bytes: Sequence[bytes]) -> bytes:
         """Return the bytes of a turn, truncated after its first stop string."""
         data = b"".join(token_bytes)
-        return data[: self.first_stop(data)]
+        return data[: self.find_stop(data)]
 
 
 def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -74,35 +74,35 @@ def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         )
 
     # Breadth first: the longest proper suffix of a state is shorter, so its moves are complete.
-    moves = np.zeros((len(children), 256), np.int16)
+    transitions = np.zeros((len(children), 256), np.int16)
     suffix = [0] * len(children)
     queue = deque([0])
     while queue:
         state = queue.popleft()
-        moves[state] = moves[suffix[state]]
+        transitions[state] = transitions[suffix[state]]
         ends[state] |= ends[suffix[state]]
         for byte, child in children[state].items():
-            suffix[child] = int(moves[state, byte]) if state else 0
-            moves[state, byte] = child
+            suffix[child] = int(transitions[state, byte]) if state else 0
+            transitions[state, byte] = child
             queue.append(child)
-    return moves, np.array(ends)
+    return transitions, np.array(ends)
 
 
 def _lift_to_tokens(
-    moves: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
+    transitions: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compose the moves over the bytes of each token: final state, and whether a pattern ended."""
-    num_states = len(moves)
+    num_states = len(transitions)
     lengths = np.array([len(token) for token in vocab_bytes], np.int64)
     starts = np.cumsum(lengths) - lengths
     data = np.frombuffer(b"".join(vocab_bytes), np.uint8)
 
     dtype = np.int8 if num_states <= np.iinfo(np.int8).max else np.int16
-    moves = moves.astype(dtype)
+    transitions = transitions.astype(dtype)
     state = np.repeat(np.arange(num_states, dtype=dtype)[:, None], len(lengths), axis=1)
     hit = np.zeros_like(state, dtype=bool)
     for i in range(lengths.max(initial=0)):
         tokens = np.flatnonzero(lengths > i)
-        state[:, tokens] = moves[state[:, tokens], data[starts[tokens] + i]]
+        state[:, tokens] = transitions[state[:, tokens], data[starts[tokens] + i]]
         hit[:, tokens] |= ends[state[:, tokens]]
     return state, hit

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl.envs.base import CallRecord, Episode, Outcome, Reward, ScoredEpisode
-from jaxrl.models.aux_arrays import TokenArray
-from jaxrl.sampling.contexts import PlayedTurn
+from jaxrl.models.aux_arrays import TokenArraySpec
+from jaxrl.sampling.contexts import TurnIds
 from jaxrl.sampling.engine import Event
 from jaxrl.types import Attachment, Trajectory
-from jaxrl.utils.concurrency import failure_report
-from jaxrl.utils.text import writable
+from jaxrl.utils.concurrency import format_error_report
+from jaxrl.utils.text import replace_surrogates
 
 
 @dataclass(slots=True)
-class Span:
+class TokenSpan:
     """A run of consecutive sampled tokens, with one array per append."""
 
     start: int  # position of the first token
@@ -39,13 +39,13 @@ class Sample:
     token_ids: list[int]
     prompt_length: int
     attachments: list[Attachment] = field(default_factory=list)  # shown so far
-    sampled: list[Span] = field(default_factory=list)  # in order
+    sampled: list[TokenSpan] = field(default_factory=list)  # in order
     num_sampled: int = 0
     # Per context, the recorded arrays of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
-    played: list[PlayedTurn] = field(default_factory=list)  # only if there may be several contexts
-    key: np.ndarray | None = None  # uint32 [2], of the first context; see `sample_keys`
+    turn_ids: list[TurnIds] = field(default_factory=list)  # only if there may be several contexts
+    key: np.ndarray | None = None  # uint32 [2], of the first context; see `derive_sample_keys`
     turn_starts: list[int] = field(default_factory=list)  # of every turn, including the current one
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
@@ -80,7 +80,7 @@ class Sample:
         span = self.sampled[-1] if self.sampled else None
         follows = span is not None and span.end == start and span.versions == versions
         if span is None or not follows or not isinstance(versions, int):
-            span = Span(start, start, versions)
+            span = TokenSpan(start, start, versions)
             self.sampled.append(span)
         span.logprobs.append(logprobs)
         span.entropies.append(entropies)
@@ -107,7 +107,7 @@ class Sample:
         """Return the length of the current context in tokens."""
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
-    def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
+    def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
         """Return recorded arrays `[L, ...]`; the unread last token of each context has `fill`."""
         if not any(self.recorded):  # the episode never began
             return {}
@@ -117,8 +117,8 @@ class Sample:
         for name, array in declared.items():
             parts = []
             for events, length in zip(self.recorded, lengths, strict=True):
-                read = [one[name] for one in events]
-                parts += [*read, array.filled(length - sum(map(len, read)))]
+                read = [item[name] for item in events]
+                parts += [*read, array.full(length - sum(map(len, read)))]
             arrays[name] = np.concatenate(parts)
         return arrays
 
@@ -127,7 +127,7 @@ class Sample:
         """Return True after an environment error."""
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
-    def finished(self, reward: Reward) -> ScoredEpisode:
+    def to_scored_episode(self, reward: Reward) -> ScoredEpisode:
         """Return the scored episode.
 
         Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
@@ -142,12 +142,15 @@ class Sample:
 
     def fail(self, error: BaseException) -> None:
         """End with an environment error because scoring failed."""
-        turns, message = self.episode.turns, writable(f"score: {failure_report(error)}")
+        turns, message = (
+            self.episode.turns,
+            replace_surrogates(f"score: {format_error_report(error)}"),
+        )
         self.episode.outcome = Outcome.ENVIRONMENT_ERROR
         turns[-1] = dataclasses.replace(turns[-1], error=message)
 
 
-def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Trajectory:
+def to_trajectory(sample: Sample, recorded: Mapping[str, TokenArraySpec]) -> Trajectory:
     """Convert a sample in its current state to a trajectory, with its recorded arrays."""
     reward, length = sample.reward, len(sample.token_ids)
     loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
@@ -158,8 +161,10 @@ def trajectory_of(sample: Sample, recorded: Mapping[str, TokenArray]) -> Traject
         loss_mask[span.start : span.end] = True
         versions[span.start : span.end] = span.versions
     if sample.sampled:
-        logprobs[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.logprobs])
-        entropies[loss_mask] = np.concatenate([x for one in sample.sampled for x in one.entropies])
+        logprobs[loss_mask] = np.concatenate([x for item in sample.sampled for x in item.logprobs])
+        entropies[loss_mask] = np.concatenate(
+            [x for item in sample.sampled for x in item.entropies]
+        )
 
     # Samples without a reward keep the defaults of `Trajectory`.
     scored: dict[str, Any] = {}

@@ -14,13 +14,13 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.compilation import compile_all, jitted, joined
-from jaxrl.runtime.host_memory import give_back
-from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
+from jaxrl.runtime.compilation import cached_jit, compile_all, join_keys
+from jaxrl.runtime.host_memory import trim_memory
+from jaxrl.runtime.sharding import decode_shardings, move_to_local_mesh, param_shardings
 from jaxrl.types import Params
 
 
-class Weights:
+class WeightConverter:
     """Converter from parameters to sampler weights, which owns the weights' memory.
 
     Weights are copies, so later updates of the parameters do not affect them. There is one
@@ -47,68 +47,68 @@ class Weights:
             mesh: Mesh of the weights.
             train_mesh: Mesh of the parameters.
             scan_layers: See `decode.Programs`.
-            key: Key of `prepare`; see `jitted`.
+            key: Key of `prepare`; see `cached_jit`.
         """
-        self._key = joined(key, train_mesh)
+        self._key = join_keys(key, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
         self._params = policy.abstract_params()
         self._abstract = jax.eval_shape(prepare, self._params)
-        layouts, made = (
+        shardings, outputs = (
             {name: tree[name] for name in self._abstract}
             for tree in (
                 decode_shardings(mesh, policy, scan_layers=scan_layers),
                 decode_shardings(train_mesh, policy, scan_layers=scan_layers),
             )
         )
-        self.layouts: Any = layouts
-        self._made: list[NamedSharding] = jax.tree.leaves(made)
-        self._same = self._find_same(policy) if train_mesh == mesh else {}
-        frozen = flatten_dict(policy.parts()[1].abstract_params())
+        self.shardings: Any = shardings
+        self._output_shardings: list[NamedSharding] = jax.tree.leaves(outputs)
+        self._unchanged = self._find_unchanged(policy) if train_mesh == mesh else {}
+        frozen = flatten_dict(policy.param_specs()[1].abstract_params())
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
-        self._is_lent = [tuple(one.key for one in path) in frozen for path in paths]
+        self._is_frozen = [tuple(entry.key for entry in path) in frozen for path in paths]
         # A training run needs one program; others compile on first use.
-        self._program = functools.cache(self._declare)
-        self._own: list[jax.Array] = []
+        self._program = functools.cache(self._make_program)
+        self._owned: list[jax.Array] = []
 
-    def abstract(self) -> Params:
+    def abstract_weights(self) -> Params:
         """Return the shapes and shardings of the weights."""
         return jax.tree.map(
-            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             self._abstract,
-            self.layouts,
+            self.shardings,
         )
 
-    def _find_same(self, policy: Architecture) -> dict[int, int]:
+    def _find_unchanged(self, policy: Architecture) -> dict[int, int]:
         """Map each weight that is an unchanged parameter to it, by index."""
-        lie = jax.tree.leaves(param_shardings(self._mesh, policy))
+        source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
-        places = {id(variable): place for place, variable in enumerate(program.jaxpr.invars)}
-        params = [places.get(id(variable)) for variable in program.jaxpr.outvars]
-        pairs = zip(params, program.out_avals, jax.tree.leaves(self.layouts), strict=True)
+        indices = {id(variable): index for index, variable in enumerate(program.jaxpr.invars)}
+        params = [indices.get(id(variable)) for variable in program.jaxpr.outvars]
+        pairs = zip(params, program.out_avals, jax.tree.leaves(self.shardings), strict=True)
         return {
-            place: param
-            for place, (param, shape, layout) in enumerate(pairs)
-            if param is not None and lie[param].is_equivalent_to(layout, shape.ndim)
+            index: param
+            for index, (param, shape, sharding) in enumerate(pairs)
+            if param is not None and source_shardings[param].is_equivalent_to(sharding, shape.ndim)
         }
 
-    def _declare(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
-        """Return a program from the parameters at indices `given` to the weights at `wanted`."""
+    def _make_program(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Any:
+        """Return a program from the parameters at indices `inputs` to the weights at `targets`."""
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
         prepare = self._prepare
 
         def make(params: list[jax.Array]) -> list[jax.Array]:
             # The zeros are placeholders: no wanted weight depends on them.
             leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-            for place, param in zip(given, params, strict=True):
-                leaves[place] = param
+            for index, param in zip(inputs, params, strict=True):
+                leaves[index] = param
             weights = jax.tree.leaves(prepare(jax.tree.unflatten(structure, leaves)))
-            return [weights[place] for place in wanted]
+            return [weights[index] for index in targets]
 
-        program = jitted(
+        program = cached_jit(
             make,
             name="weights",
-            key=joined(self._key, given, wanted),
-            out_shardings=[self._made[place] for place in wanted],
+            key=join_keys(self._key, inputs, targets),
+            out_shardings=[self._output_shardings[index] for index in targets],
         )
         compiled: list[Any] = []
 
@@ -120,94 +120,101 @@ class Weights:
 
         return call
 
-    def of(self, params: Params) -> Params:
+    def convert(self, params: Params) -> Params:
         """Convert parameters to weights; previous weights must have been freed.
 
         Donated parameters are read a few at a time, the largest first, and freed once their weights
         exist. Parameters and weights are therefore never both complete in memory.
         """
         # Donated parameters are callables: convert each independent part separately.
-        given, layouts = jax.tree.leaves(params), jax.tree.leaves(self.layouts)
+        inputs, shardings = jax.tree.leaves(params), jax.tree.leaves(self.shardings)
         parts: list[tuple[Sequence[int], Sequence[int]]] = [
-            (range(len(given)), range(len(layouts)))
+            (range(len(inputs)), range(len(shardings)))
         ]
-        if any(map(callable, given)):
+        if any(map(callable, inputs)):
             shapes = jax.tree.leaves(self._params)
             program = jax.make_jaxpr(self._prepare)(self._params)
-            parts = sorted(related(program), key=lambda part: -sum(shapes[p].size for p in part[0]))
+            parts = sorted(
+                partition_program(program), key=lambda part: -sum(shapes[p].size for p in part[0])
+            )
 
         # Share the weights that are unchanged parameters; compute the others.
         weights: dict[int, jax.Array] = {}
-        for sources, places in parts:
-            arrays = {p: given[p]() if callable(given[p]) else given[p] for p in sources}
-            is_free = {p for p in sources if callable(given[p])}
-            for place in places:
-                same = self._same.get(place)
-                if same is not None and (self._is_lent[same] or same in is_free):
-                    weights[place] = arrays[same]
-            wanted = tuple(place for place in places if place not in weights)
-            made = self._program(tuple(sources), wanted)(list(arrays.values()))
+        for sources, indices in parts:
+            arrays = {p: inputs[p]() if callable(inputs[p]) else inputs[p] for p in sources}
+            donated = {p for p in sources if callable(inputs[p])}
+            for index in indices:
+                source = self._unchanged.get(index)
+                if source is not None and (self._is_frozen[source] or source in donated):
+                    weights[index] = arrays[source]
+            targets = tuple(index for index in indices if index not in weights)
+            outputs = self._program(tuple(sources), targets)(list(arrays.values()))
             if self._train_mesh != self._mesh:
-                move = partial(on_local_mesh, mesh=self._train_mesh)
-                made = [move(leaf, layouts[p]) for p, leaf in zip(wanted, made, strict=True)]
-            weights |= zip(wanted, made, strict=True)
-            self._own += made
-            if is_free:
-                jax.block_until_ready(made)
+                move = partial(move_to_local_mesh, mesh=self._train_mesh)
+                outputs = [
+                    move(leaf, shardings[p]) for p, leaf in zip(targets, outputs, strict=True)
+                ]
+            weights |= zip(targets, outputs, strict=True)
+            self._owned += outputs
+            if donated:
+                jax.block_until_ready(outputs)
                 # Keep donated arrays that are weights themselves; free the others.
-                taken = {self._same[place] for place in places if place not in wanted}
-                self._own += [arrays[p] for p in is_free & taken]
-                delete([arrays[p] for p in is_free - taken])
-        leaves = [weights[place] for place in range(len(layouts))]
+                shared = {self._unchanged[index] for index in indices if index not in targets}
+                self._owned += [arrays[p] for p in donated & shared]
+                delete_arrays([arrays[p] for p in donated - shared])
+        leaves = [weights[index] for index in range(len(shardings))]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
     def free(self) -> None:
         """Free the weights immediately, even if other references exist."""
-        delete(self._own)
-        self._own = []
+        delete_arrays(self._owned)
+        self._owned = []
         if self._mesh.devices.flat[0].platform == "cpu":
-            give_back()
+            trim_memory()
 
 
 def donate(params: Params) -> Params:
-    """Mark parameters as no longer needed once `Weights.of` has converted them.
+    """Mark parameters as no longer needed once `WeightConverter.convert` has converted them.
 
     Each becomes a function that returns it, like a parameter that is still on disk (`load_hf`).
     """
     return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
 
 
-def related(program: Any) -> list[tuple[list[int], list[int]]]:
+def partition_program(program: Any) -> list[tuple[list[int], list[int]]]:
     """Partition the input and output indices of a traced function into independent parts."""
-    inputs = [{place} for place in range(len(program.jaxpr.invars))]
+    inputs = [{index} for index in range(len(program.jaxpr.invars))]
     parts: list[tuple[set[int], set[int]]] = []
-    for place, needed in enumerate(_needs(program.jaxpr, inputs)):
-        sources, places = needed, {place}
-        for others, theirs in parts:
-            if others & needed:
-                sources, places = sources | others, places | theirs
-        parts = [part for part in parts if not part[0] & needed] + [(sources, places)]
-    return [(sorted(sources), sorted(places)) for sources, places in parts]
+    for index, dependencies in enumerate(_find_dependencies(program.jaxpr, inputs)):
+        sources, indices = dependencies, {index}
+        for other_sources, other_indices in parts:
+            if other_sources & dependencies:
+                sources, indices = sources | other_sources, indices | other_indices
+        parts = [part for part in parts if not part[0] & dependencies] + [(sources, indices)]
+    return [(sorted(sources), sorted(indices)) for sources, indices in parts]
 
 
-def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
+def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
     """Return the sources that each output depends on, given those of each input."""
-    sources = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
+    sources = {
+        id(variable): dependencies
+        for variable, dependencies in zip(jaxpr.invars, inputs, strict=True)
+    }
     for equation in jaxpr.eqns:
-        needed = [sources.get(id(variable), set()) for variable in equation.invars]
-        made = [set[int]().union(*needed)] * len(equation.outvars)
-        if equation.primitive.name in CALLS:
+        dependencies = [sources.get(id(variable), set()) for variable in equation.invars]
+        outputs = [set[int]().union(*dependencies)] * len(equation.outvars)
+        if equation.primitive.name in CALL_PRIMITIVES:
             [inner] = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
-            made = _needs(inner.jaxpr, needed)
-        sources |= zip(map(id, equation.outvars), made, strict=True)
+            outputs = _find_dependencies(inner.jaxpr, dependencies)
+        sources |= zip(map(id, equation.outvars), outputs, strict=True)
     return [sources.get(id(variable), set()) for variable in jaxpr.outvars]
 
 
-CALLS = {"jit", "pjit", "custom_vjp_call"}
+CALL_PRIMITIVES = {"jit", "pjit", "custom_vjp_call"}
 """Primitives that call another traced function with the same inputs and outputs."""
 
 
-def delete(arrays: Any) -> None:
+def delete_arrays(arrays: Any) -> None:
     """Free device arrays immediately, even if other references exist; skip donated arrays."""
     for array in jax.tree.leaves(arrays):
         if not array.is_deleted():

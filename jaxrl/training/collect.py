@@ -17,19 +17,19 @@ import numpy as np
 from jaxrl.data import serialization
 from jaxrl.data.stream import Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
-from jaxrl.logs.metrics import search_metrics
+from jaxrl.logs.metrics import compute_search_metrics
 from jaxrl.objectives.filters import needs_resampling
-from jaxrl.sampling.interfaces import RolloutFunction, Sampling
+from jaxrl.sampling.interfaces import RolloutFunction, SamplingConfig
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
-from jaxrl.training.estimators import returns_of
-from jaxrl.training.failures import FailureCounter, NothingWorksError, short
+from jaxrl.training.estimators import compute_returns
+from jaxrl.training.failures import FailureCounter, NothingWorksError, shorten
 from jaxrl.training.method import Method
 from jaxrl.training.usage import BudgetSpentError, UsageStats
-from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
+from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, flatten_groups, with_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
-Measure = Callable[[Sequence[Group]], list[Group]]
+DivergenceFn = Callable[[Sequence[Group]], list[Group]]
 """Function that adds the divergence of each trajectory, if the method uses it."""
 
 
@@ -37,12 +37,18 @@ class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups within `filter.max_batches`, or all tasks are skipped."""
 
 
-ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, UserCodeError, BudgetSpentError)
+FATAL_ERRORS = (
+    NotEnoughGroupsError,
+    NothingWorksError,
+    OutageError,
+    UserCodeError,
+    BudgetSpentError,
+)
 """Errors that end a run while it collects. Finished work is saved first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class CollectedGroups:
     """Groups for one training step, with sampling statistics."""
 
     groups: list[Group]
@@ -56,19 +62,21 @@ class Collected:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values without loss, before divergences are measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
-        groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUPS}
+        groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUP_FIELDS}
         return {**plain, **groups}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Collected:
+    def from_json(cls, saved: Mapping[str, Any]) -> CollectedGroups:
         """Restore what `to_json` returned."""
-        fields: dict[str, Any] = {n: serialization.groups_from_json(saved[n]) for n in _GROUPS}
+        fields: dict[str, Any] = {
+            n: serialization.groups_from_json(saved[n]) for n in _GROUP_FIELDS
+        }
         fields["sampled_stats"] = [GroupStats(**stats) for stats in saved["sampled_stats"]]
         fields["ledger"] = UsageStats.from_json(saved["ledger"])
         return cls(**{**saved, **fields})
 
 
-_GROUPS = ("groups", "buffered_groups")
+_GROUP_FIELDS = ("groups", "buffered_groups")
 
 
 @dataclass(kw_only=True)
@@ -76,7 +84,7 @@ class StepSampler:
     """Sampler of a step's groups, over all processes, with their usage."""
 
     rollout: RolloutFunction  # rollout over all processes
-    sampling: Sampling
+    sampling: SamplingConfig
     should_stop: Callable[[], bool] = lambda: False
     progress: Callable[[int, int], None] = lambda done, total: None  # counts trajectories
     check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
@@ -99,8 +107,8 @@ class StepSampler:
         )
         groups = [group for group in sampled if group is not None]
         self.unfinished = [d for d, group in zip(draws, sampled, strict=True) if group is None]
-        self.records += [record for t in members(groups) for record in t.records]
-        self.usage += UsageStats.of(members(groups), self.prices)
+        self.records += [record for t in flatten_groups(groups) for record in t.records]
+        self.usage += UsageStats.of(flatten_groups(groups), self.prices)
         self.on_usage(self.usage)
         return groups
 
@@ -121,9 +129,11 @@ class StepSampler:
             indices = sorted({int(i) for i in columns.group_ids[failed]})
             if not indices:
                 break
-            fresh = self.sample([dataclasses.replace(draws[i], attempt=attempt) for i in indices])
+            resampled = self.sample(
+                [dataclasses.replace(draws[i], attempt=attempt) for i in indices]
+            )
             # Every draw has a group: the config refuses unfinished_tasks together with retries.
-            for index, group in zip(indices, fresh, strict=True):
+            for index, group in zip(indices, resampled, strict=True):
                 groups[index] = group
             num_resampled += len(indices)
         return groups, num_resampled
@@ -138,9 +148,9 @@ def collect(
     buffered_groups: Sequence[Group] = (),
     in_flight_tasks: Sequence[int] = (),
     controllers: Controllers,
-    measure: Measure,
+    add_divergences: DivergenceFn,
     failures: FailureCounter,
-) -> Collected:
+) -> CollectedGroups:
     """Sample batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
     Args:
@@ -152,7 +162,8 @@ def collect(
         in_flight_tasks: Stream indices of the tasks in flight.
         controllers: Controllers before the step. They hold the tasks to skip, the early or late
             stage, and the KL coefficient for the filter.
-        measure: Function that adds divergences, for a filter on rewards minus their KL term.
+        add_divergences: Function that adds divergences, for a filter on rewards minus their KL
+            term.
         failures: Counter of failed batches, and log for warnings.
 
     Raises:
@@ -160,48 +171,52 @@ def collect(
         OutageError: A service that the environment needs has been unavailable for too long.
         NotEnoughGroupsError: Too few groups passed in `filter.max_batches` batches.
     """
-    settings, wanted = method.filter, method.tasks_per_step
-    kept, sampled_stats = list(buffered_groups), list[GroupStats]()
+    settings, num_wanted = method.filter, method.tasks_per_step
+    accepted, sampled_stats = list(buffered_groups), list[GroupStats]()
     num_batches = num_resampled = num_generated = 0
     sampler.unfinished = [
         Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
     ]
     # Groups without any reward are resampled, in the early stage only on request.
-    is_resampled = controllers.is_late or settings.resample_early
-    attempts = settings.resample_attempts if is_resampled else 0
-    while len(kept) < wanted:
+    should_resample = controllers.is_late or settings.resample_early
+    attempts = settings.resample_attempts if should_resample else 0
+    while len(accepted) < num_wanted:
         if 0 < settings.max_batches <= num_batches:
-            raise NotEnoughGroupsError(_complaint(method, num_batches, len(kept), sampled_stats))
-        count = settings.tasks_per_batch or wanted
+            raise NotEnoughGroupsError(
+                _describe_shortage(method, num_batches, len(accepted), sampled_stats)
+            )
+        count = settings.tasks_per_batch or num_wanted
         # Begin enough tasks to fill the step while `unfinished_tasks` are still in flight.
         if settings.unfinished_tasks or sampler.unfinished:
-            to_begin = settings.unfinished_tasks - len(sampler.unfinished)
-            count = max(wanted - len(kept) + to_begin, 0)
+            num_new = settings.unfinished_tasks - len(sampler.unfinished)
+            count = max(num_wanted - len(accepted) + num_new, 0)
         draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
         groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
-        failures.count(members(groups))
+        failures.count(flatten_groups(groups))
         # The filter sees shaped rewards.
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
-            shaped = measure(shaped)
-        kept += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
+            shaped = add_divergences(shaped)
+        accepted += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
         sampled_stats += map(GroupStats.of, shaped)
         num_batches += 1
         num_resampled += num_retried
-        num_generated += len(members(groups)) + num_retried * method.group_size
-        if num_batches % _WARN_EVERY == 0 and len(kept) < wanted:
+        num_generated += len(flatten_groups(groups)) + num_retried * method.group_size
+        if num_batches % _WARN_EVERY == 0 and len(accepted) < num_wanted:
             failures.log(
-                f"warning: {len(kept)} of {wanted} groups have passed the filter in "
-                f"{num_batches} batches; the groups were: {_shares(sampled_stats)}"
+                f"warning: {len(accepted)} of {num_wanted} groups have passed the filter in "
+                f"{num_batches} batches; the groups were: {_describe_kinds(sampled_stats)}"
             )
-    new_leftover = kept[wanted:]
-    carried: list[Group] = []
+    surplus_groups = accepted[num_wanted:]
+    carried_groups: list[Group] = []
     if settings.carry_over:
         # The update replaces the policy under which the divergences were measured.
-        carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
-    return Collected(
-        groups=kept[:wanted],
-        buffered_groups=carried,
+        carried_groups = with_fields(
+            surplus_groups, divergence=[None] * len(flatten_groups(surplus_groups))
+        )
+    return CollectedGroups(
+        groups=accepted[:num_wanted],
+        buffered_groups=carried_groups,
         in_flight_tasks=[draw.stream_index for draw in sampler.unfinished],
         num_tasks_taken=num_tasks_taken,
         sampled_stats=sampled_stats,
@@ -209,13 +224,13 @@ def collect(
         metrics={
             "rollout/num_generated": num_generated,
             "filter/num_batches": num_batches,
-            "filter/kept_share": (len(kept) - len(buffered_groups))
+            "filter/kept_share": (len(accepted) - len(buffered_groups))
             / (len(sampled_stats) or np.nan),
-            "filter/surplus_groups": len(new_leftover),
-            "filter/carried_groups": len(carried),
+            "filter/surplus_groups": len(surplus_groups),
+            "filter/carried_groups": len(carried_groups),
             "filter/resampled_groups": num_resampled,
             **group_metrics(sampled_stats, method.group_size),
-            **search_metrics(sampler.records),
+            **compute_search_metrics(sampler.records),
         },
     )
 
@@ -266,16 +281,16 @@ def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[
     }
 
 
-def _shares(sampled_stats: Sequence[GroupStats]) -> str:
+def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
     """Describe the numbers of groups of each kind, and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
-    error = next((short(group.error) for group in sampled_stats if group.error), "")
+    error = next((shorten(group.error) for group in sampled_stats if group.error), "")
     return shares + (f" (the first environment error: {error})" if error else "")
 
 
-def some_failed(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
+def describe_failures(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
     """Describe how many episodes of a step failed, and the first error; None if none or all did.
 
     `FailureCounter` reports batches in which all failed.
@@ -284,23 +299,23 @@ def some_failed(sampled_stats: Sequence[GroupStats], group_size: int) -> str | N
     failed = total - sum(group.num_scored for group in sampled_stats)
     if failed in (0, total):
         return None
-    error = next(short(group.error) for group in sampled_stats if group.error)
+    error = next(shorten(group.error) for group in sampled_stats if group.error)
     return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
 
 
-def _complaint(
-    method: Method, num_batches: int, num_kept: int, sampled_stats: Sequence[GroupStats]
+def _describe_shortage(
+    method: Method, num_batches: int, num_accepted: int, sampled_stats: Sequence[GroupStats]
 ) -> str:
-    keep = method.filter.keep
-    assert keep is not None
+    group_filter = method.filter.group_filter
+    assert group_filter is not None
     return (
-        f"after {num_batches} batches (config.filter.max_batches) only {num_kept} of "
-        f"{method.tasks_per_step} groups have passed config.filter.name={keep.name!r}; the "
-        f"{len(sampled_stats)} groups sampled were: {_shares(sampled_stats)}. If most failed, fix "
-        "what the error names. If most are all right, the tasks are too easy for this policy; if "
-        "most are all wrong, too hard: raise config.filter.max_batches (0: no limit) or, with "
-        "--accept_changes, change config.tasks.train.source or config.rollout.group_size. Finished "
-        "work is saved."
+        f"after {num_batches} batches (config.filter.max_batches) only {num_accepted} of "
+        f"{method.tasks_per_step} groups have passed config.filter.name={group_filter.name!r}; the "
+        f"{len(sampled_stats)} groups sampled were: {_describe_kinds(sampled_stats)}. If most "
+        "failed, fix what the error names. If most are all right, the tasks are too easy for this "
+        "policy; if most are all wrong, too hard: raise config.filter.max_batches (0: no limit) "
+        "or, with --accept_changes, change config.tasks.train.source or config.rollout.group_size. "
+        "Finished work is saved."
     )
 
 
@@ -317,23 +332,23 @@ def _filter_groups(
         method: Method with the filter.
         kl_coef: Coefficient of the KL term in the reward.
     """
-    keep = method.filter.keep
-    if keep is None:
+    group_filter = method.filter.group_filter
+    if group_filter is None:
         return list(groups)
     columns, before = Columns(groups), Columns(unshaped)
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
-    if "metric" in keep.arguments:
+    if "metric" in group_filter.arguments:
         # Values of `filter.varied.metric`, [N, K]. K is 1 unless rewards are by turn.
         match method.filter.metric:
             case "acc":
                 values = columns.is_correct[:, None]
             case "score":
-                values = returns_of(before, method.advantage)
+                values = compute_returns(before, method.advantage)
             case "seq_reward":
-                values = returns_of(columns, method.advantage)
+                values = compute_returns(columns, method.advantage)
             case _:
-                values = returns_of(columns, method.advantage)
+                values = compute_returns(columns, method.advantage)
                 values = values - rewards.kl_penalties(groups, kl_coef)[:, None]
         metrics = values.astype(np.float32).T
     for metric in metrics:
@@ -342,16 +357,18 @@ def _filter_groups(
         def column(name: str, offered: dict[str, np.ndarray] = offered) -> np.ndarray:
             return offered[name] if name in offered else getattr(columns, name)
 
-        passes |= filter_flags(keep, column, len(passes))
-    kept = {int(index) for index in columns.group_ids[passes]}
+        passes |= apply_filter(group_filter, column, len(passes))
+    accepted = {int(index) for index in columns.group_ids[passes]}
     # A lone survivor of environment errors has nothing to be compared with. A configured group size
     # of 1 is intended.
-    fewest = min(2, method.group_size)
-    return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
+    min_scored = min(2, method.group_size)
+    return [
+        group for i, group in enumerate(groups) if i in accepted and len(group.scored) >= min_scored
+    ]
 
 
-def filter_flags(
-    keep: NamedFunction, column: Callable[[str], np.ndarray], count: int
+def apply_filter(
+    group_filter: NamedFunction, column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
     """Apply the filter to `count` trajectories; return bool `[count]`.
 
@@ -360,11 +377,13 @@ def filter_flags(
     Raises:
         UserCodeError: The filter failed, or returned another dtype or shape.
     """
-    checked = wrap_user_code(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
-    flags: np.ndarray = checked(*map(column, keep.arguments))
+    call_filter = wrap_user_code(
+        group_filter.key, group_filter.name, lambda *arrays: np.asarray(group_filter(*arrays))
+    )
+    flags: np.ndarray = call_filter(*map(column, group_filter.arguments))
     if flags.dtype != bool or flags.shape != (count,):
         raise UserCodeError(
-            f"config.filter.name names {keep.name!r}, which returned {flags.dtype} "
+            f"config.filter.name names {group_filter.name!r}, which returned {flags.dtype} "
             f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
         )
     return flags

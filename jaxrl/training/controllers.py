@@ -2,8 +2,8 @@
 
 Every state is a frozen dataclass of plain JSON values, and checkpoints store it as JSON. `update`
 returns the next state; settings are arguments, not state. `Controllers` holds the states that the
-method uses. `advance` updates them from the trajectories of a step, `advance_gate` from an
-evaluation.
+method uses. `update_controllers` updates them from the trajectories of a step, `update_stage_gate`
+from an evaluation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flax.traverse_util import flatten_dict
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
 from jaxrl.training.method import (
-    KL,
+    KLSettings,
     Method,
-    Shaping,
-    has_gate,
-    is_measured,
+    ShapingSettings,
+    has_stage_gate,
     needs_buckets,
+    needs_divergences,
     needs_windows,
 )
-from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
+from jaxrl.types import EntropyWindows, Group, GroupStats, Trajectory, flatten_groups, with_fields
 
 BUCKETS = ("easy", "medium", "hard")
 """Difficulties of tasks for the current policy."""
@@ -38,7 +38,7 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 """ARES's bounds on the KL divergence to the reference, in nats, by difficulty."""
 
 
-def difficulty(num_correct: int, num_samples: int) -> str:
+def grade_difficulty(num_correct: int, num_samples: int) -> str:
     """Grade a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
 
     ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
@@ -62,7 +62,7 @@ class DifficultyBuckets:
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
             counts[task_id] = before_right + int(right), before_total + int(total)
-        graded = {task_id: difficulty(*count) for task_id, count in counts.items()}
+        graded = {task_id: grade_difficulty(*count) for task_id, count in counts.items()}
         return DifficultyBuckets(self.buckets | graded)
 
 
@@ -101,7 +101,7 @@ class EntropyCoefficients:
         alphas, targets = dict(self.alphas), dict(self.targets)
         for bucket in BUCKETS:
             pairs = zip(mean_counts, buckets, strict=True)
-            values = [float(count) for count, place in pairs if place == bucket]
+            values = [float(count) for count, group_bucket in pairs if group_bucket == bucket]
             if not values:
                 continue
             average = math.fsum(values) / len(values)
@@ -137,12 +137,12 @@ class KLBudget:
             budgets: Target divergence in nats by bucket.
             rate: Change of a multiplier per nat.
         """
-        moved = {
+        updated = {
             bucket: max(0.0, self.multipliers[bucket] + rate * (float(kl) - budgets[bucket]))
             for bucket, kl in kls.items()
             if not math.isnan(kl)
         }
-        return KLBudget(self.multipliers | moved)
+        return KLBudget(self.multipliers | updated)
 
 
 @dataclass(frozen=True)
@@ -341,11 +341,11 @@ class Controllers:
         shaping, kl = method.shaping, method.kl
         coefficients = EntropyCoefficients(dict.fromkeys(BUCKETS, shaping.alpha_init))
         return cls(
-            gate=StageGate() if has_gate(shaping) else None,
+            gate=StageGate() if has_stage_gate(shaping) else None,
             threshold=EntropyThreshold() if needs_windows(shaping, kl) else None,
             buckets=DifficultyBuckets() if needs_buckets(shaping, kl) else None,
             coefficients=coefficients if shaping.entropy_reward else None,
-            kl=_init_kl(kl) if is_measured(kl) else None,
+            kl=_init_kl(kl) if needs_divergences(kl) else None,
             skipped=SkipSet() if method.filter.skip_solved else None,
         )
 
@@ -374,7 +374,7 @@ class Controllers:
         """Return the difficulty of a task; hard if it is unknown."""
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
-    def kl_coef(self, kl: KL) -> float:
+    def kl_coef(self, kl: KLSettings) -> float:
         """Return the current KL coefficient: the configured one unless a controller adapts it."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
@@ -386,11 +386,11 @@ class Controllers:
             states["buckets"] = {name: counts[name] for name in BUCKETS}
         if self.skipped is not None:
             states["skipped"] = {"count": len(self.skipped.task_ids)}
-        held = {name: state for name, state in states.items() if state is not None}
-        return flatten_dict({"controller": held}, sep="/")
+        active = {name: state for name, state in states.items() if state is not None}
+        return flatten_dict({"controller": active}, sep="/")
 
 
-def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
+def _init_kl(kl: KLSettings) -> AdaptiveKL | LogKL | KLBudget | None:
     match kl.controller:
         case "adaptive":
             return AdaptiveKL(kl.coef)
@@ -401,7 +401,7 @@ def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
     return None
 
 
-def advance(
+def update_controllers(
     controllers: Controllers,
     groups: Sequence[Group],
     sampled_stats: Sequence[GroupStats],
@@ -423,10 +423,10 @@ def advance(
     """
     groups, shaping = list(groups), method.shaping
     scored = [group for group in groups if group.scored]
-    moved: dict[str, Any] = {}
+    updated: dict[str, Any] = {}
     # Grade the tasks by the groups to train on.
     if controllers.buckets is not None:
-        moved["buckets"] = controllers.buckets.update(
+        updated["buckets"] = controllers.buckets.update(
             [group.task_id for group in scored],
             [group.num_correct for group in scored],
             [len(group.scored) for group in scored],
@@ -434,31 +434,33 @@ def advance(
     # Skip tasks that all samples solved with low entropy. Groups with environment errors do not
     # count: a single survivor would skip its task for good.
     if controllers.skipped is not None:
-        whole = [stats for stats in sampled_stats if stats.num_scored == method.group_size]
-        moved["skipped"] = controllers.skipped.update(
-            [stats.task_id for stats in whole],
-            [stats.num_correct for stats in whole],
-            [stats.num_scored for stats in whole],
-            [stats.mean_entropy for stats in whole],
+        complete = [stats for stats in sampled_stats if stats.num_scored == method.group_size]
+        updated["skipped"] = controllers.skipped.update(
+            [stats.task_id for stats in complete],
+            [stats.num_correct for stats in complete],
+            [stats.num_scored for stats in complete],
+            [stats.mean_entropy for stats in complete],
             threshold=method.filter.skip_entropy,
         )
     # Update the threshold from scored trajectories, then mark the windows of all trajectories.
     if controllers.threshold is not None:
-        trajectories = members(groups)
+        trajectories = flatten_groups(groups)
         entropies = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
         pairs = list(zip(trajectories, entropies, strict=True))
-        threshold = moved["threshold"] = controllers.threshold.update(
+        threshold = updated["threshold"] = controllers.threshold.update(
             [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
             percentile=shaping.entropy_percentile,
             decay=shaping.entropy_decay,
         )
-        windows = [_mark(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs]
+        windows = [
+            _mark_windows(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs
+        ]
         groups = with_fields(groups, windows=windows)
-    after = dataclasses.replace(controllers, **moved)
+    after = dataclasses.replace(controllers, **updated)
     # With a threshold, update the coefficients from the marked windows.
     if after.coefficients is not None and after.entropy_threshold is not None:
         scored = [group for group in groups if group.scored]
-        moved["coefficients"] = after.coefficients.update(
+        updated["coefficients"] = after.coefficients.update(
             [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
             [after.bucket(group.task_id) for group in scored],
             rate=shaping.alpha_step,
@@ -469,19 +471,21 @@ def advance(
     values = [value for _, value in divergences]
     match after.kl:
         case AdaptiveKL() as adaptive:
-            moved["kl"] = adaptive.update(mean(values), len(values), **kl.adaptive)
+            updated["kl"] = adaptive.update(mean(values), len(values), **kl.adaptive)
         case LogKL() as log:
-            moved["kl"] = log.update(mean(values), **kl.log)
+            updated["kl"] = log.update(mean(values), **kl.log)
         case KLBudget() as budget:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in divergences:
                 by_bucket.setdefault(after.bucket(task_id), []).append(value)
             means = {name: mean(values) for name, values in by_bucket.items()}
-            moved["kl"] = budget.update(means, **kl.budget)
-    return dataclasses.replace(controllers, **moved), groups
+            updated["kl"] = budget.update(means, **kl.budget)
+    return dataclasses.replace(controllers, **updated), groups
 
 
-def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping) -> Controllers:
+def update_stage_gate(
+    controllers: Controllers, correctness: float, shaping: ShapingSettings
+) -> Controllers:
     """Return the controllers after an evaluation.
 
     Args:
@@ -491,8 +495,8 @@ def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping)
     """
     if controllers.gate is None:
         return controllers
-    moved = controllers.gate.update(correctness, max_tolerance=shaping.stage_tolerance)
-    return dataclasses.replace(controllers, gate=moved)
+    updated = controllers.gate.update(correctness, max_tolerance=shaping.stage_tolerance)
+    return dataclasses.replace(controllers, gate=updated)
 
 
 def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -505,29 +509,31 @@ def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np
     return np.asarray(values[0], np.float32), np.asarray(valid[0])
 
 
-def _mark(
+def _mark_windows(
     trajectory: Trajectory,
     values: np.ndarray,
     valid: np.ndarray,
     entropy_threshold: float | None,
     is_trigger: np.ndarray | None,
-    shaping: Shaping,
-) -> Windows:
+    shaping: ShapingSettings,
+) -> EntropyWindows:
     """Return the windows of one trajectory. Those that reach the threshold in nats are high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]
-    inside = values[valid].astype(np.float64)
+    window_values = values[valid].astype(np.float64)
     percentile = math.nan
-    if len(inside):
-        percentile = float(np.percentile(inside, shaping.entropy_percentile))
-    beyond = np.maximum(inside - (np.inf if entropy_threshold is None else entropy_threshold), 0.0)
-    return Windows(
+    if len(window_values):
+        percentile = float(np.percentile(window_values, shaping.entropy_percentile))
+    excess = np.maximum(
+        window_values - (np.inf if entropy_threshold is None else entropy_threshold), 0.0
+    )
+    return EntropyWindows(
         values=values,
         valid=valid,
         is_high=np.asarray(is_high),
         percentile=percentile,
-        excess=float(beyond.sum()),
+        excess=float(excess.sum()),
     )
 
 
@@ -535,6 +541,6 @@ def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """Return the task id and nats per token of each measured trajectory with trained tokens."""
     return [
         (t.task_id, t.divergence.mean)
-        for t in members(groups)
+        for t in flatten_groups(groups)
         if t.divergence is not None and t.divergence.num_tokens
     ]

@@ -9,42 +9,44 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.objectives.turns import by_turn, turn_returns
-from jaxrl.runtime.compilation import jitted
-from jaxrl.training.method import Advantage
-from jaxrl.types import Columns, Group, members, with_fields
+from jaxrl.objectives.turns import estimate_by_turn, turn_returns
+from jaxrl.runtime.compilation import cached_jit
+from jaxrl.training.method import AdvantageSettings
+from jaxrl.types import Columns, Group, flatten_groups, with_fields
 from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
-class Estimator:
+class AdvantageEstimator:
     """The configured advantage estimator. Environment errors belong to no group and get 0."""
 
-    def __init__(self, advantage: Advantage, seed: int):
+    def __init__(self, advantage: AdvantageSettings, seed: int):
         """Prepare the estimator; nothing compiles yet. `seed` is for estimators that sample."""
         self._advantage, self._seed = advantage, seed
-        chosen, function = advantage.estimator, advantage.estimator.function
-        names = self._arrays = chosen.arguments
+        estimator, function = advantage.estimator, advantage.estimator.function
+        names = self._arrays = estimator.arguments
 
         # With one advantage per turn, the estimator sees each turn's column separately.
         def estimate(*arrays: Any, **settings: Any) -> jax.Array:
             columns = dict(zip(names, arrays, strict=True))
-            return by_turn(partial(function, **settings), names, columns)
+            return estimate_by_turn(partial(function, **settings), names, columns)
 
         # Settings are static: each new value of one compiles a program.
-        compiled = jitted(
+        compiled = cached_jit(
             estimate if advantage.by_turn else function,
-            name=chosen.name,
-            key=None if chosen.is_user_code else (function, advantage.by_turn, tuple(names)),
-            static_argnames=tuple(chosen.settings),
+            name=estimator.name,
+            key=None if estimator.is_user_code else (function, advantage.by_turn, tuple(names)),
+            static_argnames=tuple(estimator.settings),
         )
-        self._function = wrap_user_code(chosen.key, chosen.name, compiled)
+        self._function = wrap_user_code(estimator.key, estimator.name, compiled)
 
-    def scheduled(self, stage_step: int) -> dict[str, Any]:
+    def scheduled_settings(self, stage_step: int) -> dict[str, Any]:
         """Return the scheduled settings after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
-            begun = [value for step, value in pairs if step <= stage_step]
-            settings[name] = begun[-1] if begun else self._advantage.estimator.settings[name]
+            past_values = [value for step, value in pairs if step <= stage_step]
+            settings[name] = (
+                past_values[-1] if past_values else self._advantage.estimator.settings[name]
+            )
         return settings
 
     def __call__(self, groups: Sequence[Group], step: int, stage_step: int) -> list[Group]:
@@ -62,13 +64,13 @@ class Estimator:
         }
         shape: tuple[int, ...] = columns.group_ids.shape
         if self._advantage.by_turn:
-            offered["rewards"] = lambda: returns_of(columns, self._advantage)
+            offered["rewards"] = lambda: compute_returns(columns, self._advantage)
             offered["token_counts"] = lambda: columns.turn_token_counts
             shape = columns.turn_rewards.shape
         arrays = [
             offered[name]() if name in offered else getattr(columns, name) for name in self._arrays
         ]
-        settings = {**self._advantage.estimator.settings, **self.scheduled(stage_step)}
+        settings = {**self._advantage.estimator.settings, **self.scheduled_settings(stage_step)}
         advantages = np.asarray(self._function(*arrays, **settings), np.float32)
         if advantages.shape != shape or not np.isfinite(advantages).all():
             raise UserCodeError(
@@ -82,22 +84,22 @@ class Estimator:
         # Each turn has its own advantage. The trajectory's is the mean over its sampled tokens.
         turns = [
             tuple(map(float, row[: max(len(t.turns), 1)]))
-            for t, row in zip(members(groups), advantages, strict=True)
+            for t, row in zip(flatten_groups(groups), advantages, strict=True)
         ]
         groups = with_fields(groups, turn_advantages=turns)
         means = [
             float(t.token_advantages[t.loss_mask].mean()) if t.num_sampled else 0.0
-            for t in members(groups)
+            for t in flatten_groups(groups)
         ]
         return with_fields(groups, advantage=means)
 
     def metrics(self, stage_step: int) -> dict[str, float]:
         """Return the scheduled settings as metrics."""
-        settings = self.scheduled(stage_step)
+        settings = self.scheduled_settings(stage_step)
         return {f"advantage/{name}": value for name, value in settings.items()}
 
 
-def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
+def compute_returns(columns: Columns, advantage: AdvantageSettings) -> np.ndarray:
     """Compute the return from each turn on, float32 [N, K]; without turns the rewards [N, 1]."""
     if not advantage.by_turn:
         return columns.rewards[:, None]

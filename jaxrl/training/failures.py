@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxrl.objectives.metrics import Metric
 from jaxrl.types import Trajectory
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
-_LONGEST_ERROR = 200  # characters of an error message in a warning
+_MAX_ERROR_CHARS = 200  # characters of an error message in a warning
 
 
-_WHAT_TO_DO = (
+_REMEDY = (
     "The policy and the tasks are not the cause: fix what the error names, then run the same "
     "command again. Finished work is saved."
 )
@@ -50,7 +50,7 @@ class FailureCounter:
             raise NothingWorksError(
                 f"every episode of {self.num_batches} batches in a row "
                 f"(config.rollout.max_failed_steps) ended in an environment error; the last "
-                f"batch's first: {error}. {_WHAT_TO_DO}"
+                f"batch's first: {error}. {_REMEDY}"
             )
 
     def check_suites(self, errors: Mapping[str, str]) -> None:
@@ -65,19 +65,19 @@ class FailureCounter:
         if errors and self.limit:
             raise NothingWorksError(
                 f"every episode of the evaluation ({', '.join(errors)}) ended in an environment "
-                f"error; the first: {next(iter(errors.values()))}. {_WHAT_TO_DO}"
+                f"error; the first: {next(iter(errors.values()))}. {_REMEDY}"
             )
 
 
 def first_error(trajectories: Iterable[Trajectory]) -> str:
     """Return the first environment error as one short line, or ""."""
-    return next((short(t.error) for t in trajectories if not t.is_scored), "")
+    return next((shorten(t.error) for t in trajectories if not t.is_scored), "")
 
 
-def short(text: str) -> str:
-    """Shorten text to one line of about `_LONGEST_ERROR` characters at most."""
-    line = " ".join(printable(text).split())
-    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
+def shorten(text: str) -> str:
+    """Shorten text to one line of about `_MAX_ERROR_CHARS` characters at most."""
+    line = " ".join(escape_control_chars(text).split())
+    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:_MAX_ERROR_CHARS]} …"
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
@@ -88,7 +88,7 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
     )
 
 
-def why_nothing(
+def explain_no_learning(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
     """Explain why a step learned nothing; None if it did, or if all answers are right.

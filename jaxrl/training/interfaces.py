@@ -14,9 +14,9 @@ Record = Mapping[str, Any]
 WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, Any]]], None]
 """See `writers.write_samples`."""
 
-Notes = Callable[[Params], list[dict[str, Any]]]
-TakeNotes = Callable[..., Notes]
-"""See `logs.tokens.make_notes`."""
+FinishTokenLog = Callable[[Params], list[dict[str, Any]]]
+TokenLogger = Callable[..., FinishTokenLog]
+"""See `logs.tokens.make_token_logger`."""
 
 
 class CheckpointManager(Protocol):
@@ -48,13 +48,13 @@ class MetricWriter(Protocol):
 
     num_records: int
 
-    def carry(self, name: str, value: float) -> None:
+    def add_to_next(self, name: str, value: float) -> None:
         """Add to a metric of the next record."""
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record."""
 
-    def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
+    def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
         """Record a sign of collapse."""
 
     def close(self) -> None:

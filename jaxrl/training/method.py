@@ -14,7 +14,7 @@ from jaxrl.utils.callables import NamedFunction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage:
+class AdvantageSettings:
     """The section `advantage`."""
 
     estimator: NamedFunction  # from `objectives.advantages.ESTIMATORS`, or custom
@@ -25,13 +25,15 @@ class Advantage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class LossSettings:
     """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`."""
 
     policy_loss: NamedFunction
-    term: NamedFunction | None  # from `objectives.losses.TERMS`, or custom; scaled by `term_coef`
+    term: (
+        NamedFunction | None
+    )  # from `objectives.losses.LOSS_TERMS`, or custom; scaled by `term_coef`
     term_coef: float
-    # From `objectives.losses.GATES`, or custom; None if all tokens count.
+    # From `objectives.losses.TOKEN_FILTERS`, or custom; None if all tokens count.
     token_filter: NamedFunction | None
     aggregation: NamedFunction
     correction: Mapping[str, Any] = field(hash=False)
@@ -40,7 +42,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KL:
+class KLSettings:
     """The section `kl`; `adaptive`, `log` and `budget` hold the arguments of their updates."""
 
     coef: float
@@ -56,12 +58,14 @@ class KL:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter:
+class FilterSettings:
     """The section `filter`."""
 
-    keep: NamedFunction | None  # from `objectives.filters.FILTERS`, or custom; None keeps all
-    # From `objectives.filters.TRAJECTORIES`, or custom; None for all trajectories.
-    trains_on: NamedFunction | None
+    group_filter: (
+        NamedFunction | None
+    )  # from `objectives.filters.FILTERS`, or custom; None keeps all
+    # From `objectives.filters.TRAJECTORY_FILTERS`, or custom; None for all trajectories.
+    trajectory_filter: NamedFunction | None
     metric: str  # metric that `varied` compares, `filter.varied.metric`
     tasks_per_batch: int
     max_batches: int
@@ -75,12 +79,12 @@ class Filter:
     @property
     def sees_kl(self) -> bool:
         """True if the filter compares rewards minus their KL term."""
-        is_varied = self.keep is not None and self.keep.name == "varied"
+        is_varied = self.group_filter is not None and self.group_filter.name == "varied"
         return is_varied and self.metric == "seq_final_reward"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shaping:
+class ShapingSettings:
     """The section `shaping`; `overlong_limit` is in tokens, see `environment.overlong_limit`."""
 
     overlong_buffer: int
@@ -104,10 +108,10 @@ class Shaping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class WatchSettings:
     """The section `watch`."""
 
-    judge: NamedFunction  # from `training.watch.WATCHES`, or custom
+    detector: NamedFunction  # from `training.watch.DETECTORS`, or custom
     action: str  # from `training.watch.ACTIONS`, for signs that `actions` does not name
     actions: Mapping[str, str]
     lr_factor: float
@@ -142,17 +146,17 @@ class Method:
     seed: int  # random seed of estimators that sample
     tasks_per_step: int
     group_size: int
-    ahead: int
+    async_level: int
     temperature: float  # temperature of sampling and of the log-probabilities in training
     top_p: float  # top-p of sampling only; training scores the full distribution
     replays: bool  # True if training replays the token arrays that the sampler recorded
-    advantage: Advantage
-    loss: Loss
-    kl: KL
-    filter: Filter
-    shaping: Shaping
+    advantage: AdvantageSettings
+    loss: LossSettings
+    kl: KLSettings
+    filter: FilterSettings
+    shaping: ShapingSettings
     balance_coef: float  # coefficient of the experts' load-balancing loss
-    watch: Watch | None  # check of every step for signs of collapse
+    watch: WatchSettings | None  # check of every step for signs of collapse
     optimizer: OptimizerSettings
 
     @property
@@ -163,10 +167,10 @@ class Method:
     @property
     def has_lag(self) -> bool:
         """True if a step may train on samples from before the newest update."""
-        return bool(self.ahead) or holds_older(self.filter)
+        return bool(self.async_level) or carries_over_samples(self.filter)
 
     @property
-    def learns_from_all(self) -> bool:
+    def trains_on_zero_advantages(self) -> bool:
         """True if a trajectory with an advantage of 0 may have a gradient.
 
         It may come from the KL or entropy term, an extra term, load balancing or a custom loss.
@@ -175,7 +179,7 @@ class Method:
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_custom
 
     @property
-    def has_users_loss(self) -> bool:
+    def loss_has_user_code(self) -> bool:
         """True if the loss contains user code."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.token_filter, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
@@ -186,55 +190,57 @@ class Method:
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 
-def takes_own_logprobs(optimizer: OptimizerSettings, filter: Filter) -> bool:
+def old_logprobs_are_current(optimizer: OptimizerSettings, filter: FilterSettings) -> bool:
     """Return True if the update's own forward pass may supply the old log-probabilities.
 
     This requires a single optimizer step per batch, and samples of the current policy only.
     """
-    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not holds_older(filter)
+    return optimizer.num_minibatches * optimizer.num_epochs == 1 and not carries_over_samples(
+        filter
+    )
 
 
-def holds_older(filter: Filter) -> bool:
+def carries_over_samples(filter: FilterSettings) -> bool:
     """Return True if a step may train on samples that an earlier step began."""
     return filter.carry_over or filter.unfinished_tasks > 0
 
 
-def is_measured(kl: KL) -> bool:
+def needs_divergences(kl: KLSettings) -> bool:
     """Return True if the divergence of every trajectory is measured before the update."""
     return kl.coef != 0 and (kl.apply_to == "reward" or kl.controller != "fixed")
 
 
-def has_kl_loss(kl: KL) -> bool:
+def has_kl_loss(kl: KLSettings) -> bool:
     """Return True if the loss of every token has a KL term."""
     return kl.coef != 0 and kl.apply_to == "loss"
 
 
-def has_kl_weights(kl: KL) -> bool:
+def has_kl_weights(kl: KLSettings) -> bool:
     """Return True if the KL coefficient differs between tokens or changes between steps."""
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
     return has_kl_loss(kl) and not is_plain
 
 
-def token_fields(optimizer: OptimizerSettings, filter: Filter, kl: KL) -> list[str]:
+def token_fields(optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings) -> list[str]:
     """Return the float32 fields of `Batch` that the method adds to those of every batch."""
     is_filled = {
-        "old_logprobs": not takes_own_logprobs(optimizer, filter),
+        "old_logprobs": not old_logprobs_are_current(optimizer, filter),
         "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
         "kl_weights": has_kl_weights(kl),
     }
     return [name for name, filled in is_filled.items() if filled]
 
 
-def needs_windows(shaping: Shaping, kl: KL) -> bool:
+def needs_windows(shaping: ShapingSettings, kl: KLSettings) -> bool:
     """Return True if the method uses windows of high entropy."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
 
 
-def needs_buckets(shaping: Shaping, kl: KL) -> bool:
+def needs_buckets(shaping: ShapingSettings, kl: KLSettings) -> bool:
     """Return True if the method uses the difficulty of tasks."""
     return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 
 
-def has_gate(shaping: Shaping) -> bool:
+def has_stage_gate(shaping: ShapingSettings) -> bool:
     """Return True if training has an early and a late stage."""
     return shaping.boundary_aware and shaping.stage_level

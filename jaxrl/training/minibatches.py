@@ -13,18 +13,18 @@ from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
 from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.method import (
-    KL,
-    Filter,
-    Loss,
+    FilterSettings,
+    KLSettings,
+    LossSettings,
     Method,
     has_kl_loss,
     has_kl_weights,
-    is_measured,
-    takes_own_logprobs,
+    needs_divergences,
+    old_logprobs_are_current,
 )
-from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.packing import BatchShape, PackedBatch, pack
 from jaxrl.training.update import ScoreStep, put_batch
-from jaxrl.types import Batch, Group, Params, Trajectory, members
+from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 from jaxrl.utils.callables import wrap_user_code
 
 
@@ -35,12 +35,12 @@ def make_minibatches(
     *,
     controllers: Controllers,
     num_shards: int = 1,
-) -> list[Packed]:
+) -> list[PackedBatch]:
     """Pack groups, in task order and unsplit, into mini-batches on the host.
 
     Environment errors are left out, and so are trajectories that `filter.trajectories` drops: they
     count in their group's statistics but have no token weight. With `optimizer.skip_signal_free`,
-    trajectories with an advantage of 0 go to `Packed.rest`, which is measured but not
+    trajectories with an advantage of 0 go to `PackedBatch.rest`, which is measured but not
     differentiated, unless another term gives them a gradient. They still count in the token weights
     of the others.
 
@@ -51,22 +51,22 @@ def make_minibatches(
         controllers: Controllers that set the KL coefficient of each token.
         num_shards: Number of devices that share the rows of a micro-batch.
     """
-    keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
+    trains_all = method.trains_on_zero_advantages or not method.optimizer.skip_signal_free
     minibatches = []
-    for kept, fields in split_minibatches(groups, controllers, method):
-        scored = [*kept.values()]
-        learned = [i for i, t in enumerate(scored) if keeps_all or t.has_signal]
-        measured = [i for i, t in enumerate(scored) if not (keeps_all or t.has_signal)]
+    for selected, fields in split_minibatches(groups, controllers, method):
+        scored = [*selected.values()]
+        with_gradient = [i for i, t in enumerate(scored) if trains_all or t.has_signal]
+        without_gradient = [i for i, t in enumerate(scored) if not (trains_all or t.has_signal)]
         packed, rest = (
             pack(
-                [scored[i] for i in chosen],
-                [scored[i].token_advantages for i in chosen],
+                [scored[i] for i in indices],
+                [scored[i].token_advantages for i in indices],
                 shape,
-                token_fields={n: [values[i] for i in chosen] for n, values in fields.items()},
-                num_counted=sum(t.num_sampled for t in scored),
+                token_fields={n: [values[i] for i in indices] for n, values in fields.items()},
+                num_loss_tokens=sum(t.num_sampled for t in scored),
                 num_shards=num_shards,
             )
-            for chosen in (learned, measured)
+            for indices in (with_gradient, without_gradient)
         )
         minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
     return minibatches
@@ -77,70 +77,82 @@ def split_minibatches(
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
     """Yield the trained trajectories of each mini-batch and their per-token fields.
 
-    Trajectories are keyed by their index among the `members` of the groups.
+    Trajectories are keyed by their index among the `flatten_groups` of the groups.
     """
-    is_kept, size, place = trajectory_filter(method.filter), method.groups_per_minibatch, 0
-    takes_own = takes_own_logprobs(method.optimizer, method.filter)
+    is_selected, size, offset = (
+        make_trajectory_filter(method.filter),
+        method.groups_per_minibatch,
+        0,
+    )
+    old_is_current = old_logprobs_are_current(method.optimizer, method.filter)
     for start in range(0, size * method.optimizer.num_minibatches, size):
-        part = dict(enumerate(members(groups[start : start + size]), place))
-        place += len(part)
-        kept = {
-            i: with_loss_mask(t, method.loss) for i, t in part.items() if t.is_scored and is_kept(t)
+        part = dict(enumerate(flatten_groups(groups[start : start + size]), offset))
+        offset += len(part)
+        selected = {
+            i: with_loss_mask(t, method.loss)
+            for i, t in part.items()
+            if t.is_scored and is_selected(t)
         }
-        trained = [*kept.values()]
+        trained = [*selected.values()]
         fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
         if has_kl_weights(method.kl):
             fields["kl_weights"] = token_kl_weights(trained, controllers, method.kl)
-        if is_measured(method.kl):
-            divergences = [t.required("divergence") for t in trained]
-            if not takes_own:
+        if needs_divergences(method.kl):
+            divergences = [t.require("divergence") for t in trained]
+            if not old_is_current:
                 fields["old_logprobs"] = [divergence.old_logprobs for divergence in divergences]
             if has_kl_loss(method.kl):
                 fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
-        yield kept, fields
+        yield selected, fields
 
 
-def trajectory_filter(filter: Filter) -> Callable[[Trajectory], bool]:
+def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], bool]:
     """Return a predicate that selects trajectories to train on; it may raise `UserCodeError`."""
-    if (selected := filter.trains_on) is None:
+    if (predicate := filter.trajectory_filter) is None:
         return lambda _: True
 
     def is_trained(trajectory: Trajectory) -> bool:
-        answer = selected(trajectory)
+        answer = predicate(trajectory)
         if not isinstance(answer, bool | np.bool_):
             raise TypeError(f"it returned {answer!r:.80}; expected True or False")
         return bool(answer)
 
-    return wrap_user_code(selected.key, selected.name, is_trained)
+    return wrap_user_code(predicate.key, predicate.name, is_trained)
 
 
-def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:
-    """Return the share of trajectories that `trajectory_filter` keeps, if there is a filter."""
-    kept = map(trajectory_filter(filter), trajectories)
-    return {} if filter.trains_on is None else {"filter/trained_share": float(np.mean([*kept]))}
+def trajectory_filter_metrics(
+    trajectories: Sequence[Trajectory], filter: FilterSettings
+) -> dict[str, float]:
+    """Return the share of trajectories that the filter keeps, if there is one."""
+    selected = map(make_trajectory_filter(filter), trajectories)
+    return (
+        {}
+        if filter.trajectory_filter is None
+        else {"filter/trained_share": float(np.mean([*selected]))}
+    )
 
 
-def loss_weights(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
+def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.ndarray]:
     """Return `token_weights` of these masks under `loss.aggregation`.
 
     Raises:
         UserCodeError: A custom aggregation failed.
     """
-    named = loss.aggregation
-    return wrap_user_code(named.key, named.name, token_weights)(masks, named)
+    aggregation = loss.aggregation
+    return wrap_user_code(aggregation.key, aggregation.name, token_weights)(masks, aggregation)
 
 
-def with_loss_mask(trajectory: Trajectory, loss: Loss) -> Trajectory:
+def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
     """Add observations to the loss mask, each one once, if `mask_observations` is off."""
     if loss.mask_observations:
         return trajectory
-    is_behind = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
-    mask = is_behind & ~trajectory.is_repeated
+    is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
+    mask = is_response & ~trajectory.is_repeated
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 
 def token_kl_weights(
-    trajectories: Sequence[Trajectory], controllers: Controllers, kl: KL
+    trajectories: Sequence[Trajectory], controllers: Controllers, kl: KLSettings
 ) -> list[np.ndarray]:
     """Return the KL coefficient of every token, float32 `[L]` each.
 
@@ -157,7 +169,7 @@ def token_kl_weights(
         scales *= relaxed_kl(
             [controllers.bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
-            np.array([t.required("windows").excess for t in trajectories], np.float32),
+            np.array([t.require("windows").excess for t in trajectories], np.float32),
         )
     coef = controllers.kl_coef(kl)
     masks = [
@@ -171,7 +183,7 @@ def token_kl_weights(
 
 
 def shard_minibatches(
-    minibatches: Sequence[Packed],
+    minibatches: Sequence[PackedBatch],
     mesh: Mesh,
     score: ScoreStep,
     params: Params,
@@ -182,18 +194,18 @@ def shard_minibatches(
 
     `params` are the parameters before the update.
     """
-    needs_old = not takes_own_logprobs(method.optimizer, method.filter)
+    needs_old = not old_logprobs_are_current(method.optimizer, method.filter)
     needs_ref = has_kl_loss(method.kl)
 
-    def put(packed: Packed) -> Batch:
+    def put(packed: PackedBatch) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
         # The reference chooses its own experts instead of replaying the sampler's.
-        own_choice = score.model.without_recorded(plain)
+        ref_batch = score.model.without_recorded_arrays(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
-            ref_logprobs = score(ref_params, own_choice, packed)
+            ref_logprobs = score(ref_params, ref_batch, packed)
             batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
         return dataclasses.replace(batch, rest=packed.rest and put(packed.rest))
 

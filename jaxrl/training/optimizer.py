@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 import optax
 
-from jaxrl.runtime.compilation import kept
+from jaxrl.runtime.compilation import get_or_make
 from jaxrl.training.method import OptimizerSettings
 
 
@@ -20,17 +20,21 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
         "final_fraction": settings.final_lr_fraction,
         "num_updates": max(settings.num_updates - warmup, 1),
     }
-    after: optax.Schedule = schedule(*[offered[name] for name in schedule.arguments])
+    main_schedule: optax.Schedule = schedule(*[offered[name] for name in schedule.arguments])
     # The first step uses 1 / warmup of the peak: a rate of exactly 0 would waste a batch.
-    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+    warmup_schedule = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return (
+        optax.join_schedules([warmup_schedule, main_schedule], [warmup])
+        if warmup
+        else main_schedule
+    )
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """Return AdamW after global-norm clipping. Equal settings share one object, see `kept`."""
+    """Return AdamW after global-norm clipping, one shared object for equal settings."""
     # A custom schedule may be edited between two runs in one process, so it is never shared.
     key = None if settings.schedule.is_user_code else settings
-    return kept(partial(_adamw, settings), name="optimizer", key=key)
+    return get_or_make(partial(_adamw, settings), name="optimizer", key=key)
 
 
 def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
@@ -68,5 +72,5 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
 }
 """Schedules by `optimizer.schedule` and `sft.optimizer.schedule`."""
 
-NUMBERS = ("peak", "final_fraction", "num_updates")
+ARGUMENTS = ("peak", "final_fraction", "num_updates")
 """Arguments that a schedule may take."""

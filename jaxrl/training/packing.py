@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from jaxrl.models.attachments import UNITS, Tower
-from jaxrl.models.aux_arrays import TokenArray
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.output import LOGIT_CAPACITIES
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch
 
-PARTS = (64, 32, 16, 8, 4, 2, 1)
+CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 """Divisors of the maximum attachment capacity. Each one in use compiles a program."""
 
 
@@ -61,19 +61,19 @@ class BatchShape:
     max_units: int = 0  # maximum attachment tokens of a sequence; 0 for its number of tokens
     num_pieces: int = 1  # C, pieces of a row on different devices; divides T
     # Recorded arrays that the model reads.
-    token_arrays: Mapping[str, TokenArray] = field(default_factory=dict)
+    token_arrays: Mapping[str, TokenArraySpec] = field(default_factory=dict)
 
     @property
     def row_units(self) -> int:
         """Maximum number of attachment tokens in a row."""
-        of_one = self.max_tokens or self.row_tokens
-        return self.row_tokens // of_one * (self.max_units or of_one)
+        sequence_tokens = self.max_tokens or self.row_tokens
+        return self.row_tokens // sequence_tokens * (self.max_units or sequence_tokens)
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences that fit for any lengths."""
-        in_a_row = self.row_tokens // (self.max_tokens or self.row_tokens)
-        return self.num_micro * self.micro_rows * in_a_row
+        sequences_per_row = self.row_tokens // (self.max_tokens or self.row_tokens)
+        return self.num_micro * self.micro_rows * sequences_per_row
 
     @classmethod
     def for_sequences(
@@ -122,35 +122,37 @@ class PackedAttachments:
     # Attachments of a device's own tokens, by micro-batch and device.
     cells: Mapping[tuple[int, int], tuple[Attachment, ...]]
     num_shards: int  # number of such devices
-    part: int  # entry of `PARTS`, which sets the capacity
+    divisor: int  # entry of `CAPACITY_DIVISORS`, which sets the capacity
     num_patches: int  # P, patches on each device
 
-    def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    def make_shard_inputs(
+        self, micro: int, shard: int, dtype: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return patches `[P, values]` in `dtype` and int32 places `[P, W]` of a micro-batch."""
-        arranged = self.tower.arrange(self.cells.get((micro, shard), ()))
+        collated = self.tower.collate(self.cells.get((micro, shard), ()))
         patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
-        places = np.zeros((self.num_patches, self.tower.place_values), np.int32)
-        patches[: len(arranged.patches)] = arranged.patches
-        places[: len(arranged.places)] = arranged.places
+        places = np.zeros((self.num_patches, self.tower.num_coords), np.int32)
+        patches[: len(collated.patches)] = collated.patches
+        places[: len(collated.coords)] = collated.coords
         return patches, places
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackedBatch:
     """A batch on the host, and how much of it is used."""
 
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # non-empty micro-batches
     num_tokens: int  # tokens of all sequences, before prompts are shared
     num_shared: int  # tokens among them that a shared prompt saves
-    num_counted: int  # sampled tokens of the mini-batch, those left out of the batch included
+    num_loss_tokens: int  # sampled tokens of the mini-batch, those left out of the batch included
     padding: float  # share of padding in the non-empty micro-batches
     imbalance: float  # excess of the fullest device's tokens over the mean, relative to the mean
     attachments: PackedAttachments | None = None  # None without attachments
-    rest: Packed | None = None  # trajectories without a gradient; None if there are none
+    rest: PackedBatch | None = None  # trajectories without a gradient; None if there are none
 
 
-def logit_capacities(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
+def logit_capacities(packed: PackedBatch, num_shards: int, num_pieces: int = 1) -> list[int]:
     """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
     The capacity is in quarters of a device's tokens: no device has more tokens with loss. Rows are
@@ -179,13 +181,13 @@ class Item:
     shared_units: int = 0  # attachment tokens among the shared ones
 
 
-def contexts_of(sequence: TokenSequence) -> list[slice]:
+def split_contexts(sequence: TokenSequence) -> list[slice]:
     """Return the slice of tokens of each context, in order."""
     starts = [0, *(start for start, _ in sequence.contexts)]
     return [*map(slice, starts, [*starts[1:], len(sequence.token_ids)])]
 
 
-def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
+def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
     """Return the recorded arrays `[L, ...]` of a sequence that `shape` asks for."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
@@ -203,29 +205,35 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
         ValueError: A sequence has several contexts, and the model reads attachments.
     """
     tower = shape.tower
-    known: dict[Any, int] = {}
+    prompt_indices: dict[Any, int] = {}
     items = []
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
         # Several contexts must all begin with the prefix.
-        attached, later = sequence.attachments, contexts_of(sequence)[1:]
+        attached, later = sequence.attachments, split_contexts(sequence)[1:]
         if later and tower:
             raise ValueError(
                 "a trajectory has several contexts, and the model reads images, which support only "
                 "one context; set config.rollout.context.name to 'none'."
             )
-        if not all(_begins_alike(sequence, context, num_shared, shape) for context in later):
+        if not all(_has_equal_prefix(sequence, context, num_shared, shape) for context in later):
             num_shared = 0
         # Sequences with equal tokens, attachments and arrays in the prefix get the same number.
         has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
-            ends = np.cumsum([tower.num_tokens(one) for one in attached] if tower else [])
-            begun = attached[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
-            arrays = arrays_of(sequence, shape)
-            beside = tuple((name, x[:num_shared].tobytes()) for name, x in arrays.items())
-            prompt = known.setdefault((ids[:num_shared].tobytes(), begun, beside), len(known))
+            ends = np.cumsum(
+                [tower.num_tokens(attachment) for attachment in attached] if tower else []
+            )
+            shared_attachments = (
+                attached[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
+            )
+            arrays = select_arrays(sequence, shape)
+            aux_arrays = tuple((name, x[:num_shared].tobytes()) for name, x in arrays.items())
+            prompt = prompt_indices.setdefault(
+                (ids[:num_shared].tobytes(), shared_attachments, aux_arrays), len(prompt_indices)
+            )
         items.append(
             Item(
                 length=len(ids) - num_shared * len(later),
@@ -238,14 +246,14 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
     return items
 
 
-def _begins_alike(
+def _has_equal_prefix(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
     """Return True if a context begins like the sequence, without a loss on those tokens."""
-    own = slice(context.start, context.start + num_shared)
-    arrays = [sequence.token_ids, *arrays_of(sequence, shape).values()]
-    is_there = all(np.array_equal(x[own], x[:num_shared]) for x in arrays)
-    return is_there and not sequence.loss_mask[own.start : own.stop + 1].any()
+    span = slice(context.start, context.start + num_shared)
+    arrays = [sequence.token_ids, *select_arrays(sequence, shape).values()]
+    is_equal = all(np.array_equal(x[span], x[:num_shared]) for x in arrays)
+    return is_equal and not sequence.loss_mask[span.start : span.stop + 1].any()
 
 
 def assign_rows(
@@ -288,13 +296,13 @@ def _first_fit(
             r for r, left in enumerate(room) if sizes[r][0] <= left[0] and sizes[r][1] <= left[1]
         ]
         # Take the first row with the same prompt, else the first that fits, else a new one.
-        place = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
-        if place == len(rows):
+        slot = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
+        if slot == len(rows):
             rows.append({})
             room.append(whole)
             sizes.append(full)
-        room[place] = (room[place][0] - sizes[place][0], room[place][1] - sizes[place][1])
-        rows[place].setdefault(item.prompt, []).append(index)
+        room[slot] = (room[slot][0] - sizes[slot][0], room[slot][1] - sizes[slot][1])
+        rows[slot].setdefault(item.prompt, []).append(index)
     return [[index for members in row.values() for index in members] for row in rows]
 
 
@@ -302,22 +310,24 @@ Row = list[tuple[int, int]]
 """Index of each sequence in a row, and the number of its leading tokens that are left out."""
 
 
-def computed(sequence: TokenSequence, item: Item, left_out: int) -> tuple[np.ndarray, np.ndarray]:
+def select_tokens(
+    sequence: TokenSequence, item: Item, num_omitted: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return indices and positions, int32 `[n]`, of the tokens of a sequence that a row computes.
 
-    Another sequence of the row computes the first `left_out` tokens.
+    Another sequence of the row computes the first `num_omitted` tokens.
     """
-    contexts = contexts_of(sequence)
-    first = [left_out, *[item.num_shared] * (len(contexts) - 1)]
+    contexts = split_contexts(sequence)
+    first = [num_omitted, *[item.num_shared] * (len(contexts) - 1)]
     positions = [
         np.arange(count, context.stop - context.start, dtype=np.int32)
         for count, context in zip(first, contexts, strict=True)
     ]
-    places = [own + context.start for own, context in zip(positions, contexts, strict=True)]
+    places = [span + context.start for span, context in zip(positions, contexts, strict=True)]
     return np.concatenate(places), np.concatenate(positions)
 
 
-def placed(items: Sequence[Item], row: Sequence[int]) -> Row:
+def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
     """Leave out the shared tokens of a prompt in all but its first sequence of a row."""
     seen: set[int] = set()
     out = []
@@ -334,9 +344,9 @@ def pack(
     shape: BatchShape,
     *,
     token_fields: Mapping[str, Sequence[np.ndarray]] | None = None,
-    num_counted: int | None = None,
+    num_loss_tokens: int | None = None,
     num_shards: int = 1,
-) -> Packed:
+) -> PackedBatch:
     """Pack one mini-batch.
 
     Args:
@@ -345,7 +355,7 @@ def pack(
         shape: Shape of the batch.
         token_fields: Further fields of `Batch`, float32 [L] per sequence. Without `token_weights`
             these are 0.
-        num_counted: Sampled tokens of the mini-batch, if `sequences` omits some.
+        num_loss_tokens: Sampled tokens of the mini-batch, if `sequences` omits some.
         num_shards: Number of devices that share the rows of a micro-batch; each gets about the same
             number of tokens.
 
@@ -361,27 +371,30 @@ def pack(
             "config.rollout.max_total_tokens or shorten the demonstrations."
         )
     # Assign sequences to rows, and rows to devices.
-    rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens, shape.row_units)]
+    rows = [
+        omit_shared_prompts(items, row)
+        for row in assign_rows(items, shape.row_tokens, shape.row_units)
+    ]
     loads = [0] * num_shards
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     # Fill the arrays, and split them into micro-batches.
-    arrays = _fill(sequences, advantages, items, rows, shape, token_fields or {})
-    of_tokens, attachments = fill_attachments(sequences, rows, shape, num_shards)
-    if num_counted is None:
-        num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+    arrays = _fill_arrays(sequences, advantages, items, rows, shape, token_fields or {})
+    tower_arrays, attachments = fill_attachments(sequences, rows, shape, num_shards)
+    if num_loss_tokens is None:
+        num_loss_tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
-    fields["token_arrays"] |= of_tokens
+    fields["token_arrays"] |= tower_arrays
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     num_computed = sum(_num_computed(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
-    return Packed(
+    return PackedBatch(
         batch=Batch(**fields),
         num_micro=num_micro,
         num_tokens=num_tokens,
         num_shared=num_tokens - num_computed,
-        num_counted=num_counted,
+        num_loss_tokens=num_loss_tokens,
         attachments=attachments,
         padding=1 - num_computed / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
         imbalance=max(loads) * num_shards / num_computed - 1
@@ -392,7 +405,7 @@ def pack(
 
 def _num_computed(items: Sequence[Item], row: Row) -> int:
     """Count the tokens that a row computes; a shared prompt counts once."""
-    return sum(items[index].length - left_out for index, left_out in row)
+    return sum(items[index].length - num_omitted for index, num_omitted in row)
 
 
 def balance_rows(
@@ -421,7 +434,7 @@ def balance_rows(
     return [padded[index] for index in order], [sum(sizes[i] for i in share) for share in shares]
 
 
-def _fill(
+def _fill_arrays(
     sequences: Sequence[TokenSequence],
     advantages: Sequence[np.ndarray] | np.ndarray,
     items: Sequence[Item],
@@ -446,37 +459,37 @@ def _fill(
         "token_weights": np.zeros(size, np.float32),
         **{name: np.zeros(size, np.float32) for name in token_fields},
     }
-    beside = {name: array.filled(*size) for name, array in shape.token_arrays.items()}
+    aux_arrays = {name: array.full(*size) for name, array in shape.token_arrays.items()}
     # Segment ids begin at 1; 0 marks padding.
     for row, members in enumerate(rows):
         start = 0
-        for index, left_out in members:
+        for index, num_omitted in members:
             sequence = sequences[index]
-            rest, positions = computed(sequence, items[index], left_out)
+            rest, positions = select_tokens(sequence, items[index], num_omitted)
             mask = sequence.loss_mask[rest]
             at = (row, slice(start, start + len(rest)))
             arrays["token_ids"][at] = sequence.token_ids[rest]
             arrays["segment_ids"][at] = index + 1
             arrays["positions"][at] = positions
             arrays["loss_mask"][at] = mask
-            everywhere = np.broadcast_to(advantages[index], len(sequence.token_ids))
-            arrays["advantages"][at] = np.where(mask, everywhere[rest], 0.0)
+            per_token = np.broadcast_to(advantages[index], len(sequence.token_ids))
+            arrays["advantages"][at] = np.where(mask, per_token[rest], 0.0)
             arrays["rollout_logprobs"][at] = sequence.rollout_logprobs[rest]
             for name, values in token_fields.items():
                 arrays[name][at] = values[index][rest]
-            for name, recorded in arrays_of(sequence, shape).items():
-                beside[name][at] = recorded[rest]
+            for name, recorded in select_arrays(sequence, shape).items():
+                aux_arrays[name][at] = recorded[rest]
             start += len(rest)
-    return arrays | {"token_arrays": beside}
+    return arrays | {"token_arrays": aux_arrays}
 
 
 def fill_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
-    """Return the arrays of `Tower.arrays` and the attachments of rows; {} and None without any.
+    """Return the arrays of `Tower.input_arrays` and the attachments of rows, or {} and None.
 
-    A device holds each attachment of its rows once. The capacity is the smallest of `PARTS` that
-    suffices on every device.
+    A device holds each attachment of its rows once. The capacity is the smallest of
+    `CAPACITY_DIVISORS` that suffices on every device.
 
     Raises:
         ValueError: The attachments exceed the largest capacity.
@@ -486,43 +499,46 @@ def fill_attachments(
         return {}, None
     # Collect the distinct attachments of each device, and choose the capacity.
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
-    for place, attachment, *_ in _on_devices(sequences, rows, shape, num_shards):
-        cell = cells.setdefault(place, {})
+    for slot, attachment, *_ in _iterate_by_device(sequences, rows, shape, num_shards):
+        cell = cells.setdefault(slot, {})
         cell.setdefault(attachment, len(cell))
-    units_of = {place: tower.arrange(tuple(cell)).units for place, cell in cells.items()}
+    units_of = {slot: tower.collate(tuple(cell)).units for slot, cell in cells.items()}
     most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
     # A row's attachments may all fall in one piece of it, so a piece gets the capacity of the row.
-    room = b // num_shards * shape.row_units * tower.unit
+    room = b // num_shards * shape.row_units * tower.patches_per_token
     if most > room:
         raise ValueError(
             f"the images of a micro-batch have {most} patches on one device; expected at most "
             f"{room}. Raise config.rollout.max_image_tokens or lower config.images.max_pixels."
         )
-    sizes = {part: -(-room // (part * tower.unit)) * tower.unit for part in PARTS}
-    part = next(part for part, size in sizes.items() if most <= size)
+    sizes = {
+        divisor: -(-room // (divisor * tower.patches_per_token)) * tower.patches_per_token
+        for divisor in CAPACITY_DIVISORS
+    }
+    divisor = next(divisor for divisor, size in sizes.items() if most <= size)
     # Fill the tower's arrays, then the index of each attachment token on its device.
     whole = shape.num_micro, b, shape.row_tokens
-    arrays = {name: array.filled(*whole) for name, array in tower.arrays.items()}
+    arrays = {name: array.full(*whole) for name, array in tower.input_arrays.items()}
     for row, members in enumerate(rows):
         start = 0
-        for index, left_out in members:
+        for index, num_omitted in members:
             ids = sequences[index].token_ids
-            columns = slice(start, start + len(ids) - left_out)
+            columns = slice(start, start + len(ids) - num_omitted)
             for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
-                arrays[name][row // b, row % b, columns] = values[left_out:]
-            start += len(ids) - left_out
-    for place, attachment, at, which in _on_devices(sequences, rows, shape, num_shards):
-        arrays[UNITS][at] = units_of[place][cells[place][attachment]][which]
+                arrays[name][row // b, row % b, columns] = values[num_omitted:]
+            start += len(ids) - num_omitted
+    for slot, attachment, at, indices in _iterate_by_device(sequences, rows, shape, num_shards):
+        arrays[UNITS][at] = units_of[slot][cells[slot][attachment]][indices]
     return arrays, PackedAttachments(
         tower=tower,
-        cells={place: tuple(cell) for place, cell in cells.items()},
+        cells={slot: tuple(cell) for slot, cell in cells.items()},
         num_shards=num_shards * shape.num_pieces,
-        part=part,
-        num_patches=sizes[part],
+        divisor=divisor,
+        num_patches=sizes[divisor],
     )
 
 
-def _on_devices(
+def _iterate_by_device(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
     """Yield each attachment once for each device that has tokens of it.
@@ -535,13 +551,15 @@ def _on_devices(
     for row, members in enumerate(rows):
         micro, within, start = row // b, row % b, 0
         shard = within * num_shards // b
-        for index, left_out in members:
+        for index, num_omitted in members:
             ids, attachments = sequences[index].token_ids, sequences[index].attachments
-            for attachment, run in zip(attachments, tower.runs(ids, attachments), strict=True):
-                which = np.flatnonzero(run >= left_out)
-                columns = start - left_out + run[which]
+            for attachment, run in zip(
+                attachments, tower.token_runs(ids, attachments), strict=True
+            ):
+                indices = np.flatnonzero(run >= num_omitted)
+                columns = start - num_omitted + run[indices]
                 for piece in np.unique(columns // size).tolist():
-                    here = columns // size == piece
-                    place = (micro, shard * shape.num_pieces + piece)
-                    yield place, attachment, (micro, within, columns[here]), which[here]
-            start += len(ids) - left_out
+                    in_piece = columns // size == piece
+                    slot = (micro, shard * shape.num_pieces + piece)
+                    yield slot, attachment, (micro, within, columns[in_piece]), indices[in_piece]
+            start += len(ids) - num_omitted

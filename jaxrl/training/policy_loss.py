@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.compilation import kept
-from jaxrl.training.method import KL, Loss, Method
+from jaxrl.runtime.compilation import get_or_make
+from jaxrl.training.method import KLSettings, LossSettings, Method
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 from jaxrl.utils.callables import NamedFunction
@@ -21,10 +21,10 @@ from jaxrl.utils.callables import NamedFunction
 def make_policy_loss(method: Method) -> TokenLoss:
     """Return the policy loss with KL and entropy terms. Equal settings share one function."""
     settings = method.loss, method.kl
-    return kept(partial(_policy_loss, *settings), name="policy loss", key=settings)
+    return get_or_make(partial(_policy_loss, *settings), name="policy loss", key=settings)
 
 
-def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
+def _policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"
     kl_coef = kl.coef if kl.apply_to == "loss" else 0.0
@@ -38,20 +38,22 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
 
-        def called(chosen: NamedFunction) -> Any:
-            arrays = (computed[n] if n in computed else getattr(batch, n) for n in chosen.arguments)
-            return chosen(*arrays)
+        def apply(function: NamedFunction) -> Any:
+            arrays = (
+                computed[n] if n in computed else getattr(batch, n) for n in function.arguments
+            )
+            return function(*arrays)
 
         # The policy term. The update multiplies it by `token_weights` (minibatches.py).
-        values, measured = called(policy_loss)
+        values, loss_metrics = apply(policy_loss)
         # The sampler has no log-probability for an observation that is trained on.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
-        gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
+        logprob_diff = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {
             "actor/entropy": Metric(entropies),
-            **{f"actor/{name}": Metric(value) for name, value in measured.items()},
-            "rollout_corr/logprob_diff_mean": Metric(jnp.abs(gap)),
-            "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
+            **{f"actor/{name}": Metric(value) for name, value in loss_metrics.items()},
+            "rollout_corr/logprob_diff_mean": Metric(jnp.abs(logprob_diff)),
+            "rollout_corr/logprob_diff_max": Metric(jnp.abs(logprob_diff), "maximum"),
             "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, old, is_sampled)),
         }
         # Correct for the difference between sampler and trainer.
@@ -63,15 +65,15 @@ def _policy_loss(loss: Loss, kl: KL) -> TokenLoss:
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
         if loss.token_filter is not None:  # in objectives/losses.py
-            is_open = called(loss.token_filter)
-            values = jnp.where(is_open, values, 0.0)
-            metrics["actor/gated_share"] = Metric(jnp.where(mask & ~is_open, 1.0, 0.0))
+            passes_filter = apply(loss.token_filter)
+            values = jnp.where(passes_filter, values, 0.0)
+            metrics["actor/gated_share"] = Metric(jnp.where(mask & ~passes_filter, 1.0, 0.0))
         metrics["actor/pg_loss"] = Metric(values, "loss")
         if loss.term is not None:  # in objectives/losses.py
-            added, term_metrics = called(loss.term)
-            values = values + loss.term_coef * added
+            term_values, term_metrics = apply(loss.term)
+            values = values + loss.term_coef * term_values
             metrics |= {f"actor/{name}": Metric(value) for name, value in term_metrics.items()}
-            metrics["actor/term_loss"] = Metric(added, "loss")
+            metrics["actor/term_loss"] = Metric(term_values, "loss")
         # The KL and entropy terms.
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old

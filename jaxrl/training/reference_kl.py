@@ -10,43 +10,43 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.runtime.sharding import num_batch_shards, replicated
+from jaxrl.runtime.sharding import num_batch_shards, replicated_sharding
 from jaxrl.training.method import Method
 from jaxrl.training.minibatches import with_loss_mask
-from jaxrl.training.packing import BatchShape, Packed, TokenSequence, contexts_of, pack
+from jaxrl.training.packing import BatchShape, PackedBatch, TokenSequence, pack, split_contexts
 from jaxrl.training.update import ScoreStep, put_batch
-from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, members, with_fields
+from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_groups, with_fields
 
 
 def make_kl_fn(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
-    """Return `measure(groups, params, ref_params)`, which adds a divergence to scored trajectories.
+    """Return `add_divergences(groups, params, ref_params)` for scored trajectories.
 
     A trajectory that has a divergence keeps it. The others are packed into batches of
     `shape.num_sequences` and scored by the program that scores mini-batches. The last bits of a
     result may depend on which trajectories are packed together.
     """
     # Objectives take one micro-batch, so map over the leading axis.
-    estimate = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
+    estimate_kl = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-        return old, ref, estimate(old, ref, mask)
+        return old, ref, estimate_kl(old, ref, mask)
 
-    whole = replicated(mesh)  # every process reads the complete arrays
-    compare = jax.jit(compare, out_shardings=(whole, whole, whole))
+    replicated = replicated_sharding(mesh)  # every process reads the complete arrays
+    compare = jax.jit(compare, out_shardings=(replicated, replicated, replicated))
 
-    def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
-        def compute(batch: Batch, packed: Packed) -> tuple[jax.Array, ...]:
+    def add_divergences(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
+        def compute(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
             old = score(params, batch, packed)
-            ref = score(ref_params, score.model.without_recorded(batch), packed)
+            ref = score(ref_params, score.model.without_recorded_arrays(batch), packed)
             return compare(old, ref, batch.loss_mask)
 
-        trajectories = members(groups)
+        trajectories = flatten_groups(groups)
         divergences = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
         trained = [with_loss_mask(trajectories[i], method.loss) for i in missing]
-        pieces = by_token(trained, mesh, shape, compute)
+        pieces = compute_per_token(trained, mesh, shape, compute)
         for index, trajectory, arrays in zip(missing, trained, pieces, strict=True):
             old_logprobs, ref_logprobs, per_token = arrays
             divergences[index] = Divergence(
@@ -57,26 +57,26 @@ def make_kl_fn(
             )
         return with_fields(groups, divergence=divergences)
 
-    return measure
+    return add_divergences
 
 
-def by_token(
+def compute_per_token(
     trajectories: Sequence[Trajectory],
     mesh: Mesh,
     shape: BatchShape,
-    compute: Callable[[Batch, Packed], Sequence[jax.Array]],
+    compute: Callable[[Batch, PackedBatch], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield the arrays of each trajectory, `[L]`, from `compute(batch, packed)` `[A, b, T]`."""
     for start in range(0, len(trajectories), shape.num_sequences):
-        some = trajectories[start : start + shape.num_sequences]
-        nothing = np.zeros(len(some), np.float32)
-        packed = pack(some, nothing, shape, num_shards=num_batch_shards(mesh))
+        chunk = trajectories[start : start + shape.num_sequences]
+        zeros = np.zeros(len(chunk), np.float32)
+        packed = pack(chunk, zeros, shape, num_shards=num_batch_shards(mesh))
         arrays = [np.asarray(x) for x in compute(put_batch(mesh, packed.batch), packed)]
-        yield from zip(*(unpack(packed, array, some) for array in arrays), strict=True)
+        yield from zip(*(unpack(packed, array, chunk) for array in arrays), strict=True)
 
 
 def unpack(
-    packed: Packed, values: np.ndarray, sequences: Sequence[TokenSequence]
+    packed: PackedBatch, values: np.ndarray, sequences: Sequence[TokenSequence]
 ) -> list[np.ndarray]:
     """Unpack values `[A, b, T]` into those of each sequence `[L]`, in packing order.
 
@@ -88,11 +88,14 @@ def unpack(
     order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
     counts = np.bincount(segments, minlength=len(sequences) + 1)[1:]
     arrays = []
-    for own, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
-        places, starts = positions[own], [context.start for context in contexts_of(sequence)]
+    for indices, sequence in zip(np.split(order, np.cumsum(counts)[:-1]), sequences, strict=True):
+        offsets, starts = (
+            positions[indices],
+            [context.start for context in split_contexts(sequence)],
+        )
         # Index of each token's context: a new context begins where positions jump.
-        number = np.cumsum(np.diff(places, prepend=places[:1] - 1) != 1)
+        context_index = np.cumsum(np.diff(offsets, prepend=offsets[:1] - 1) != 1)
         array = np.zeros(len(sequence.token_ids), values.dtype)
-        array[np.array(starts)[number] + places] = values.ravel()[own]
+        array[np.array(starts)[context_index] + offsets] = values.ravel()[indices]
         arrays.append(array)
     return arrays

@@ -13,13 +13,13 @@ import numpy as np
 from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.method import Method, Shaping
-from jaxrl.types import Columns, Group, members, with_fields
+from jaxrl.training.method import Method, ShapingSettings
+from jaxrl.types import Columns, Group, flatten_groups, with_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Add `amounts`, float [N] in the order of `members`, to the rewards as the part `part`."""
-    paid = [
+    """Add `amounts`, float [N] in the order of `flatten_groups`, to rewards as `part`."""
+    new_rewards = [
         (
             float(np.float32(t.reward) + np.float32(amount)),
             float(np.float32(t.rest_reward) + np.float32(amount)),
@@ -27,13 +27,13 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
         )
         if t.is_scored
         else (t.reward, t.rest_reward, t.reward_parts)
-        for t, amount in zip(members(groups), amounts, strict=True)
+        for t, amount in zip(flatten_groups(groups), amounts, strict=True)
     ]
-    rewards, rest, parts = zip(*paid, strict=True) if paid else ((), (), ())
+    rewards, rest, parts = zip(*new_rewards, strict=True) if new_rewards else ((), (), ())
     return with_fields(groups, reward=rewards, rest_reward=rest, reward_parts=parts)
 
 
-def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[Group]:
+def shape(groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool) -> list[Group]:
     """Add abstention rewards and length penalties before groups are filtered.
 
     `is_late` is False only in the early stage of a stage-level method.
@@ -41,21 +41,21 @@ def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[G
     shaped = list(groups)
     if shaping.boundary_aware:
         columns = Columns(shaped)
-        paid = boundary_aware_rewards(
+        new_rewards = boundary_aware_rewards(
             columns.rewards,
             columns.is_abstention,
             columns.is_well_formed,
-            [normalize_answer(t.final_answer) for t in members(shaped)],
+            [normalize_answer(t.final_answer) for t in flatten_groups(shaped)],
             columns.group_ids,
             is_late=is_late,
             sample_level=shaping.sample_level,
             bonus=shaping.abstention_bonus,
             max_rate=shaping.abstention_rate,
         )
-        shaped = add_reward(shaped, "abstention", paid - columns.rewards)
+        shaped = add_reward(shaped, "abstention", new_rewards - columns.rewards)
     if shaping.overlong_buffer:
         penalties = overlong_penalty(
-            np.array([t.response_length for t in members(shaped)]),
+            np.array([t.response_length for t in flatten_groups(shaped)]),
             max_length=shaping.overlong_limit,
             buffer=shaping.overlong_buffer,
             factor=shaping.overlong_factor,
@@ -67,26 +67,33 @@ def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[G
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     """Return `coef` times each trajectory's measured divergence, float64 [N]."""
     return np.array(
-        [coef * t.required("divergence").total if t.is_scored else 0.0 for t in members(groups)]
+        [
+            coef * t.require("divergence").total if t.is_scored else 0.0
+            for t in flatten_groups(groups)
+        ]
     )
 
 
-def charge_kl(groups: Sequence[Group], controllers: Controllers, method: Method) -> list[Group]:
+def apply_kl_penalty(
+    groups: Sequence[Group], controllers: Controllers, method: Method
+) -> list[Group]:
     """Subtract the KL penalty from rewards if `kl.apply_to` is `reward`."""
     if method.kl.apply_to != "reward":
         return list(groups)
     return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
 
 
-def pay_entropy(groups: Sequence[Group], controllers: Controllers, shaping: Shaping) -> list[Group]:
+def add_entropy_reward(
+    groups: Sequence[Group], controllers: Controllers, shaping: ShapingSettings
+) -> list[Group]:
     """Add ARES's entropy reward by difficulty; 0 before the entropy threshold is known."""
     if controllers.coefficients is None:
         return list(groups)
-    trajectories = members(groups)
+    trajectories = flatten_groups(groups)
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.entropy_threshold is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [trajectories[i].required("windows").count for i in scored]
+        counts = [trajectories[i].require("windows").count for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),

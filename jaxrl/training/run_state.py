@@ -16,14 +16,14 @@ from jax.sharding import Mesh
 
 from jaxrl.data import serialization
 from jaxrl.envs.base import Task
-from jaxrl.logs.metrics import plain_numbers
+from jaxrl.logs.metrics import to_json_numbers
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
-from jaxrl.runtime.compilation import stopped_by
-from jaxrl.runtime.host_memory import give_back
+from jaxrl.runtime.compilation import interruptible
+from jaxrl.runtime.host_memory import trim_memory
 from jaxrl.runtime.preemption import Best
 from jaxrl.sampling.interfaces import RolloutFunction, Sampler
-from jaxrl.training.collect import Collected
+from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.failures import FailureCounter
 from jaxrl.training.interfaces import (
@@ -31,13 +31,13 @@ from jaxrl.training.interfaces import (
     MetricWriter,
     ProgressBar,
     Record,
-    TakeNotes,
+    TokenLogger,
     WriteSamples,
 )
 from jaxrl.training.method import Method, OptimizerSettings
 from jaxrl.training.packing import BatchShape, TokenSequence
 from jaxrl.training.settings import STAGES, Settings
-from jaxrl.training.update import UpdateStep, init_state, with_moments_in
+from jaxrl.training.update import UpdateStep, init_state, move_moments
 from jaxrl.training.usage import UsageStats, check_budget
 from jaxrl.training.watch import WatchState
 from jaxrl.types import Group, Params, TrainState
@@ -55,7 +55,7 @@ class Stage:
     shape: BatchShape  # shape of mini-batches
     update: UpdateStep
 
-    def newest_rate(self, state: TrainState) -> float:
+    def last_lr(self, state: TrainState) -> float:
         """Return the learning rate of the newest optimizer step; before any, of the first."""
         # An array, as in the update: a custom schedule may need one.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
@@ -117,18 +117,20 @@ class Progress:
     buffered_groups: list[Group] = field(default_factory=list, compare=False)
     in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
     # Groups of the next step. They cannot be sampled again: the weights that sampled them are gone.
-    prefetched: Collected | None = field(default=None, compare=False)
+    prefetched: CollectedGroups | None = field(default=None, compare=False)
     # Usage of everything sampled, evaluations included.
     ledger: UsageStats = field(default_factory=UsageStats)
 
-    def is_passed_by(self, record: Record) -> bool:
+    def is_older_than(self, record: Record) -> bool:
         """Return True if the record is newer than this checkpoint."""
-        here = (STAGES.index(self.stage) if self.stage else -1, self.step)
+        checkpoint_position = (STAGES.index(self.stage) if self.stage else -1, self.step)
         stage = record.get("stage", "train")
-        there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
-        return there > here or (there == here and self.record is not None)
+        record_position = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
+        return record_position > checkpoint_position or (
+            record_position == checkpoint_position and self.record is not None
+        )
 
-    def is_under_way(self, num_steps: Mapping[str, int]) -> bool:
+    def is_mid_stage(self, num_steps: Mapping[str, int]) -> bool:
         """Return True in the middle of a training stage.
 
         `num_steps` holds the number of steps of each training stage of the run.
@@ -147,7 +149,7 @@ class Progress:
         return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
 
     @property
-    def whose_weights(self) -> int:
+    def effective_weights_step(self) -> int:
         """Step that the run's weights come from: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
@@ -171,7 +173,7 @@ class Progress:
         """Convert to plain JSON values."""
         buffered_groups = serialization.groups_to_json(self.buffered_groups)
         prefetched = None if self.prefetched is None else self.prefetched.to_json()
-        record = None if self.record is None else plain_numbers(self.record)
+        record = None if self.record is None else to_json_numbers(self.record)
         plain = dataclasses.asdict(dataclasses.replace(self, buffered_groups=[], prefetched=None))
         return {
             **plain,
@@ -193,19 +195,21 @@ class Progress:
             "best": Best(**saved["best"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
             "buffered_groups": serialization.groups_from_json(buffered_groups),
-            "prefetched": Collected.from_json(saved["prefetched"]) if saved["prefetched"] else None,
+            "prefetched": CollectedGroups.from_json(saved["prefetched"])
+            if saved["prefetched"]
+            else None,
             "ledger": UsageStats.from_json(saved["ledger"]),
             "watched": WatchState.from_json(saved["watched"]),
         }
         progress = cls(**fields)
         if progress.prefetched is not None:
             sizes = [len(group.trajectories) for group in progress.prefetched.groups]
-            if not method.ahead or sizes != [method.group_size] * method.tasks_per_step:
+            if not method.async_level or sizes != [method.group_size] * method.tasks_per_step:
                 progress.discard_prefetched()
         return progress
 
 
-OF_CODE = "'s file"
+USER_CODE_SUFFIX = "'s file"
 """Suffix of the fingerprint names of user code, such as `advantage.name's file`."""
 
 
@@ -236,16 +240,16 @@ class RunState:
     ref_params: Params | None = None  # reference policy of the train stage's KL term
     saved: Progress | None = None  # progress in the newest checkpoint
     # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
-    uncounted: UsageStats = field(default_factory=UsageStats)
-    make_notes: Callable[..., TakeNotes] | None = None  # None without `log.tokens`
+    pending_usage: UsageStats = field(default_factory=UsageStats)
+    make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
 
-    def begin(self, stage: str) -> bool:
+    def begin_stage(self, stage: str) -> bool:
         """Move the progress to a stage; return False if it is done."""
         progress = self.progress
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
         if progress.stage == stage:
-            return progress.is_under_way(self.components.num_steps)
+            return progress.is_mid_stage(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers, progress.buffered_groups = (
@@ -256,7 +260,7 @@ class RunState:
         progress.in_flight_tasks = []
         return True
 
-    def note_steps_beyond(self, num_steps: int) -> None:
+    def report_extra_steps(self, num_steps: int) -> None:
         """Report that the train stage has done more steps than `num_steps`."""
         progress = self.progress
         if progress.stage == "train" and progress.stage_step > num_steps:
@@ -265,7 +269,7 @@ class RunState:
                 f"{num_steps}: nothing is left to train"
             )
 
-    def start_state(self, params: Params) -> TrainState:
+    def init_or_restore_state(self, params: Params) -> TrainState:
         """Return a new state at the start of a stage, else the restored one."""
         if self.progress.stage_step > 0:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
@@ -274,9 +278,9 @@ class RunState:
             optimizer = components.stages[self.progress.stage].optimizer
             state = init_state(params, components.mesh, components.model.trained, optimizer)
         offloads = self.components.stages[self.progress.stage].settings.offload
-        return with_moments_in(state, HOST_MEMORY) if offloads else state
+        return move_moments(state, HOST_MEMORY) if offloads else state
 
-    def start_reference(self, params: Params) -> Params | None:
+    def init_or_restore_reference(self, params: Params) -> Params | None:
         """Return a frozen copy of the policy at the start of the stage, if a KL term needs it."""
         if not self.components.method.has_reference:
             return None
@@ -284,7 +288,7 @@ class RunState:
             return self.restored.pop("ref_params")
         return jax.tree.map(jax.numpy.copy, params)
 
-    def end(self, state: TrainState) -> Params:
+    def end_stage(self, state: TrainState) -> Params:
         """Export the parameters, then save a checkpoint that marks the stage as done."""
         self.display.stop()
         self.components.engine.release()
@@ -304,18 +308,18 @@ class RunState:
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
-            + self.uncounted
+            + self.pending_usage
             + (prefetched.ledger if prefetched else UsageStats())
         )
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
-    def count_lost(self, spent: UsageStats) -> None:
+    def add_discarded_cost(self, spent: UsageStats) -> None:
         """Add the cost of discarded groups, which will be resampled."""
         self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property
     def is_last_step(self) -> bool:
-        """True once all steps of the stage are done; `end` then saves a checkpoint."""
+        """True once all steps of the stage are done; `end_stage` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property
@@ -332,9 +336,9 @@ class RunState:
         if engine.device.platform == "cpu":
             return
         started = time.perf_counter()
-        with stopped_by(self.should_stop):
+        with interruptible(self.should_stop):
             engine.compile(self.display.activity)
-        self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
+        self.metrics_log.add_to_next("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
         """Save a checkpoint of the state and progress."""
@@ -344,7 +348,7 @@ class RunState:
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
         self.display.activity(f"saving step {self.progress.step}")
-        give_back()  # make room for the host copies of the save
+        trim_memory()  # make room for the host copies of the save
         self.checkpointer.save(
             self.progress.step,
             self.state,
@@ -352,13 +356,13 @@ class RunState:
             self.ref_params,
             value=self.progress.value,
         )
-        self.metrics_log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
+        self.metrics_log.add_to_next("timing_s/save_checkpoint", time.perf_counter() - started)
 
     def save_progress(self) -> None:
         """Save the progress of a stage that ends early, unless it is saved already."""
         self.display.stop()
-        self.count_lost(self.uncounted)
-        self.uncounted = UsageStats()
+        self.add_discarded_cost(self.pending_usage)
+        self.pending_usage = UsageStats()
         # The final evaluation has no state: the newest checkpoint has all that remains.
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:

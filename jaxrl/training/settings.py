@@ -14,7 +14,7 @@ STAGES = ("sft", "train", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationSettings:
     """The section `eval`, and other settings that evaluations read."""
 
     every_steps: int
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpointing:
+class CheckpointSettings:
     """The section `checkpoint`."""
 
     every_steps: int
@@ -45,7 +45,7 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class LedgerSettings:
     """The section `ledger`."""
 
     prices: Mapping[str, float]
@@ -61,13 +61,13 @@ class Settings:
     seed: int
     max_response_tokens: int
     max_failed_steps: int
-    evaluation: Evaluation
-    checkpoint: Checkpointing
-    ledger: Costs
+    evaluation: EvaluationSettings
+    checkpoint: CheckpointSettings
+    ledger: LedgerSettings
     model_path: str  # `model.path`
     architecture: str  # `model.architecture`
-    trajectories: int  # number of trajectories to write per step; -1 for all
+    num_logged_trajectories: int  # number of trajectories to write per step; -1 for all
     tokens: bool  # True to also write per-token values of the update
-    kept_replies: str | None  # folder of an endpoint's recorded replies; "" for one in the workdir
+    replay_folder: str | None  # folder of an endpoint's recorded replies; "" for one in the workdir
     wandb_project: str  # "" for none
     values: Mapping[str, Any]  # complete configuration, for comparison on resume and for W&B

@@ -18,19 +18,24 @@ from jax.sharding import Mesh
 from jaxrl.models.aux_arrays import Statistics
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import LOGIT_CAPACITIES
-from jaxrl.models.params import ParamSpec, join
+from jaxrl.models.params import ParamSpec, merge_params
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.compilation import CompiledFunction, jitted, joined
+from jaxrl.runtime.compilation import CompiledFunction, cached_jit, join_keys
 from jaxrl.runtime.sharding import (
-    CONTEXT,
+    CONTEXT_AXIS,
     batch_sharding,
     num_batch_shards,
     param_shardings,
     piece_sharding,
-    replicated,
+    replicated_sharding,
 )
-from jaxrl.training.packing import PARTS, Packed, PackedAttachments, logit_capacities
+from jaxrl.training.packing import (
+    CAPACITY_DIVISORS,
+    PackedAttachments,
+    PackedBatch,
+    logit_capacities,
+)
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -45,16 +50,16 @@ def state_shardings(
 ) -> TrainState:
     """Return the shardings of a state: moments like their parameters, counters replicated."""
     params = param_shardings(mesh, trained)
-    whole = replicated(mesh)
+    replicated = replicated_sharding(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
         abstract,
         params,
-        transform_non_params=lambda _: whole,
+        transform_non_params=lambda _: replicated,
     )
-    counters: Any = whole
+    counters: Any = replicated
     return TrainState(params=params, opt_state=moments, num_updates=counters, num_skipped=counters)
 
 
@@ -71,7 +76,7 @@ def init_state(
 
     shardings = state_shardings(mesh, trained, optimizer)
     leaves, structure = jax.tree.flatten(shardings)
-    program = jitted(
+    program = cached_jit(
         init,
         name="init",
         key=(optimizer, structure, *leaves),
@@ -82,12 +87,12 @@ def init_state(
     return state
 
 
-def with_moments_in(state: TrainState, memory: str) -> TrainState:
+def move_moments(state: TrainState, memory: str) -> TrainState:
     """Move the moments to a kind of memory: `device` or `HOST_MEMORY`."""
-    moved = jax.tree.map(
+    opt_state = jax.tree.map(
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), state.opt_state
     )
-    return replace(state, opt_state=moved)
+    return replace(state, opt_state=opt_state)
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
@@ -102,25 +107,27 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
 def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Put `patches` `[S, P, values]` and `places` `[S, P, W]` of a micro-batch on the mesh."""
-    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))  # called twice per shard
+    """Put `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
+    arranged = cache(
+        partial(attachments.make_shard_inputs, micro, dtype=dtype)
+    )  # called twice per shard
 
-    def put(which: int, values: int) -> jax.Array:
+    def put(output_index: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
 
         def part(index: Any) -> np.ndarray:
             shards = range(*index[0].indices(attachments.num_shards))
-            return np.stack([arranged(shard)[which] for shard in shards])
+            return np.stack([arranged(shard)[output_index] for shard in shards])
 
         return jax.make_array_from_callback(shape, piece_sharding(mesh), part)
 
     return {
         "patches": put(0, attachments.tower.patch_values),
-        "places": put(1, attachments.tower.place_values),
+        "coords": put(1, attachments.tower.num_coords),
     }
 
 
-class MicroBatches:
+class MicroBatchLoop:
     """`sums = micro_batches(params, sums, batch, packed)`: accumulate over micro-batches.
 
     Without attachments, nothing waits for the devices. A GPU gets one micro-batch per call, because
@@ -135,11 +142,11 @@ class MicroBatches:
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
         """Wrap `step(params, sums, micro_batch, index, logit_capacity) -> sums`.
 
-        `logit_capacity` is static. `name` and `key` identify the program; see `jitted`.
+        `logit_capacity` is static. `name` and `key` identify the program; see `cached_jit`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
         self._recorded = model.architecture.recorded
-        self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
+        self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT_AXIS]
         self._is_looped = is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
         def run(
@@ -148,7 +155,7 @@ class MicroBatches:
             batch: Batch,
             start: jax.Array,
             stop: jax.Array,
-            room: int,
+            logit_capacity: int,
             attached: dict[str, jax.Array] | None = None,
         ) -> Any:
             def body(index: jax.Array, sums: Any) -> Any:
@@ -156,7 +163,7 @@ class MicroBatches:
                     lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch
                 )
                 micro = replace(micro, attached=attached)
-                return step(params, sums, micro, index, room)
+                return step(params, sums, micro, index, logit_capacity)
 
             if not is_looped:
                 return body(start, sums)
@@ -165,29 +172,36 @@ class MicroBatches:
         self.program = CompiledFunction(
             run,
             name=name,
-            variants=product(LOGIT_CAPACITIES, (0, *PARTS), (False, True)),
+            variants=product(LOGIT_CAPACITIES, (0, *CAPACITY_DIVISORS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
             key=key,
         )
 
-    def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
+    def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
         """Accumulate over the micro-batches of `packed`; `batch` is the same on the devices."""
-        rooms, attachments = logit_capacities(packed, *self._pieces), packed.attachments
+        capacities, attachments = logit_capacities(packed, *self._pieces), packed.attachments
         start = 0
-        while start < len(rooms):
-            stop, room = start + 1, rooms[start]
+        while start < len(capacities):
+            stop, logit_capacity = start + 1, capacities[start]
             attached: tuple[Any, ...] = ()
             if attachments is not None:
                 attached = (put_patches(self._mesh, attachments, start, self._dtype),)
                 # Wait for the previous micro-batch, which frees its patches.
                 jax.block_until_ready(sums)
-            while self._is_looped and not attached and stop < len(rooms) and rooms[stop] == room:
+            while (
+                self._is_looped
+                and not attached
+                and stop < len(capacities)
+                and capacities[stop] == logit_capacity
+            ):
                 stop += 1
             span = np.int32(start), np.int32(stop)
-            is_given = any(name in batch.token_arrays for name in self._recorded)
-            variant = room, attachments.part if attachments else 0, is_given
-            sums = self.program(params, sums, batch, *span, room, *attached, variant=variant)
+            has_recorded = any(name in batch.token_arrays for name in self._recorded)
+            variant = logit_capacity, attachments.divisor if attachments else 0, has_recorded
+            sums = self.program(
+                params, sums, batch, *span, logit_capacity, *attached, variant=variant
+            )
             start = stop
         return sums
 
@@ -197,24 +211,26 @@ class ScoreStep:
 
     def __init__(self, model: Model, *, temperature: float):
         """Score under the distribution of `temperature`."""
-        self._mesh, self.model, passes = model.mesh, model, model.without_base
+        self._mesh, self.model, bare_model = model.mesh, model, model.without_base
 
         def add(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, logit_capacity: int
         ) -> jax.Array:
-            one, _ = passes.token_logprobs(
+            micro_logprobs, _ = bare_model.token_logprobs(
                 params, micro, temperature=temperature, logit_capacity=logit_capacity
             )
-            return logprobs.at[index].set(one)
+            return logprobs.at[index].set(micro_logprobs)
 
-        self.add = MicroBatches(model, "score", add, key=joined(model.program_key, temperature))
+        self.add = MicroBatchLoop(
+            model, "score", add, key=join_keys(model.program_key, temperature)
+        )
 
     @property
     def num_programs(self) -> int:
         """Number of programs compiled so far."""
         return self.add.program.num_programs
 
-    def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
+    def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
         """Score `packed`, given as `batch` on the devices; 0 for tokens without loss."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
@@ -230,7 +246,7 @@ class GradAccumulator:
     statistics: Any = None  # see `AuxArrays`
     balance: Any = None  # result of `Statistics.balance_weights`; None without that loss
 
-    def with_measured(
+    def add_metrics(
         self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any
     ) -> GradAccumulator:
         """Add the measurements of a micro-batch."""
@@ -241,7 +257,7 @@ class GradAccumulator:
             statistics=jax.tree.map(jnp.add, self.statistics, statistics),
         )
 
-    def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
+    def finish_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
         """Return the metrics of all micro-batches and of the model's `statistics`."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
@@ -250,22 +266,22 @@ class GradAccumulator:
         return metrics
 
 
-class Balance:
+class BalanceStep:
     """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
 
     def __init__(self, model: Model):
         """Prepare the forward pass of `model`, which must have statistics."""
-        self._model, read = model, model.architecture.statistics
-        assert read is not None
+        self._model, stats = model, model.architecture.statistics
+        assert stats is not None
 
         def statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
-            beside = model.beside(micro)
+            aux = model.aux(micro)
             model.token_logprobs(
-                params, micro, temperature=1.0, logit_capacity=logit_capacity, beside=beside
+                params, micro, temperature=1.0, logit_capacity=logit_capacity, aux=aux
             )
-            return beside.statistics
+            return aux.statistics
 
-        def begin(params: Params, batch: Batch) -> Any:
+        def init_sums(params: Params, batch: Batch) -> Any:
             first = jax.tree.map(lambda x: x[0], batch)
             shapes = jax.eval_shape(
                 partial(statistics, logit_capacity=LOGIT_CAPACITIES[0]), params, first
@@ -275,19 +291,19 @@ class Balance:
         def add(params: Params, sums: Any, micro: Batch, _: jax.Array, logit_capacity: int) -> Any:
             return jax.tree.map(jnp.add, sums, statistics(params, micro, logit_capacity))
 
-        whole = replicated(model.mesh)
-        self._begin = jax.jit(begin, out_shardings=whole)
-        self._weigh = jax.jit(read.balance_weights, out_shardings=whole)
-        self.add = MicroBatches(model, "balance", add)
+        replicated = replicated_sharding(model.mesh)
+        self._init_sums = jax.jit(init_sums, out_shardings=replicated)
+        self._balance_weights = jax.jit(stats.balance_weights, out_shardings=replicated)
+        self.add = MicroBatchLoop(model, "balance", add)
 
-    def __call__(self, params: Params, batch: Batch, packed: Packed, coef: float) -> Any:
+    def __call__(self, params: Params, batch: Batch, packed: PackedBatch, coef: float) -> Any:
         """Return `Statistics.balance_weights` of the mini-batch."""
-        begun = self._begin(params, self._model.of_text(batch))
-        sums = self.add(params, begun, batch, packed)
-        return self._weigh(sums, np.float32(coef))
+        zeros = self._init_sums(params, self._model.without_attachments(batch))
+        sums = self.add(params, zeros, batch, packed)
+        return self._balance_weights(sums, np.float32(coef))
 
 
-class Gradient:
+class GradientStep:
     """`gradient(params, batch, packed) -> GradAccumulator`, sharded like the trained parameters."""
 
     def __init__(
@@ -309,27 +325,27 @@ class Gradient:
             entropy_gradient: True to differentiate through the entropies.
             balance_coef: Coefficient of `Statistics.balance_loss` over the complete mini-batch. An
                 extra pass counts the experts that its tokens reach.
-            shares_programs: True to share programs with other gradients of this loss, see `jitted`;
-                False for user code, which may be edited in between.
+            shares_programs: True to share programs with other gradients of this loss, see
+                `cached_jit`; False for user code, which may be edited in between.
         """
-        shardings, read = param_shardings(model.mesh, model.trained), model.architecture.statistics
+        shardings, stats = param_shardings(model.mesh, model.trained), model.architecture.statistics
         key: Hashable = None
         if shares_programs:
-            key = joined(model.program_key, token_loss, temperature, entropy_gradient)
-        passes = model.without_base
+            key = join_keys(model.program_key, token_loss, temperature, entropy_gradient)
+        bare_model = model.without_base
 
         # The loss of one micro-batch, already weighted: sums over micro-batches need no scaling.
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
-            beside = passes.beside(micro)
-            logprobs, entropies = passes.token_logprobs(
-                join(others, trained),
+            aux = bare_model.aux(micro)
+            logprobs, entropies = bare_model.token_logprobs(
+                merge_params(others, trained),
                 micro,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
                 logit_capacity=logit_capacity,
-                beside=beside,
+                aux=aux,
             )
             values, metrics = token_loss(logprobs, entropies, micro)
             reduced = {
@@ -338,12 +354,12 @@ class Gradient:
             }
             num_tokens = micro.loss_mask.sum().astype(jnp.float32)
             loss = (values * micro.token_weights).sum()
-            if balance is not None and read is not None:
-                loss += read.balance_loss(balance, beside.statistics)
-            return loss, (reduced, num_tokens, beside.statistics)
+            if balance is not None and stats is not None:
+                loss += stats.balance_loss(balance, aux.statistics)
+            return loss, (reduced, num_tokens, aux.statistics)
 
         # Traced once per shape and logit capacity, and shared by the programs below.
-        differentiate = jitted(
+        differentiate = cached_jit(
             jax.grad(micro_loss, has_aux=True),
             name="gradient",
             key=key,
@@ -352,12 +368,12 @@ class Gradient:
         )
 
         # Zeros of the right shapes, without running the gradient.
-        def begin(params: Params, batch: Batch) -> GradAccumulator:
+        def init_sums(params: Params, batch: Batch) -> GradAccumulator:
             first = jax.tree.map(lambda x: x[0], batch)
             differentiated = partial(
                 differentiate, balance=None, logit_capacity=LOGIT_CAPACITIES[-1]
             )
-            abstract = jax.eval_shape(differentiated, *passes.split(params), first)
+            abstract = jax.eval_shape(differentiated, *bare_model.split(params), first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
@@ -369,35 +385,38 @@ class Gradient:
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:
             new, measured = differentiate(
-                *passes.split(params), micro, balance=sums.balance, logit_capacity=logit_capacity
+                *bare_model.split(params),
+                micro,
+                balance=sums.balance,
+                logit_capacity=logit_capacity,
             )
             with jax.named_scope("sum"):
                 gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return replace(sums.with_measured(*measured), gradients=gradients)
+            return replace(sums.add_metrics(*measured), gradients=gradients)
 
         # Metrics only, for trajectories without a gradient.
-        def measure(
+        def accumulate_metrics(
             params: Params, sums: GradAccumulator, micro: Batch, _: jax.Array, logit_capacity: int
         ) -> GradAccumulator:
-            _, measured = micro_loss(*passes.split(params), micro, None, logit_capacity)
-            return sums.with_measured(*measured)
+            _, measured = micro_loss(*bare_model.split(params), micro, None, logit_capacity)
+            return sums.add_metrics(*measured)
 
         self._model = model
-        self.balance = Balance(model) if balance_coef else None
+        self.balance = BalanceStep(model) if balance_coef else None
         self._balance_coef = balance_coef
-        self.begin = CompiledFunction(begin, name="update_start", key=key)
-        self.add = MicroBatches(model, "update", add, key)
-        self.measure = MicroBatches(model, "update_metrics", measure, key)
+        self.init_sums = CompiledFunction(init_sums, name="update_start", key=key)
+        self.add = MicroBatchLoop(model, "update", add, key)
+        self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
-    def __call__(self, params: Params, batch: Batch, packed: Packed) -> GradAccumulator:
+    def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
         """Sum over the micro-batches of `packed`; `batch` is the same on the devices."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.
-        sums = self.begin(policy, self._model.of_text(batch))
+        sums = self.init_sums(policy, self._model.without_attachments(batch))
         if rest is not None and packed.rest is not None:
-            sums = self.measure(policy, sums, rest, packed.rest)
+            sums = self.accumulate_metrics(policy, sums, rest, packed.rest)
         if self.balance is not None:
             balance = self.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
@@ -421,12 +440,12 @@ class UpdateStep:
         shares_programs: bool = False,
         **settings: Any,
     ):
-        """Prepare the update of the float32 master weights; `settings` are those of `Gradient`.
+        """Prepare the update of the float32 master weights; `settings` are those of `GradientStep`.
 
         With `offload` the optimizer's moments are on the devices only during the update.
         """
         self._offload = offload
-        self.gradient = Gradient(model, token_loss, shares_programs=shares_programs, **settings)
+        self.gradient = GradientStep(model, token_loss, shares_programs=shares_programs, **settings)
         shardings = state_shardings(model.mesh, model.trained, optimizer)
         statistics = model.architecture.statistics
 
@@ -452,27 +471,32 @@ class UpdateStep:
             )
             state = jax.lax.with_sharding_constraint(state, shardings)
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
-            return state, sums.finished_metrics(statistics) | measured
+            return state, sums.finish_metrics(statistics) | measured
 
         self.apply = CompiledFunction(
             apply,
             name="optimizer",
             variants=(False, True),
             donate_argnums=(0,),
-            key=joined(model.program_key, optimizer) if shares_programs else None,
+            key=join_keys(model.program_key, optimizer) if shares_programs else None,
         )
 
     @property
     def num_programs(self) -> int:
         """Number of programs compiled so far."""
         gradient = self.gradient
-        programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
+        programs = [
+            gradient.init_sums,
+            gradient.add.program,
+            gradient.accumulate_metrics.program,
+            self.apply,
+        ]
         if gradient.balance is not None:
             programs.append(gradient.balance.add.program)
         return sum(program.num_programs for program in programs)
 
     def __call__(
-        self, state: TrainState, batch: Batch, packed: Packed, lr_scale: float | None = None
+        self, state: TrainState, batch: Batch, packed: PackedBatch, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
         """Take one step on `packed`, given as `batch` on the devices.
 
@@ -481,6 +505,6 @@ class UpdateStep:
         sums = self.gradient(state.params, batch, packed)
         scale = None if lr_scale is None else np.float32(lr_scale)
         if self._offload:
-            state = with_moments_in(state, "device")
+            state = move_moments(state, "device")
         state, metrics = self.apply(state, sums, scale, variant=scale is not None)
-        return (with_moments_in(state, HOST_MEMORY) if self._offload else state), metrics
+        return (move_moments(state, HOST_MEMORY) if self._offload else state), metrics

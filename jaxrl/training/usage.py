@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jaxrl.envs.tools.budget import SEARCH, calls_of
 from jaxrl.types import Trajectory
 
-PAID = ("tool", "fallback")
+BILLED_SOURCES = ("tool", "fallback")
 """Sources of answers that reached the tool, so that each attempt costs its price."""
 
 
@@ -24,7 +24,7 @@ class BudgetSpentError(RuntimeError):
     """The run has spent its budget. A higher budget lets it resume."""
 
 
-def _summed(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str, Number]:
+def _add_counts(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str, Number]:
     return {name: left.get(name, 0) + right.get(name, 0) for name in sorted({*left, *right})}
 
 
@@ -40,9 +40,9 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
-            attempts=_summed(self.attempts, other.attempts),
+            attempts=_add_counts(self.attempts, other.attempts),
             cost=self.cost + other.cost,
-            policy=_summed(self.policy, other.policy),
+            policy=_add_counts(self.policy, other.policy),
         )
 
 
@@ -83,9 +83,11 @@ class UsageStats:
         num_calls = Counter(call.tool or SEARCH for call in calls)
         attempts = dict.fromkeys(num_calls, 0)
         for call in calls:
-            if call.source in PAID:
+            if call.source in BILLED_SOURCES:
                 attempts[call.tool or SEARCH] += call.attempts
-        policy: Mapping[str, float] = functools.reduce(_summed, (t.usage for t in trajectories), {})
+        policy: Mapping[str, float] = functools.reduce(
+            _add_counts, (t.usage for t in trajectories), {}
+        )
         cost = math.fsum(prices.get(name, 0.0) * count for name, count in attempts.items())
         return cls(
             num_trajectories=len(trajectories),
@@ -98,7 +100,7 @@ class UsageStats:
     def __add__(self, other: UsageStats) -> UsageStats:
         return UsageStats(
             num_trajectories=self.num_trajectories + other.num_trajectories,
-            num_calls=_summed(self.num_calls, other.num_calls),
+            num_calls=_add_counts(self.num_calls, other.num_calls),
             observation_tokens=self.observation_tokens + other.observation_tokens,
             sampled_tokens=self.sampled_tokens + other.sampled_tokens,
             usage=self.usage + other.usage,
@@ -116,19 +118,26 @@ class UsageStats:
     def metrics(self) -> dict[str, float]:
         """Return the counters as metrics; those under `perf/` may differ between equal runs."""
         usage = self.usage
-        asked = {
+        counts = {
             "trajectories": self.num_trajectories,
             "observation_tokens": self.observation_tokens,
             "sampled_tokens": self.sampled_tokens,
             **{f"calls/{name}": count for name, count in sorted(self.num_calls.items())},
         }
-        used: dict[str, float] = {f"policy/{name}": n for name, n in usage.policy.items()}
-        used |= {f"attempts/{name}": count for name, count in sorted(usage.attempts.items())}
+        compute_usage_metrics: dict[str, float] = {
+            f"policy/{name}": n for name, n in usage.policy.items()
+        }
+        compute_usage_metrics |= {
+            f"attempts/{name}": count for name, count in sorted(usage.attempts.items())
+        }
         if usage.attempts or "cost" in usage.policy:
-            used["cost"] = usage.cost
+            compute_usage_metrics["cost"] = usage.cost
         return {
-            **{f"ledger/total/{name}": number for name, number in asked.items()},
-            **{f"perf/ledger/total/{name}": number for name, number in used.items()},
+            **{f"ledger/total/{name}": number for name, number in counts.items()},
+            **{
+                f"perf/ledger/total/{name}": number
+                for name, number in compute_usage_metrics.items()
+            },
         }
 
 

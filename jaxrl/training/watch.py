@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl.training.method import Method, Watch
+from jaxrl.training.method import Method, WatchSettings
 from jaxrl.types import Group
 from jaxrl.utils.callables import wrap_user_code
 from jaxrl.utils.json_io import parse_json
 
-WATCHES: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:judge"}
+DETECTORS: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:detect_signs"}
 """Functions by `watch.name`. Each maps a step and a state to the next state and a list of signs."""
 
 ARGUMENTS = ("record", "groups", "state", "method", "step")
@@ -27,7 +27,7 @@ what the function returned last (plain JSON values, {} at first). `step` counts 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
 """Actions on a sign, mildest first."""
 
-FORGOTTEN_AFTER = 10
+SIGN_COOLDOWN_STEPS = 10
 """Number of steps without a sign after which it counts as new again."""
 
 
@@ -36,7 +36,7 @@ class UnsoundError(RuntimeError):
 
 
 @dataclass(kw_only=True, eq=False)
-class RollBack(Exception):  # noqa: N818, the run continues
+class Rollback(Exception):  # noqa: N818, the run continues
     """The run must return to an earlier checkpoint."""
 
     sign: str  # name of the sign
@@ -90,7 +90,7 @@ def check_step(
 ) -> tuple[WatchState, dict[str, float]]:
     """Check a step. Return the next state, and metrics with a 1 for each sign.
 
-    A sign that was seen less than `FORGOTTEN_AFTER` steps ago is recorded but causes no action.
+    A sign that was seen less than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
 
     Args:
         method: Method with a `watch`.
@@ -103,37 +103,45 @@ def check_step(
         UserCodeError: The function failed, or returned something other than a state and signs.
     """
     assert method.watch is not None
-    judge = method.watch.judge
-    if watched.name != judge.name:
-        watched = replace(watched, name=judge.name, state={}, seen={})
+    detector = method.watch.detector
+    if watched.name != detector.name:
+        watched = replace(watched, name=detector.name, state={}, seen={})
     metrics = {"actor/lr_scale": watched.lr_scale}
-    alike = {k: v for k, v in record.items() if not k.startswith(("timing_s/", "perf/"))}
-    offered: dict[str, Any] = {"record": {**alike, **metrics}, "groups": groups, "step": step}
+    deterministic = {k: v for k, v in record.items() if not k.startswith(("timing_s/", "perf/"))}
+    offered: dict[str, Any] = {
+        "record": {**deterministic, **metrics},
+        "groups": groups,
+        "step": step,
+    }
     offered |= {"state": watched.state, "method": method}
 
-    def checked() -> tuple[dict[str, Any], list[Sign]]:
-        judged = judge(*[offered[name] for name in judge.arguments])
-        is_pair = isinstance(judged, tuple) and [*map(type, judged)] == [dict, list]
-        if not is_pair or not all(isinstance(sign, Sign) for sign in judged[1]):
-            raise TypeError(f"it returned {judged!r:.80}; expected a dict and a list of Sign")
-        plain = parse_json(json.dumps(judged[0], allow_nan=False), "its state")
-        return plain, judged[1]
+    def call_detector() -> tuple[dict[str, Any], list[Sign]]:
+        result = detector(*[offered[name] for name in detector.arguments])
+        is_pair = isinstance(result, tuple) and [*map(type, result)] == [dict, list]
+        if not is_pair or not all(isinstance(sign, Sign) for sign in result[1]):
+            raise TypeError(f"it returned {result!r:.80}; expected a dict and a list of Sign")
+        plain = parse_json(json.dumps(result[0], allow_nan=False), "its state")
+        return plain, result[1]
 
-    state, signs = wrap_user_code(judge.key, judge.name, checked)()
-    new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]
+    state, signs = wrap_user_code(detector.key, detector.name, call_detector)()
+    new = [
+        s
+        for s in signs
+        if step - watched.seen.get(s.name, -SIGN_COOLDOWN_STEPS) >= SIGN_COOLDOWN_STEPS
+    ]
     acting = [{"name": s.name, "text": s.text, "since": s.since} for s in new]
     seen = {**watched.seen, **{sign.name: step for sign in signs}}
     metrics |= {f"sentinel/{sign.name}": 1.0 for sign in signs}
     return replace(watched, state=state, seen=seen, acting=acting), metrics
 
 
-def action_on(sign: Mapping[str, Any], watch: Watch) -> str:
+def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
     """Return the action for a sign."""
     return watch.actions.get(sign["name"], watch.action)
 
 
 def rollback_target(
-    sign: Mapping[str, Any], watch: Watch, watched: WatchState, steps: Sequence[int]
+    sign: Mapping[str, Any], watch: WatchSettings, watched: WatchState, steps: Sequence[int]
 ) -> int:
     """Return the step to roll back to: the newest healthy checkpoint, else the oldest.
 

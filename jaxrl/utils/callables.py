@@ -44,7 +44,7 @@ class NamedFunction:
     @property
     def is_custom(self) -> bool:
         """True if the config names it by dotted path."""
-        return is_dotted(self.name)
+        return is_dotted_path(self.name)
 
     @property
     def is_user_code(self) -> bool:
@@ -56,7 +56,7 @@ class NamedFunction:
         return self.function(*arguments, **self.settings)
 
 
-def is_dotted(name: str) -> bool:
+def is_dotted_path(name: str) -> bool:
     """Return True for a dotted path such as `my_env.MyEnv` or `my_env:MyEnv`."""
     return "." in name or ":" in name
 
@@ -66,9 +66,9 @@ def short_name(name: str) -> str:
     return re.split(r"[.:]", name)[-1]
 
 
-def is_user_code(thing: Any) -> bool:
+def is_user_code(obj: Any) -> bool:
     """Return True if a class or function is defined outside jaxrl."""
-    return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
+    return str(getattr(obj, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
 def argument_names(function: Callable[..., Any]) -> list[str]:
@@ -104,7 +104,7 @@ _LIBRARY_PATHS = (
 """Prefixes of files that are not the user's: jaxrl, the standard library and packages."""
 
 
-def code_folders() -> list[str]:
+def list_code_folders() -> list[str]:
     """Return the folders of `sys.path` that contain user modules rather than libraries."""
     folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
     return [folder for folder in folders if not folder.startswith(_LIBRARY_PATHS)]

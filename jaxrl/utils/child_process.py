@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MAX_SELECT_S = 3600.0  # the system call accepts at most 24 days
-_ENDING_S = 5.0  # time for a killed process to end
+_EXIT_TIMEOUT_S = 5.0  # time for a killed process to end
 
 
-class EndedError(ChildProcessError):
+class ChildExitedError(ChildProcessError):
     """A child has ended and closed its output. `status` is negative for a signal."""
 
     def __init__(self, what: str, status: int) -> None:
@@ -30,11 +30,11 @@ class EndedError(ChildProcessError):
         self.status = status
 
 
-class SilentError(TimeoutError):
+class ChildTimeoutError(TimeoutError):
     """A child did not respond or end in time."""
 
 
-class Child(contextlib.AbstractContextManager):
+class ChildProcess(contextlib.AbstractContextManager):
     """A process with pipes. As a context manager, it is killed at the end."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Child(contextlib.AbstractContextManager):
         command: Sequence[str],
         *,
         what: str,
-        most: float = math.inf,
+        max_unread_bytes: float = math.inf,
         stderr: int | None = subprocess.DEVNULL,
         **options: Any,
     ) -> None:
@@ -51,14 +51,15 @@ class Child(contextlib.AbstractContextManager):
         Args:
             command: Program and arguments.
             what: Name of the child in messages.
-            most: Maximum size of unread output per stream in bytes; the rest is dropped.
-            stderr: Argument of `subprocess.Popen`. The text of a pipe is in `reported`.
+            max_unread_bytes: Maximum size of unread output per stream in bytes; the rest is
+                dropped.
+            stderr: Argument of `subprocess.Popen`. The text of a pipe is in `stderr_buffer`.
             options: Further arguments of `subprocess.Popen`. The default `stdin` is a pipe.
 
         Raises:
             OSError: The process cannot be started.
         """
-        self._what, self._most = what, most
+        self._what, self._max_unread_bytes = what, max_unread_bytes
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -67,8 +68,14 @@ class Child(contextlib.AbstractContextManager):
             **{"stdin": subprocess.PIPE, **options},
         )
         self.pid = self._process.pid
-        self.printed, self.reported = bytearray(), bytearray()  # unread stdout and stderr
-        pipes = (self._process.stdout, self.printed), (self._process.stderr, self.reported)
+        self.stdout_buffer, self.stderr_buffer = (
+            bytearray(),
+            bytearray(),
+        )  # unread stdout and stderr
+        pipes = (
+            (self._process.stdout, self.stdout_buffer),
+            (self._process.stderr, self.stderr_buffer),
+        )
         self._open = {pipe.fileno(): buffer for pipe, buffer in pipes if pipe is not None}
         self._write_lock = threading.Lock()
 
@@ -85,28 +92,28 @@ class Child(contextlib.AbstractContextManager):
                 stdin.write(json.dumps(message).encode() + b"\n")
                 stdin.flush()
         except OSError:
-            raise EndedError(self._what, self._end()) from None
+            raise ChildExitedError(self._what, self._wait_or_kill()) from None
 
-    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
+    def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
         """Read the next JSON line of the child.
 
         Raises:
             EndedError: The child has closed its output.
-            SilentError: No line arrived for `patience_s` seconds.
+            SilentError: No line arrived for `timeout_s` seconds.
         """
-        if not self.read(lambda: b"\n" in self.printed, patience_s):
-            raise EndedError(self._what, self._end())
-        line = self.printed[: self.printed.index(b"\n") + 1]
-        del self.printed[: len(line)]
+        if not self.read(lambda: b"\n" in self.stdout_buffer, timeout_s):
+            raise ChildExitedError(self._what, self._wait_or_kill())
+        line = self.stdout_buffer[: self.stdout_buffer.index(b"\n") + 1]
+        del self.stdout_buffer[: len(line)]
         return dict(json.loads(line))
 
-    def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
+    def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
         """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
-            SilentError: Neither happened within `patience_s` seconds.
+            SilentError: Neither happened within `timeout_s` seconds.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         with selectors.PollSelector() as selector:
             for pipe in self._open:
                 selector.register(pipe, selectors.EVENT_READ)
@@ -115,35 +122,35 @@ class Child(contextlib.AbstractContextManager):
                 if not self._open:
                     return False
                 if is_late:
-                    raise SilentError(f"{self._what} was silent for {patience_s:g} s")
-                left_s = deadline - time.monotonic()
-                is_late = left_s <= 0  # data that has arrived is still read
-                for key, _ in selector.select(min(max(left_s, 0), _MAX_SELECT_S)):
+                    raise ChildTimeoutError(f"{self._what} was silent for {timeout_s:g} s")
+                remaining_s = deadline - time.monotonic()
+                is_late = remaining_s <= 0  # data that has arrived is still read
+                for key, _ in selector.select(min(max(remaining_s, 0), _MAX_SELECT_S)):
                     data = os.read(key.fd, 65536)
                     if not data:
                         selector.unregister(key.fd)
                         del self._open[key.fd]
-                    elif len(self._open[key.fd]) <= self._most:
+                    elif len(self._open[key.fd]) <= self._max_unread_bytes:
                         self._open[key.fd] += data
         return True
 
-    def wait(self, patience_s: float | None = None) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Wait for the child to end; return its status, which is negative for a signal.
 
         Raises:
-            SilentError: The child has not ended after `patience_s` seconds.
+            SilentError: The child has not ended after `timeout_s` seconds.
         """
         try:
-            return self._process.wait(patience_s)
+            return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise SilentError(f"{self._what} did not end in {patience_s:g} s") from None
+            raise ChildTimeoutError(f"{self._what} did not end in {timeout_s:g} s") from None
 
-    def _end(self) -> int:
+    def _wait_or_kill(self) -> int:
         """End a child that has closed its pipes; return its status."""
-        with contextlib.suppress(SilentError):
-            return self.wait(_ENDING_S)
+        with contextlib.suppress(ChildTimeoutError):
+            return self.wait(_EXIT_TIMEOUT_S)
         self.kill()
-        return self.wait(_ENDING_S)
+        return self.wait(_EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
         """Kill the process group, unless the child was reaped: its PID may be reused."""
@@ -154,8 +161,8 @@ class Child(contextlib.AbstractContextManager):
     def close(self) -> None:
         """Kill the child and close its pipes."""
         self.kill()
-        with contextlib.suppress(SilentError):
-            self.wait(_ENDING_S)
+        with contextlib.suppress(ChildTimeoutError):
+            self.wait(_EXIT_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unflushed data cannot be written any more

@@ -18,36 +18,36 @@ from jaxrl.utils.secrets import redact
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MAX_ERROR = 2000
+MAX_ERROR_CHARS = 2000
 """Maximum length of an exception's text in characters. Some libraries put a page into it."""
 
-MAX_S = 1e9
+MAX_TIMEOUT_S = 1e9
 """Longest time that a setting may have, in seconds. Locks accept 9 times as much."""
 
-_CANCEL_S = 1.0  # time for a canceled coroutine to end
+_CANCEL_TIMEOUT_S = 1.0  # time for a canceled coroutine to end
 
 
-def error_text(error: BaseException) -> str:
-    """Return type and text of an exception, redacted and limited to `MAX_ERROR` characters."""
+def format_error(error: BaseException) -> str:
+    """Return type and text of an exception, redacted and cut to `MAX_ERROR_CHARS` characters."""
     try:
         text = str(error)
     except Exception:  # the `__str__` of a user-defined exception may fail
         text = ""
-    return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR]
+    return redact(f"{type(error).__name__}: {text}".removesuffix(": "))[:MAX_ERROR_CHARS]
 
 
-def failure_report(error: BaseException) -> str:
+def format_error_report(error: BaseException) -> str:
     """Return type, text, notes and traceback of an exception, redacted.
 
-    Limited to `MAX_ERROR` characters by dropping the outermost frames.
+    Limited to `MAX_ERROR_CHARS` characters by dropping the outermost frames.
     """
-    notes = " ".join([error_text(error), *getattr(error, "__notes__", ())])
-    report = redact(notes)[:MAX_ERROR]
+    notes = " ".join([format_error(error), *getattr(error, "__notes__", ())])
+    report = redact(notes)[:MAX_ERROR_CHARS]
     frames: list[str] = []
-    room = MAX_ERROR - len(report) - 1
+    num_chars_left = MAX_ERROR_CHARS - len(report) - 1
     for frame in reversed(traceback.format_tb(error.__traceback__)):
-        room -= len(frame)
-        if room < 0:
+        num_chars_left -= len(frame)
+        if num_chars_left < 0:
             break
         frames.insert(0, frame.rstrip())
     return redact("\n".join([report, *frames]))
@@ -60,7 +60,7 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def in_thread(work: Callable[[], Result]) -> Future[Result]:
+def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Run `work` in a daemon thread.
 
     The interpreter's exit does not wait for it, unlike for a hanging thread of an executor.
@@ -70,7 +70,7 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-class Threads:
+class ThreadPool:
     """Reusable daemon threads, since starting a thread takes as long as a short call."""
 
     def __init__(self) -> None:
@@ -110,28 +110,28 @@ class Threads:
             thread.join()
 
 
-def side_by_side(
+def parallel_map(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:
     """Map `work` over items in daemon threads; return the results in order."""
     calls = [partial(work, item) for item in items]
-    return [future.result() for future in started(calls, max_threads=max_threads)]
+    return [future.result() for future in start_all(calls, max_threads=max_threads)]
 
 
-def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
+def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
     """Start calls in daemon threads. A future canceled before its start is skipped.
 
     A call that hangs blocks only its own thread; the other threads run the remaining calls.
     """
     futures: list[Future[Result]] = [Future() for _ in calls]
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(calls)):
-        waiting.put(index)
+        pending.put(index)
 
     def run() -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                index = waiting.get_nowait()
+                index = pending.get_nowait()
                 if futures[index].set_running_or_notify_cancel():
                     _run(futures[index], calls[index])
 
@@ -151,7 +151,7 @@ def once(make: Callable[[], Result]) -> Callable[[], Result]:
     return locked
 
 
-def new_loop(name: str) -> asyncio.AbstractEventLoop:
+def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
     """Start an event loop in a daemon thread. It runs until the process ends."""
     loop = asyncio.new_event_loop()
 
@@ -166,17 +166,17 @@ def new_loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 @once
-def event_loop() -> asyncio.AbstractEventLoop:
+def get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that tools and MCP servers share."""
-    return new_loop("event_loop")
+    return start_event_loop("event_loop")
 
 
-class LateError(TimeoutError):
+class DeadlineError(TimeoutError):
     """A call exceeded its deadline."""
 
 
-def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in `event_loop` and cancel it at the deadline.
+def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in `get_event_loop` and cancel it at the deadline.
 
     Raises:
         LateError: The coroutine took longer. It may still run if it ignores cancellation.
@@ -188,24 +188,26 @@ def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
                 return await coroutine
         except TimeoutError as error:
             if limit.expired():
-                raise LateError from error
+                raise DeadlineError from error
             raise
 
-    return _result(asyncio.run_coroutine_threadsafe(timed(), event_loop()), deadline_s + _CANCEL_S)
+    return _wait_for_result(
+        asyncio.run_coroutine_threadsafe(timed(), get_event_loop()), deadline_s + _CANCEL_TIMEOUT_S
+    )
 
 
-def in_time(deadline_s: float, work: Callable[[], Result]) -> Result:
+def call_with_deadline(deadline_s: float, work: Callable[[], Result]) -> Result:
     """Run `work` in a thread, which is abandoned at the deadline.
 
     Raises:
         LateError: The call took longer.
     """
-    return _result(in_thread(work), deadline_s)
+    return _wait_for_result(run_in_thread(work), deadline_s)
 
 
-def _result(future: Future[Result], timeout_s: float) -> Result:
+def _wait_for_result(future: Future[Result], timeout_s: float) -> Result:
     # `result(timeout)` could not distinguish a late call from a TimeoutError of the work itself.
     if wait([future], timeout=timeout_s).not_done:
         future.cancel()
-        raise LateError
+        raise DeadlineError
     return future.result()

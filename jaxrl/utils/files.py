@@ -12,71 +12,71 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from jaxrl.utils.text import writable
+from jaxrl.utils.text import replace_surrogates
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a full disk, an exceeded quota and an exceeded file size limit."""
 
-_RIGHTS = "give this user the right to it (ls -l shows who has it)."
-_FILE_THERE = "a folder belongs there; move the file away."
+_PERMISSION_REMEDY = "give this user the right to it (ls -l shows who has it)."
+_NOT_A_FOLDER_REMEDY = "a folder belongs there; move the file away."
 REMEDIES = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHTS),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _FILE_THERE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _PERMISSION_REMEDY),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _NOT_A_FOLDER_REMEDY),
     errno.EISDIR: "a file belongs there; move the folder away.",
     errno.EROFS: "name a place that can be written to.",
     errno.ENAMETOOLONG: "name a shorter path.",
-    **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
+    **dict.fromkeys(DISK_FULL_ERRNOS, "free some space and run the same command again."),
     errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
 """Remedies for system errors, by error number."""
 
 
-class MovedError(OSError):
+class FolderMovedError(OSError):
     """A folder locked by this process was moved or removed. The text names it."""
 
 
-_held: dict[Path, int] = {}
+_locked_folders: dict[Path, int] = {}
 """Folders locked by this process, with an open file descriptor each."""
 
 
-def check_held(path: Path) -> None:
+def check_not_moved(path: Path) -> None:
     """Check, before writing, that the locked folder at or above `path` is still there.
 
     Raises:
         MovedError: The folder was moved, removed or replaced.
     """
     path = path.absolute()
-    for folder, descriptor in _held.items():
+    for folder, descriptor in _locked_folders.items():
         if not path.is_relative_to(folder):
             continue
         if not (folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))):
-            raise MovedError(
+            raise FolderMovedError(
                 f"{folder} was moved or removed during the run; expected it to stay. Move it back "
                 "or name its new place as --workdir, and run the same command again."
             )
 
 
-def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
+def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) -> str | None:
     """Return file, reason and remedy of a system error; None for other errors.
 
     Args:
         error: System error.
         remedy: Replacement for the text in `REMEDIES`.
-        place: Path to show if the error does not name a file.
+        path: Path to show if the error does not name a file.
     """
-    file = error.filename or place
+    file = error.filename or path
     if not file or error.errno not in REMEDIES:
         return None
     return f"{file}: {error.strerror}; {remedy or REMEDIES[error.errno]}"
 
 
-def full_disk(error: BaseException | None) -> OSError | None:
+def find_disk_full_error(error: BaseException | None) -> OSError | None:
     """Return the disk-full error among an exception and its causes, or None.
 
     Some libraries report it only in the text of another exception.
     """
     while error is not None:
-        for number in FULL_DISK:
+        for number in DISK_FULL_ERRNOS:
             if isinstance(error, OSError) and error.errno == number:
                 return error
             if os.strerror(number) in str(error):
@@ -85,7 +85,7 @@ def full_disk(error: BaseException | None) -> OSError | None:
     return None
 
 
-def users_cache() -> Path:
+def user_cache_folder() -> Path:
     """Return `$XDG_CACHE_HOME/jaxrl`. The XDG specification says to ignore relative paths.
 
     Raises:
@@ -96,11 +96,11 @@ def users_cache() -> Path:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[TextIO]:
+def open_atomic(path: Path) -> Iterator[TextIO]:
     """Open a text file that replaces `path` on exit. Lone surrogates become U+FFFD."""
     with (
-        atomic_write(path) as unfinished,
-        unfinished.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
+        atomic_write(path) as temp_path,
+        temp_path.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
     ):
         yield file
 
@@ -108,15 +108,15 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` on exit."""
-    check_held(path)
+    check_not_moved(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    temp_path = path.with_name(f".{path.name}.unfinished")
     try:
-        yield unfinished
-        unfinished.replace(path)
+        yield temp_path
+        temp_path.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)
-        unfinished.unlink(missing_ok=True)  # it would occupy space on a full disk
+        temp_path.unlink(missing_ok=True)  # it would occupy space on a full disk
         raise
 
 
@@ -134,43 +134,43 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
     """
     path = Path(os.path.abspath(path))
     if is_writer:
-        check_held(path)
+        check_not_moved(path)
         recover(path)
     if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(
             f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
             "name another folder."
         )
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    temp_path = path.with_name(f".{path.name}.unfinished")
     if is_writer:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        shutil.rmtree(temp_path, ignore_errors=True)
+        temp_path.mkdir(parents=True)
     try:
-        yield unfinished
+        yield temp_path
     except BaseException:
         if is_writer:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(temp_path, ignore_errors=True)
         raise
     if is_writer:
         begin_replacing(path)
-        unfinished.rename(path)
+        temp_path.rename(path)
         recover(path)
 
 
 def begin_replacing(folder: Path) -> None:
     """Rename an existing folder to `<name>.replaced`, until `recover` removes or restores it."""
     if folder.exists():
-        folder.rename(_beside(folder, "replaced"))
+        folder.rename(_sibling(folder, "replaced"))
 
 
-def remove_whole(folder: Path) -> None:
+def remove_atomic(folder: Path) -> None:
     """Remove a folder atomically. A kill may leave `<name>.removed`, which `recover` removes."""
-    _remove(folder, _beside(folder, "removed"))
+    _remove(folder, _sibling(folder, "removed"))
 
 
 def recover(folder: Path) -> None:
     """Finish an interrupted replacement or removal; restore the old folder if no new one exists."""
-    replaced, removed = _beside(folder, "replaced"), _beside(folder, "removed")
+    replaced, removed = _sibling(folder, "replaced"), _sibling(folder, "removed")
     if replaced.exists():
         if folder.exists():
             _remove(replaced, removed)
@@ -179,7 +179,7 @@ def recover(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _beside(folder: Path, end: str) -> Path:
+def _sibling(folder: Path, end: str) -> Path:
     return folder.with_name(f"{folder.name}.{end}")
 
 
@@ -189,24 +189,24 @@ def _remove(folder: Path, removed: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def set_aside(path: Path, *, is_copied: bool = False) -> Path:
+def quarantine_file(path: Path, *, keeps_original: bool = False) -> Path:
     """Move a damaged file to `<name>.damaged`, with a number if that exists.
 
     Args:
         path: The file.
-        is_copied: True to copy the file instead of moving it.
+        keeps_original: True to copy the file instead of moving it.
     """
-    aside = free_name(path.with_name(f"{path.name}.damaged"))
-    return Path(shutil.copy2(path, aside)) if is_copied else path.rename(aside)
+    quarantined = unused_path(path.with_name(f"{path.name}.damaged"))
+    return Path(shutil.copy2(path, quarantined)) if keeps_original else path.rename(quarantined)
 
 
-def free_name(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
     """Return `path`, with a number appended if it exists."""
-    free, number = path, 0
-    while free.exists():
+    candidate, number = path, 0
+    while candidate.exists():
         number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate
 
 
 def append_line(path: Path, text: str) -> None:
@@ -215,11 +215,11 @@ def append_line(path: Path, text: str) -> None:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             file.write(b"" if file.read() == b"\n" else b"\n")
-        file.write(writable(text).encode() + b"\n")
+        file.write(replace_surrogates(text).encode() + b"\n")
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The system releases the lock when the process ends.
 
     Raises:
@@ -249,9 +249,9 @@ def held(folder: Path) -> Iterator[None]:
             error.filename = file.name
             raise
         name, descriptor = folder.absolute(), os.open(folder, os.O_RDONLY)
-        _held[name] = descriptor
+        _locked_folders[name] = descriptor
         try:
             yield
         finally:
-            del _held[name]
+            del _locked_folders[name]
             os.close(descriptor)

@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx2
 
-from jaxrl.utils.concurrency import error_text, new_loop, once
+from jaxrl.utils.concurrency import format_error, once, start_event_loop
 from jaxrl.utils.errors import ToolError
 from jaxrl.utils.json_io import parse_json
 from jaxrl.utils.rate_limit import bounded_wait_s
 from jaxrl.utils.secrets import redact, register_secret
 
-_MAX_SHOWN = 200  # maximum length of an answer in an error message, in characters
+_MAX_BODY_CHARS = 200  # maximum length of an answer in an error message, in characters
 _RETRYABLE = frozenset({408, 425, 429})  # retryable statuses below 500
 
 # Servers commonly close connections after 5 idle seconds. A request sent at that moment fails.
@@ -49,7 +49,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class ClientLimits:
     """Client limits: seconds per request, requests in flight, MiB per decompressed answer."""
 
     timeout_s: float
@@ -64,7 +64,7 @@ class JsonClient:
     are redacted.
     """
 
-    def __init__(self, bounds: Bounds, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, bounds: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:
         self._bounds = bounds
         headers = {"Accept": "application/json", **(headers or {})}
         register_secret(headers.get("Authorization", "").partition(" ")[2])  # may be base64
@@ -75,12 +75,12 @@ class JsonClient:
         )
         # `_fetch` limits the complete request; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, verify=_certificates()
+            headers=headers, limits=limits, timeout=None, verify=_ssl_context()
         )
-        self._free = asyncio.Semaphore(bounds.connections)
+        self._semaphore = asyncio.Semaphore(bounds.connections)
         weakref.finalize(self, _close, self._client).atexit = False
 
-    def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
+    def send_all(self, requests: Sequence[Request]) -> list[Any | ToolError]:
         """Send requests concurrently. Return the JSON or the error of each, in order."""
 
         async def fetch_all() -> list[Any | ToolError]:
@@ -101,23 +101,23 @@ class JsonClient:
         try:
             return redact(parse_json(body, "the answer"))
         except ValueError as error:
-            what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
-            return self._error(request, f"gives {what}: {_shown(body)}")
+            what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
+            return self._error(request, f"gives {what}: {_format_body(body)}")
 
     async def _fetch(self, request: Request) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
-        async with self._free:
+        async with self._semaphore:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._body(request)
+                    return await self._read_body(request)
             except ToolError as error:
                 return error
             except TimeoutError:
                 return self._error(request, f"gave no whole answer within {limit_s:g} s")
             except Exception as error:  # network, protocol or address
-                return self._error(request, f"failed: {error_text(error)}")
+                return self._error(request, f"failed: {format_error(error)}")
 
-    async def _body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         """Send a request and return the body of the answer.
 
         Raises:
@@ -141,26 +141,26 @@ class JsonClient:
                 return bytes(body)
             status, location = response.status_code, response.headers.get("location")
             # Redact first, since dropping the parameters could split a secret.
-            redirect = f", redirecting to {shown_url(redact(location))}" if location else ""
+            redirect = f", redirecting to {redact_url(redact(location))}" if location else ""
             raise self._error(
                 request,
-                f"answers with status {status}{redirect}: {_shown(body)}",
+                f"answers with status {status}{redirect}: {_format_body(body)}",
                 retry_after_s=_retry_after_s(response.headers),
                 is_permanent=status < 500 and status not in _RETRYABLE,
                 status=status,
             )
 
     def _error(self, request: Request, text: str, **fields: Any) -> ToolError:
-        return ToolError(redact(f"{shown_url(request.url)} {text}"), **fields)
+        return ToolError(redact(f"{redact_url(request.url)} {text}"), **fields)
 
 
-def _shown(body: bytes | bytearray) -> str:
+def _format_body(body: bytes | bytearray) -> str:
     """Return the start of an answer for a message, redacted before truncation."""
     text = " ".join(redact(body.decode("utf-8", "replace")).split())
-    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..")
+    return repr(text if len(text) <= _MAX_BODY_CHARS else text[:_MAX_BODY_CHARS] + " ..")
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL without user, password and query."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("?")[0].partition("/")
@@ -201,7 +201,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
         raise ValueError(f"config.{key} is {url!r}; {expected}.")
 
 
-def key_of(key: str, variable: str) -> str:
+def read_api_key(key: str, variable: str) -> str:
     """Return the secret in an environment variable, and register it for redaction.
 
     Args:
@@ -215,17 +215,17 @@ def key_of(key: str, variable: str) -> str:
     is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable)
     secret = os.environ.get(variable, "").strip()
     if not (secret and secret.isascii() and secret.isprintable()):
-        shown = f"{variable}, which config.{key} names," if is_name else f"that config.{key} names"
+        label = f"{variable}, which config.{key} names," if is_name else f"that config.{key} names"
         problem = "holds characters that no HTTP header can" if secret else "is not set"
         raise ValueError(
-            f"the environment variable {shown} {problem}; export it with the key of the service, "
+            f"the environment variable {label} {problem}; export it with the key of the service, "
             "or name another variable, such as SEARCH_API_KEY."
         )
     register_secret(secret)
     return secret
 
 
-def plain_text(text: str) -> str:
+def fix_surrogates(text: str) -> str:
     """Join surrogate pairs and replace lone surrogates with U+FFFD."""
     if text.isascii():
         return text
@@ -242,20 +242,20 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
     if value.isdecimal():
         return bounded_wait_s(float(value))
     try:
-        until = email.utils.parsedate_to_datetime(value).replace(tzinfo=datetime.UTC)
-        return bounded_wait_s(until.timestamp() - time.time())  # an HTTP date is in GMT
+        retry_at = email.utils.parsedate_to_datetime(value).replace(tzinfo=datetime.UTC)
+        return bounded_wait_s(retry_at.timestamp() - time.time())  # an HTTP date is in GMT
     except (ValueError, OverflowError):
         pass
-    left, resets = (
+    remaining, resets = (
         [float(n) if n.strip().isdecimal() else -1.0 for n in headers.get(name, "").split(",")]
         for name in ("x-ratelimit-remaining", "x-ratelimit-reset")
     )
-    waits = [reset for count, reset in zip(left, resets, strict=False) if count == 0 <= reset]
+    waits = [reset for count, reset in zip(remaining, resets, strict=False) if count == 0 <= reset]
     return bounded_wait_s(max(waits)) if waits else None
 
 
 @functools.cache
-def _certificates() -> ssl.SSLContext:
+def _ssl_context() -> ssl.SSLContext:
     """Return the TLS context that all clients share, since loading it is slow."""
     return httpx2.create_ssl_context()
 
@@ -263,7 +263,7 @@ def _certificates() -> ssl.SSLContext:
 @once
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that all clients share. No user code runs in it."""
-    return new_loop("json_http")
+    return start_event_loop("json_http")
 
 
 def _close(client: httpx2.AsyncClient) -> None:

@@ -11,20 +11,21 @@ MAX_DEPTH = 100
 """Maximum nesting of objects and lists, since copying and serializing them is recursive."""
 
 
-def parse_json(text: str | bytes, place: str) -> Any:
+def parse_json(text: str | bytes, location: str) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: The text is not JSON, or is nested too deeply. The message starts with `place`.
+        ValueError: The text is not JSON, or is nested too deeply. The message starts with
+            `location`.
     """
     try:
         value = json.loads(text)
         if is_too_deep(text, value):
             raise RecursionError
     except RecursionError:
-        raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
+        raise ValueError(f"{location} is nested too deeply to be read; flatten it.") from None
     except ValueError as error:
-        raise ValueError(f"{place} is not valid JSON: {error}") from error
+        raise ValueError(f"{location} is not valid JSON: {error}") from error
     return value
 
 
@@ -53,7 +54,7 @@ def is_too_deep(text: str | bytes, value: Any) -> bool:
     return depth > MAX_DEPTH
 
 
-def number_of(value: Any) -> float | None:
+def to_finite_float(value: Any) -> float | None:
     """Return a finite number as a float, or None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl.utils.json_io import parse_json
 
-MAGIC = {
+MAGIC_BYTES = {
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
     b"\x1f\x8b": "compressed (gzip)",
@@ -35,49 +35,51 @@ def read_objects(
         ValueError: The file has another format, or a line is not a JSON object.
     """
     with open(path, "rb") as lines:
-        refuse_other_formats(path, lines.peek(4096))
+        reject_other_formats(path, lines.peek(4096))
         lines.seek(skip_bytes)
         for number, line in enumerate(lines, start=skip_lines + 1):
             if line.strip():
-                place = f"{path}:{number}"
-                yield parse_line(line, place), place
+                location = f"{path}:{number}"
+                yield parse_line(line, location), location
 
 
-def refuse_other_formats(path: Path, start: bytes) -> None:
+def reject_other_formats(path: Path, start: bytes) -> None:
     """Raise a ValueError if the first bytes of a file show a format other than JSONL."""
-    name, new = json.dumps(str(path)), path.with_name(f"{path.stem}_lines.jsonl")
-    what, how, modules, rows = "", "Unpack or convert it first.", "", ""
+    name, new_path = json.dumps(str(path)), path.with_name(f"{path.stem}_lines.jsonl")
+    format_name, remedy, modules, rows = "", "Unpack or convert it first.", "", ""
     head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b""):
-        what, modules, rows = "a JSON array", "json", f"json.load(open({name}))"
-    elif magic := next((magic for magic in MAGIC if start.startswith(magic)), None):
-        what = MAGIC[magic]
+        format_name, modules, rows = "a JSON array", "json", f"json.load(open({name}))"
+    elif magic := next((magic for magic in MAGIC_BYTES if start.startswith(magic)), None):
+        format_name = MAGIC_BYTES[magic]
         if magic == b"PAR1":
             modules, rows = "json, pyarrow.parquet as q", f"q.read_table({name}).to_pylist()"
     if rows:
         program = f"import {modules}; [print(json.dumps(x, default=str)) for x in {rows}]"
-        command = f"python -c {shlex.quote(program)} > {shlex.quote(str(new))}"
-        how = f"This converts it: {command}"
-    if what:
-        raise ValueError(f"{path} is {what}; expected JSONL, one JSON object a line. {how}")
+        command = f"python -c {shlex.quote(program)} > {shlex.quote(str(new_path))}"
+        remedy = f"This converts it: {command}"
+    if format_name:
+        raise ValueError(
+            f"{path} is {format_name}; expected JSONL, one JSON object a line. {remedy}"
+        )
 
 
-def parse_line(line: bytes, place: str) -> dict[str, Any]:
+def parse_line(line: bytes, location: str) -> dict[str, Any]:
     """Parse a line of JSONL.
 
     Raises:
-        ValueError: The line is not a JSON object in UTF-8. The message starts with `place`.
+        ValueError: The line is not a JSON object in UTF-8. The message starts with `location`.
     """
     try:
-        fields = parse_json(line.decode("utf-8-sig").strip(), place)
+        fields = parse_json(line.decode("utf-8-sig").strip(), location)
         if b"\\u" in line:  # may be a lone surrogate, which UTF-8 cannot encode
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text."
+            f"{location} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text."
         ) from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
+        raise ValueError(f"{location} is not valid JSON in UTF-8: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{place} holds a {type(fields).__name__}; expected a JSON object.")
+        raise ValueError(f"{location} holds a {type(fields).__name__}; expected a JSON object.")
     return fields

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def similar_path(path: str | Path) -> str:
+def suggest_path(path: str | Path) -> str:
     """Return a sentence that suggests an existing path with a similar name, or "".
 
     Args:
@@ -25,9 +25,9 @@ def similar_path(path: str | Path) -> str:
         if not stems:
             return ""
         names = [name for name in names if Path(name).stem == stems[0]]
-        [near] = difflib.get_close_matches(missing.name, names, n=1, cutoff=0)
-        similar = missing.parent / near
-        whole = similar / Path(path).relative_to(missing)
-        return f" Did you mean {str(whole if whole.exists() else similar)!r}?"
+        [match] = difflib.get_close_matches(missing.name, names, n=1, cutoff=0)
+        similar = missing.parent / match
+        full_path = similar / Path(path).relative_to(missing)
+        return f" Did you mean {str(full_path if full_path.exists() else similar)!r}?"
     except (OSError, ValueError):  # an invalid path, or an unreadable folder
         return ""

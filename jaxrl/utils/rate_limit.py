@@ -14,7 +14,7 @@ def bounded_wait_s(wait_s: float | None) -> float:
     return min(max(0.0, wait_s or 0.0), MAX_WAIT_S)  # for NaN, max returns its first argument
 
 
-class RateLimit:
+class RateLimiter:
     """Limit on the number of queries that start per second.
 
     At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
@@ -36,44 +36,48 @@ class RateLimit:
         return start
 
 
-class Breaker:
+class CircuitBreaker:
     """Circuit breaker.
 
-    Closed, it admits all calls. Consecutive failures open it for `rest_s` seconds. Then it admits
-    one call (half open), which closes it or opens it again.
+    Closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. Then it
+    admits one call (half open), which closes it or opens it again.
     """
 
-    def __init__(self, *, max_failures: int, rest_s: float, patience_s: float) -> None:
+    def __init__(self, *, max_failures: int, cooldown_s: float, patience_s: float) -> None:
         """Create a closed breaker.
 
         Args:
             max_failures: Number of consecutive failures that open it; 0 to never open it.
-            rest_s: Seconds for which an open breaker admits no call.
+            cooldown_s: Seconds for which an open breaker admits no call.
             patience_s: Seconds without an answer after which the outage counts as permanent.
         """
-        self._max_failures, self._rest_s, self._patience_s = max_failures, rest_s, patience_s
+        self._max_failures, self._cooldown_s, self._patience_s = (
+            max_failures,
+            cooldown_s,
+            patience_s,
+        )
         self._num_failures = self._num_permanent = 0  # since the last answer
-        self._rests_until = -math.inf
+        self._open_until = -math.inf
         self._is_open = self._is_half_open = False
         self._down_since = math.inf
-        self.answered_at = -math.inf
+        self.last_success_at = -math.inf
         """Time of the last answer."""
 
-    def may_try(self, now: float) -> bool:
+    def allows_call(self, now: float) -> bool:
         """Return True if a call may start. A half-open breaker admits only the first caller."""
         if self._is_open:
-            if self._is_half_open or now < self._rests_until:
+            if self._is_half_open or now < self._open_until:
                 return False
             self._is_half_open = True
         return True
 
-    def answered(self, now: float) -> None:
+    def record_success(self, now: float) -> None:
         """Record an answer."""
         self._num_failures = self._num_permanent = 0
         self._is_open = self._is_half_open = False
-        self._down_since, self.answered_at = math.inf, now
+        self._down_since, self.last_success_at = math.inf, now
 
-    def failed(
+    def record_failure(
         self, now: float, *, began: float, retry_after_s: float = 0.0, num_permanent: int = 0
     ) -> None:
         """Record a failure.
@@ -87,23 +91,23 @@ class Breaker:
         self._num_failures += 1
         self._num_permanent = self._num_permanent + num_permanent if num_permanent else 0
         self._is_half_open = False
-        self._down_since = min(self._down_since, max(began, self.answered_at))
-        rest_s = self._rest_s if 0 < self._max_failures <= self._num_failures else 0.0
-        if max(rest_s, retry_after_s) > 0:
+        self._down_since = min(self._down_since, max(began, self.last_success_at))
+        cooldown_s = self._cooldown_s if 0 < self._max_failures <= self._num_failures else 0.0
+        if max(cooldown_s, retry_after_s) > 0:
             self._is_open = True
-            self._rests_until = max(self._rests_until, now + max(rest_s, retry_after_s))
+            self._open_until = max(self._open_until, now + max(cooldown_s, retry_after_s))
 
-    def down_s(self, now: float) -> float:
+    def outage_s(self, now: float) -> float:
         """Return the seconds since the service stopped answering; 0 if it answers."""
         return max(now - self._down_since, 0.0)
 
     def patience_s(self, now: float) -> float:
         """Return the seconds until the outage counts as permanent."""
-        return 0.0 if self.refuses_all else self._patience_s - self.down_s(now)
+        return 0.0 if self.refuses_all else self._patience_s - self.outage_s(now)
 
-    def rest_s(self, now: float) -> float:
+    def cooldown_s(self, now: float) -> float:
         """Return the seconds for which no call is admitted."""
-        return max(self._rests_until - now, 0.0) if self._is_open else 0.0
+        return max(self._open_until - now, 0.0) if self._is_open else 0.0
 
     @property
     def refuses_all(self) -> bool:

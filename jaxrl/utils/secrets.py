@@ -41,7 +41,7 @@ def redact(value: Any) -> Any:
         return value
     matches = (pattern.finditer(value) for pattern in list(_patterns.values()))
     pieces, end = [], 0
-    for start, stop in sorted(match.span() for found in matches for match in found):
+    for start, stop in sorted(match.span() for match_iter in matches for match in match_iter):
         if start >= end:  # otherwise the secret overlaps the one before it
             pieces += [value[end:start], "***"]
         end = max(end, stop)
@@ -70,7 +70,7 @@ class _RedactedStream:
 
 
 @contextlib.contextmanager
-def redacted_output() -> Iterator[None]:
+def redact_output() -> Iterator[None]:
     """Redact the output of the block, and an exception that ends it."""
     out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -12,7 +12,7 @@ import regex
 
 # Control and invisible characters: C0 except newline and tab, DEL, C1, direction marks, zero-width
 # characters, tags.
-_HIDDEN = re.compile(
+_INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
@@ -33,22 +33,22 @@ Lao and Khmer.
 _IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
-def _replaced(error: UnicodeError) -> tuple[bytes, int]:
+def _replace_error(error: UnicodeError) -> tuple[bytes, int]:
     assert isinstance(error, UnicodeEncodeError)
     return "\N{REPLACEMENT CHARACTER}".encode() * (error.end - error.start), error.end
 
 
-codecs.register_error("jaxrl.replaced", _replaced)
+codecs.register_error("jaxrl.replaced", _replace_error)
 
 
-def writable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which servers and file names may contain, with U+FFFD."""
     if type(text) is str and text.isascii():
         return text
     return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
 
 
-def fold(text: str) -> str:
+def fold_case(text: str) -> str:
     """Convert a text to lowercase NFKC without invisible characters."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _IGNORED.sub("", text))
@@ -69,9 +69,11 @@ def replace_unencodable() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     r"""Make text safe for a terminal or web page by escaping control characters.
 
     Newline and tab stay. An escape sequence becomes `\x1b[2J`.
     """
-    return _HIDDEN.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), writable(text))
+    return _INVISIBLE.sub(
+        lambda m: m[0].encode("unicode_escape").decode("ascii"), replace_surrogates(text)
+    )

@@ -24,7 +24,7 @@ from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search.resilient import PROBE
-from jaxrl.sampling.episodes import Limits
+from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import build, resolved
 from tests.servers import Retriever, served
@@ -56,7 +56,7 @@ TASK = Task(id="t", question="?", answers=("x",))
 def fit(wish, *questions):
     config = default_config()
     config.rollout.overlong_prompts, config.rollout.max_prompt_tokens = wish, 40
-    limits = Limits(
+    limits = TokenLimits(
         max_prompt_tokens=40,
         max_response_tokens=8,
         max_total_tokens=64,

@@ -11,7 +11,7 @@ from jaxrl.builders import fingerprints as of_files
 from jaxrl.builders.fingerprints import check_alike, differences, fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import flatten
-from jaxrl.runtime.resume import RunRecord, as_json, find_changes
+from jaxrl.runtime.resume import RunRecord, find_changes, normalize_json
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_code_of_ones_own_has_a_fingerprint(key, argument, world, tmp_path, monk
     changed = fingerprints(resolve_names(config))
     assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
     [change] = find_changes(
-        RunRecord(step=1, config=as_json(flatten(config)), contents=found),
+        RunRecord(step=1, config=normalize_json(flatten(config)), contents=found),
         flatten(config),
         changed,
     )

@@ -12,7 +12,7 @@ from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Reward
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from jaxrl.sampling.step_results import checked_reward
+from jaxrl.sampling.step_results import validate_reward
 from jaxrl.training.optimizer import SCHEDULES
 from tests.helpers import (
     NUM_TOKENS,
@@ -301,4 +301,4 @@ def test_each_schedule_of_ours_passes(name, warmup):
 @pytest.mark.parametrize("value", [None, float("nan"), "1", 1j])
 def test_the_part_of_a_reward_that_is_no_number_is_named(value):
     with pytest.raises(ValueError, match="the reward's 'theirs' is"):
-        checked_reward(Reward(parts={"theirs": value}, final_answer="", total=float("nan")))
+        validate_reward(Reward(parts={"theirs": value}, final_answer="", total=float("nan")))

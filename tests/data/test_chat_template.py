@@ -215,7 +215,7 @@ def test_demonstrations_that_leave_the_opened_thought_open_are_refused():
     for content in ("<search> it </search>", tag_in_a_call):
         messages = [QUESTION, {"role": "assistant", "content": content}]
         with pytest.raises(ValueError, match=r"file:3: .* begins every answer with '<think>\\n'"):
-            encode_demonstration(messages, TOKENIZERS[THINKS], showing(9), place="file:3")
+            encode_demonstration(messages, TOKENIZERS[THINKS], showing(9), location="file:3")
         encode_demonstration(messages, TOKENIZERS[FORGETS_THOUGHTS], showing(9))
 
 

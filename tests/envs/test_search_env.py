@@ -6,7 +6,7 @@ from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import bapo, search_r1
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.utils.concurrency import MAX_ERROR
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS
 from tests.servers import KeywordSearch
 
 TASK = Task(id="t", question="What is the capital of France?", answers=("Paris", "City of Paris"))
@@ -133,7 +133,7 @@ def test_only_the_rows_whose_search_fails_are_lost():
         (SystemExit(0), "SystemExit: 0"),
         (None, "search gave NoneType; expected text"),
         (b"bytes", "search gave bytes; expected text"),
-        (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR - 14)),
+        (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR_CHARS - 14)),
     ],
 )
 def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behaviour, told):

@@ -13,7 +13,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.hf_weights import load_hf, open_tensors, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.examples.gguf_files import make_tokenizer, permuted, tensors_of, write_gguf
 
 SIZES = {
@@ -56,7 +56,7 @@ def converted(file):
 def test_the_same_model_as_the_source(name, tmp_path):
     folder, params = random_folder(tmp_path / "hf", MODELS[name])
     out = converted(write_gguf(tmp_path / "m.gguf", folder))
-    assert read_model(out) == MODELS[name]
+    assert read_architecture(out) == MODELS[name]
     jax.tree.map(np.testing.assert_array_equal, load_hf(out), params)
 
 
@@ -88,7 +88,7 @@ def test_tied_matrices_become_the_finer_one(finer, tmp_path, folder):
     tensors["output.weight"] = tensors["token_embd.weight"]
     file = write_gguf(tmp_path / "m.gguf", folder, "Q4_0", tensors=tensors, kinds={finer: "Q8_0"})
     out = converted(file)
-    assert read_model(out).tie_embeddings
+    assert read_architecture(out).tie_embeddings
     stored = gguf.GGMLQuantizationType.Q8_0
     wanted = gguf.quants.quantize(tensors["output.weight"], stored)
     wanted = gguf.quants.dequantize(wanted, stored)
@@ -100,7 +100,7 @@ def test_matrices_that_differ_stay_two(tmp_path, folder):
     noise = np.random.default_rng(1).normal(0.0, 0.3, tensors["token_embd.weight"].shape)
     tensors["output.weight"] = tensors["token_embd.weight"] + noise.astype(np.float32)
     out = converted(write_gguf(tmp_path / "m.gguf", folder, tensors=tensors))
-    assert not read_model(out).tie_embeddings
+    assert not read_architecture(out).tie_embeddings
     np.testing.assert_array_equal(load_hf(out)["lm_head"]["kernel"].T, tensors["output.weight"])
 
 
@@ -140,4 +140,4 @@ def test_a_run_refuses_the_file_itself(tmp_path):
     file = Path(tmp_path / "m.gguf")
     file.touch()
     with pytest.raises(ValueError, match=r"m\.gguf.*python -m examples\.convert_gguf --file"):
-        read_model(file)
+        read_architecture(file)

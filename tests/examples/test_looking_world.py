@@ -14,7 +14,7 @@ from configs import looking
 from examples import looking_world, quickstart_world
 from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.hf_weights import open_hf
 from tests.helpers import build
 
 SIZES = ["--num_train=24", "--num_held_out=6", "--num_demonstrations=60"]
@@ -66,7 +66,7 @@ def test_the_model_can_be_read_and_sees_four_tokens(world):
     config = looking.get_config(str(world))
     config.stages = ("evaluate",)
     parts = build(config)
-    check_hf(world / "model")
+    open_hf(world / "model")
     [task, *_] = read_tasks(world / "questions_eval.jsonl", "tasks.eval")
     assert parts.processor.num_tokens(task.images[0]) == 4
     assert "blank_images" in parts.controls

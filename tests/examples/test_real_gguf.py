@@ -19,7 +19,7 @@ from examples.convert_gguf import convert
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import kv_cache
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")
@@ -63,14 +63,14 @@ def both(tmp_path_factory):
     theirs = {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**theirs, dtype=torch.float32).eval()
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(FILE).tensors}
-    if read_model(folder).tie_embeddings and "output.weight" in tensors:
+    if read_architecture(folder).tie_embeddings and "output.weight" in tensors:
         # One table twice, the output's in more bits; transformers keeps both, and we the finer.
         finer = tensors["output.weight"]
         table = torch.tensor(gguf.quants.dequantize(finer.data, finer.tensor_type))
         model.get_input_embeddings().weight.data = table
         model.get_output_embeddings().weight.data = table
     tokenizer = transformers.AutoTokenizer.from_pretrained(**theirs)
-    ours = (read_model(folder), load_hf(folder), Tokenizer.from_folder(folder))
+    ours = (read_architecture(folder), load_hf(folder), Tokenizer.from_folder(folder))
     return ours, (model, tokenizer)
 
 

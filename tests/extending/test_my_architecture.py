@@ -16,7 +16,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.run import run
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
@@ -97,7 +97,7 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
     config.model.path = str(folder)
     config.model.architecture = NAME  # the one line
     config.sft.num_steps, config.num_steps, config.eval.max_tasks = 2, 1, 2
-    assert memory.make_plan(resolved(config), POCKET, memory.host_target()).fits
+    assert memory.make_plan(resolved(config), POCKET, memory.detect_target()).fits
 
     workdir = tmp_path / "run"
     workdir.mkdir()
@@ -108,7 +108,7 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
     gaps = [r["rollout_corr/logprob_diff_max"] for r in records if r.get("actor/grad_norm")]
     assert all(gap < 1e-3 for gap in gaps)  # sampler and trainer agree
 
-    assert read_model(workdir / "export", NAME) == POCKET
+    assert read_architecture(workdir / "export", NAME) == POCKET
     before, after = (load_hf(path, architecture=NAME) for path in (folder, workdir / "export"))
     assert all(
         (one != other).any()
@@ -118,4 +118,4 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
 
 def test_without_the_line_the_model_type_is_unknown(folder):
     with pytest.raises(ValueError, match=r"model_type 'pocket' .* config\.model\.architecture"):
-        read_model(folder)
+        read_architecture(folder)

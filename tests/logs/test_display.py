@@ -27,7 +27,7 @@ def shown(*, width=80, terminal=False, **settings):
 
 class TestDisplay:
     def test_lines_now_and_then(self, clock):
-        display = shown(every_s=5)
+        display = shown(interval_s=5)
         display.start("train", 10, 70)
         for step in range(11, 71):
             clock[0] += 2 if step > 11 else 100  # the first step compiles
@@ -74,7 +74,7 @@ class TestDisplay:
         assert "…" not in text
 
     def test_parts_are_told_where_it_was_silent_for_long(self, clock):
-        display = shown(activity_every_s=30)
+        display = shown(activity_interval_s=30)
         count = display.counter("trajectories")
         for done in range(0, 100, 10):
             clock[0] += 7

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from jaxrl.envs.base import CallRecord, Outcome
-from jaxrl.logs.metrics import rollout_metrics, search_metrics
+from jaxrl.logs.metrics import compute_rollout_metrics, compute_search_metrics
 from jaxrl.objectives.metrics import mean
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
@@ -18,7 +18,7 @@ class TestRolloutMetrics:
             ),
             make_failure(length=50),
         ]
-        got = rollout_metrics(members, max_response_tokens=8)
+        got = compute_rollout_metrics(members, max_response_tokens=8)
         assert got == {
             "critic/rewards/mean": 0.0,
             "critic/rewards/max": 1.0,
@@ -38,12 +38,12 @@ class TestRolloutMetrics:
 
     def test_calls_of_python_are_no_searches(self):
         made = make_trajectory(turns=(SEARCH, COMPUTE, COMPUTE, ANSWER))
-        got = rollout_metrics([made], max_response_tokens=8, has_python=True)
+        got = compute_rollout_metrics([made], max_response_tokens=8, has_python=True)
         assert (got["num_searches/mean"], got["num_python_calls/mean"]) == (1, 2)
 
     @pytest.mark.filterwarnings("error")
     def test_environment_errors_are_no_reward_of_zero(self):
-        got = rollout_metrics([make_failure(), make_failure()], max_response_tokens=8)
+        got = compute_rollout_metrics([make_failure(), make_failure()], max_response_tokens=8)
         assert got["outcome/environment_error"] == 1.0
         numbers = {name: x for name, x in got.items() if not name.startswith("outcome/")}
         assert all(math.isnan(value) for value in numbers.values())
@@ -67,7 +67,7 @@ def test_what_searches_took_by_hand():
         for source, attempts, waited_s, error in took
     ]
     python = CallRecord(call="1", tool="python", waited_s=99.0)
-    assert search_metrics([*records, python]) == {
+    assert compute_search_metrics([*records, python]) == {
         "perf/search/calls": 6,
         "perf/search/cache_hits": 1,
         "perf/search/shared": 1,
@@ -78,4 +78,4 @@ def test_what_searches_took_by_hand():
         "timing_s/search/mean": pytest.approx(0.4),
         "timing_s/search/max": 1.0,
     }
-    assert search_metrics([python]) == {}
+    assert compute_search_metrics([python]) == {}

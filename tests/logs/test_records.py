@@ -3,20 +3,26 @@ import dataclasses
 import numpy as np
 
 from jaxrl.envs.base import CallRecord, Task
-from jaxrl.logs.records import RARE, question_record, rounded, token_record, trajectory_record
+from jaxrl.logs.records import (
+    OPTIONAL_FIELDS,
+    question_to_record,
+    round_token_arrays,
+    round_values,
+    trajectory_to_record,
+)
 from tests.episodes import in_turns, make_trajectory
 
 
 def test_calls_of_judges_stand_where_there_are_some():
     made = dataclasses.replace(make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),))
-    [record] = trajectory_record(made)["reward_records"]
+    [record] = trajectory_to_record(made)["reward_records"]
     assert (record["call"], record["tool"], record["source"]) == ("p", "j", "tool")
-    assert "reward_records" not in trajectory_record(make_trajectory())
+    assert "reward_records" not in trajectory_to_record(make_trajectory())
 
 
 def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
     plain = dataclasses.replace(make_trajectory(), turn_starts=())
-    assert not trajectory_record(plain).keys() & set(RARE)
+    assert not trajectory_to_record(plain).keys() & set(OPTIONAL_FIELDS)
     made = in_turns([0.1, -0.2], 0.25, lengths=[1, 2])
     made = dataclasses.replace(
         made,
@@ -26,8 +32,8 @@ def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
         opener="<think>",
         contexts=((3, 2),),
     )
-    record = trajectory_record(made)
-    assert {name: record[name] for name in RARE} == {
+    record = trajectory_to_record(made)
+    assert {name: record[name] for name in OPTIONAL_FIELDS} == {
         "turn_starts": list(made.turn_starts),
         "contexts": [(3, 2)],
         "turn_rewards": [0.1, -0.2],
@@ -41,9 +47,9 @@ def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
 
 def test_numbers_are_rounded_so_that_small_weights_remain():
     values = np.array([-1.23456789, 1.23456789e-7, 0.0], np.float32)
-    assert rounded(values) == [-1.234568, 0.0, 0.0]
-    assert rounded(values, is_relative=True) == [-1.23457, 1.23457e-7, 0.0]
-    record = token_record({"old_logprobs": values, "token_weights": values})
+    assert round_values(values) == [-1.234568, 0.0, 0.0]
+    assert round_values(values, is_relative=True) == [-1.23457, 1.23457e-7, 0.0]
+    record = round_token_arrays({"old_logprobs": values, "token_weights": values})
     assert record == {
         "old_logprobs": [-1.234568, 0.0, 0.0],
         "token_weights": [-1.23457, 1.23457e-7, 0.0],
@@ -53,6 +59,6 @@ def test_numbers_are_rounded_so_that_small_weights_remain():
 def test_an_evaluation_tells_what_a_chat_asked():
     asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
     chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=asked))
-    assert question_record(chat, "")["question"] == "Where?"
+    assert question_to_record(chat, "")["question"] == "Where?"
     alone = make_trajectory()
-    assert question_record(alone, "")["question"] == alone.task.question
+    assert question_to_record(alone, "")["question"] == alone.task.question

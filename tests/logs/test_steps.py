@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jaxrl.logs.steps import (
-    engine_metrics,
-    kl_metrics,
-    memory_metrics,
-    merge,
+    compute_engine_metrics,
+    compute_kl_metrics,
+    compute_memory_metrics,
+    compute_window_metrics,
+    merge_update_metrics,
     sample_fields,
-    window_metrics,
 )
 from jaxrl.objectives.metrics import Metric
-from jaxrl.sampling.interfaces import Counts
+from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -42,14 +42,18 @@ def update(loss, gap, norm):
 
 def test_metrics_of_a_step_by_their_reductions():
     measured = [update(1.0, 3.0, 2.0), update(3.0, 1.0, 4.0)]
-    assert merge(measured) == {"actor/pg_loss": 2.0, "x/gap": 3.0, "actor/grad_norm": 3.0}
-    assert merge([]) == {}
+    assert merge_update_metrics(measured) == {
+        "actor/pg_loss": 2.0,
+        "x/gap": 3.0,
+        "actor/grad_norm": 3.0,
+    }
+    assert merge_update_metrics([]) == {}
 
 
 def test_an_update_in_which_nothing_was_measured_is_left_out():
-    merged = merge([update(1.0, math.nan, 2.0), update(3.0, 1.0, math.nan)])
+    merged = merge_update_metrics([update(1.0, math.nan, 2.0), update(3.0, 1.0, math.nan)])
     assert merged == {"actor/pg_loss": 2.0, "x/gap": 1.0, "actor/grad_norm": 2.0}
-    assert math.isnan(merge([update(1.0, math.nan, 2.0)])["x/gap"])
+    assert math.isnan(merge_update_metrics([update(1.0, math.nan, 2.0)])["x/gap"])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_the_divergence_of_a_step_and_its_coefficient(state, coef):
         ]
     )
     found = [strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
-    got = kl_metrics(
+    got = compute_kl_metrics(
         with_fields(groups, divergence=found),
         Controllers(kl=state),
         method_with(**{"kl.coef": 0.5}).kl,
@@ -138,7 +142,7 @@ def test_metrics_by_difficulty():
     groups = grouped(
         dataclasses.replace(t, windows=wavering(count)) for t, count in members_and_counts
     )
-    got = window_metrics(groups, controllers)
+    got = compute_window_metrics(groups, controllers)
     assert got["entropy/high_window_tokens"] == 7
     assert got["difficulty/easy/share"] == pytest.approx(1 / 3)
     assert got["difficulty/hard/share"] == pytest.approx(2 / 3)
@@ -148,7 +152,7 @@ def test_metrics_by_difficulty():
     assert got["difficulty/easy/high_window_tokens"] == 3
     assert got["difficulty/hard/high_window_tokens"] == 9
     assert np.isnan(got["difficulty/medium/high_window_tokens"])
-    assert window_metrics(groups, Controllers()) == {}
+    assert compute_window_metrics(groups, Controllers()) == {}
 
 
 @pytest.mark.parametrize(
@@ -170,12 +174,12 @@ def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, sh
         if x is not None
     ]
     controllers = Controllers(coefficients=EntropyCoefficients())
-    got = window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
+    got = compute_window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
     assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)
 
 
 class StubEngine:
-    counts = Counts(
+    counts = EngineCounts(
         prefilled_prompt=10,
         prefilled_resume=8,
         sampled=60,
@@ -183,13 +187,13 @@ class StubEngine:
         preemptions=2,
         swapped=70,
     )
-    most_pages, num_pages = 6, 8
+    peak_pages, num_pages = 6, 8
 
 
 def test_the_sampler_is_measured_step_by_step():
     # Since the start of the process it would differ after a restart.
-    before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, row_steps=100)
-    assert engine_metrics(StubEngine(), before) == {
+    before = EngineCounts(prefilled_prompt=4, prefilled_resume=3, sampled=20, row_steps=100)
+    assert compute_engine_metrics(StubEngine(), before) == {
         "rollout/row_occupancy": 0.4,
         "rollout/prefilled_prompt_tokens": 6,
         "rollout/prefilled_resume_tokens": 5,
@@ -204,6 +208,6 @@ def test_the_sampler_is_measured_step_by_step():
 def test_memory_of_a_cpu_is_what_the_process_has_held():
     """As Linux tells it: the high-water mark of what is resident."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    [(name, gib)] = memory_metrics().items()
+    [(name, gib)] = compute_memory_metrics().items()
     assert name == "perf/max_memory_gib"
     assert gib == pytest.approx(int(status["VmHWM"].split()[0]) / 2**20, rel=0.01)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.logs.display import Display
-from jaxrl.logs.tokens import make_notes
+from jaxrl.logs.tokens import make_token_logger
 from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
-from jaxrl.training.method import is_measured
+from jaxrl.training.method import needs_divergences
 from jaxrl.training.reference_kl import make_kl_fn
-from jaxrl.types import members, with_fields
+from jaxrl.types import flatten_groups, with_fields
 from tests.episodes import grouped
 from tests.helpers import build, method_with, settings_of
 from tests.runs import assert_same_weights, base_config, lasting, trajectories, warm_start
@@ -27,17 +27,19 @@ def noted(count=-1, **changes):
     sizes = {"rollout.tasks_per_step": 4, "rollout.group_size": 2}
     method = method_with(**sizes, **changes)
     groups = grouped(policies.trajectories())
-    groups = with_fields(groups, advantage=[0.5 * i - 1 for i in range(len(members(groups)))])
+    groups = with_fields(
+        groups, advantage=[0.5 * i - 1 for i in range(len(flatten_groups(groups)))]
+    )
     policy, other = policies.policies()
-    begin = make_notes(count, policies.score(), policies.SHAPE, method)
+    begin = make_token_logger(count, policies.score(), policies.SHAPE, method)
     reference = other if method.has_reference else None
     controllers = Controllers()
-    if is_measured(method.kl):
+    if needs_divergences(method.kl):
         controllers = Controllers(kl=AdaptiveKL(0.25))
         groups = make_kl_fn(policies.score(), policies.MESH, policies.SHAPE, method)(
             groups, policy, other
         )
-    return begin(groups, controllers, policy, reference)(other), members(groups)
+    return begin(groups, controllers, policy, reference)(other), flatten_groups(groups)
 
 
 def test_log_probabilities_are_those_of_all_logits():

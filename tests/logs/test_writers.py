@@ -10,7 +10,13 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
-from jaxrl.logs.trackers import TensorBoard, WandB, check_mirrors, missing_files, open_log
+from jaxrl.logs.trackers import (
+    TensorBoard,
+    WandB,
+    check_trackers,
+    find_missing_files,
+    open_metrics_log,
+)
 from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import no_file_beyond, settings_of
@@ -92,7 +98,7 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
         {"step": 5, "stage": "evaluate", "val-core/all/exact_match/greedy": 0.5},
         {"step": 1, "stage": "sft", "timing_s/step": 1.0},
     ]
-    [line] = missing_files(tmp_path, records)
+    [line] = find_missing_files(tmp_path, records)
     assert line.endswith(
         "eval/train_2.json, trajectories/step_000003.jsonl, trajectories/step_000004.jsonl and 2 "
         "more"
@@ -103,7 +109,7 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
     (tmp_path / "trajectories").mkdir()
     for step in (3, 4, 5):
         (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").touch()
-    assert missing_files(tmp_path, records) == []
+    assert find_missing_files(tmp_path, records) == []
 
 
 def test_trajectories_as_json(tmp_path):
@@ -132,8 +138,8 @@ def test_trajectories_as_json(tmp_path):
 
 def test_what_happens_between_records_is_in_the_next(path):
     log = MetricsLog(path, 0)
-    log.carry("timing_s/save_checkpoint", 0.5)
-    log.carry("timing_s/save_checkpoint", 0.25)
+    log.add_to_next("timing_s/save_checkpoint", 0.5)
+    log.add_to_next("timing_s/save_checkpoint", 0.25)
     log.write(1, "train", {})
     log.write(2, "train", {})
     first, second = read(path)
@@ -160,7 +166,9 @@ def events(folder):
 
 class TestTensorBoard:
     def write(self, workdir, num_records, steps):
-        log = open_log(workdir, num_records, settings_of(default_config()), print, is_written=True)
+        log = open_metrics_log(
+            workdir, num_records, settings_of(default_config()), print, is_writer=True
+        )
         for step in steps:
             log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
         log.close()
@@ -208,7 +216,12 @@ class Failing:
 class TestWandB:
     def mirror(self, run, said):
         mirror = WandB.__new__(WandB)
-        mirror._run, mirror._sent, mirror._log, mirror._is_alive = run, run.step, said.append, True
+        mirror._run, mirror._num_logged, mirror._log, mirror._is_enabled = (
+            run,
+            run.step,
+            said.append,
+            True,
+        )
         return mirror
 
     def test_a_broken_connection_ends_the_mirror_and_not_the_run(self):
@@ -224,9 +237,9 @@ class TestWandB:
 
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        check_mirrors("")
+        check_trackers("")
         with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
-            check_mirrors("project")
+            check_trackers("project")
 
     @pytest.mark.minutes
     def test_offline(self, tmp_path, monkeypatch):
@@ -235,7 +248,9 @@ class TestWandB:
         config = default_config()
         config.log.wandb_project = "project"
         for num_records in (0, 1):
-            log = open_log(tmp_path, num_records, settings_of(config), print, is_written=True)
+            log = open_metrics_log(
+                tmp_path, num_records, settings_of(config), print, is_writer=True
+            )
             log.write(num_records, "train", {"actor/entropy": 0.5})
             log.close()
         folders = list((tmp_path / "wandb").glob("offline-run-*"))

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.attention.choice import choose
+from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.sampling.weights import Weights
+from jaxrl.sampling.weights import WeightConverter
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import Gradient, ScoreStep, put_batch
+from jaxrl.training.update import GradientStep, ScoreStep, put_batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -42,13 +42,15 @@ def measured(config, sizes):
         layer["kernel"] *= 0
     params = jax.device_put(params, param_shardings(mesh, config))
     prepare = partial(config.decode_weights, dtype=jnp.bfloat16)
-    weights = Weights(prepare, config, mesh=mesh, train_mesh=mesh, scan_layers=True).of(params)
+    weights = WeightConverter(
+        prepare, config, mesh=mesh, train_mesh=mesh, scan_layers=True
+    ).convert(params)
     head = weights["lm_head"]["kernel"]
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, TINY.width)), jnp.bfloat16)
     policy = Model(
         config,
         mesh,
-        choose("xla", mesh, config),
+        select_kernels("xla", mesh, config),
         num_tokens=NUM_TOKENS,
         dtype=jnp.bfloat16,
         remat="none",
@@ -57,7 +59,7 @@ def measured(config, sizes):
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=44)
     packed = pack_all(random_sequences([13, 44, 24]), shape)
     batch = put_batch(mesh, packed.batch)
-    sums = Gradient(policy, policy_loss())(params, batch, packed)
+    sums = GradientStep(policy, policy_loss())(params, batch, packed)
     return {
         "head": {"dtype": str(head.dtype), "part": head.sharding.shard_shape(head.shape)},
         "logits": np.asarray(jax.jit(partial(config.unembed, num_tokens=250))(weights, hidden)),
@@ -69,7 +71,7 @@ def measured(config, sizes):
 def main(path):
     report = {}
     for kind in ("tied", "untied"):
-        config = replace(TINY, tie_embeddings=kind == "tied").with_head("float32")
+        config = replace(TINY, tie_embeddings=kind == "tied").with_head_dtype("float32")
         found = {name: measured(config, sizes) for name, sizes in MESHES.items()}
         one = found.pop("one")
         for name, several in found.items():

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config.schema import KEYS
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import ARCHITECTURES, find_architecture, read_model
+from jaxrl.models.registry import ARCHITECTURES, read_architecture, resolve_architecture
 
 PACKAGE = Path(__file__).parents[2] / "jaxrl"
 
@@ -62,17 +62,17 @@ def test_nothing_outside_the_room_knows_a_family_of_models():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_config_names_its_architecture_unless_the_run_does(name):
-    found = find_architecture({"model_type": name}, "", "config.json")
+    found = resolve_architecture({"model_type": name}, "", "config.json")
     assert f"{found.__module__}.{found.__name__}" == ARCHITECTURES[name]
     dotted = "jaxrl.models.qwen.QwenConfig"
-    assert find_architecture({"model_type": "other"}, dotted, "config.json") is QwenConfig
+    assert resolve_architecture({"model_type": "other"}, dotted, "config.json") is QwenConfig
 
 
 def test_an_unknown_model_type_says_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     expected = "model_type 'mamba' is not supported; expected 'qwen2' or .*model.architecture"
     with pytest.raises(ValueError, match=expected):
-        read_model(tmp_path)
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
 )
 def test_a_name_of_no_architecture_is_refused(name, why):
     with pytest.raises(ValueError, match=why) as error:
-        find_architecture({"model_type": "qwen3"}, name, "config.json")
+        resolve_architecture({"model_type": "qwen3"}, name, "config.json")
     assert str(error.value).startswith("config.model.architecture ")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.aux_arrays import TokenArray
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.qwen import QwenConfig
 from tests.toys import SMALL, Player, toy_tokenizer
 
@@ -21,13 +21,13 @@ class Leaving(QwenConfig):
 
     @property
     def recorded(self):
-        return {"pair": TokenArray(shape=(2,), dtype=BYTES, fill=0)}
+        return {"pair": TokenArraySpec(shape=(2,), dtype=BYTES, fill=0)}
 
-    def begin_layers(self, beside, num_tokens):
+    def init_extra_state(self, aux, num_tokens):
         return jnp.zeros(num_tokens)
 
-    def end_layers(self, beside, carried):
-        beside.recorded.update(self.left(len(carried)))
+    def store_extra_state(self, aux, extra_state):
+        aux.recorded.update(self.left(len(extra_state)))
 
 
 def engine_of(left):

@@ -6,8 +6,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from jaxrl.extras.dense.bert import BertConfig
-from jaxrl.models.defaults import SIZES
-from jaxrl.models.registry import find_architecture
+from jaxrl.models.defaults import SIZE_FIELDS
+from jaxrl.models.registry import resolve_architecture
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 768, "intermediate_size": 80, "num_hidden_layers": 30,
@@ -63,7 +63,7 @@ REFUSED = {
 
 def read(family, fields):
     fields = {"model_type": family, **copy.deepcopy(fields)}
-    kind = BertConfig if family == "bert" else find_architecture(fields, "", "config.json")
+    kind = BertConfig if family == "bert" else resolve_architecture(fields, "", "config.json")
     return kind.from_dict(fields)
 
 
@@ -74,7 +74,7 @@ def wanted(family, fields):
         names = {
             "width": "hidden_size", "mlp_width": "intermediate_size", "epsilon": "layer_norm_eps",
             "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-            "max_positions": "max_position_embeddings", "num_kinds": "type_vocab_size",
+            "max_positions": "max_position_embeddings", "num_token_types": "type_vocab_size",
             "vocab_size": "vocab_size", "activation": "hidden_act",
         }  # fmt: skip
         return {ours: getattr(made, theirs) for ours, theirs in names.items()}
@@ -98,9 +98,9 @@ def wanted(family, fields):
         experts = experts[:: made.decoder_sparse_step]
         found |= {
             "num_experts": made.num_experts,
-            "num_chosen": made.num_experts_per_tok,
+            "top_k": made.num_experts_per_tok,
             "expert_width": made.moe_intermediate_size,
-            "normalises_shares": made.norm_topk_prob,
+            "renormalize": made.norm_topk_prob,
             "expert_layers": tuple(i for i in experts if i not in made.mlp_only_layers),
         }
     return found | (of_tower(made) if hasattr(made, "vision_config") else {})
@@ -166,7 +166,7 @@ def test_a_missing_field_is_what_transformers_takes_for_it(family, place):
         for part in parts:
             inside = inside[part]
         del inside[last]
-    if place and last in SIZES:  # which every model has of its own
+    if place and last in SIZE_FIELDS:  # which every model has of its own
         with pytest.raises(ValueError, match=f"'{last}'"):
             read(family, fields)
     elif place in REFUSED and (last != "head_dim" or family == "qwen3_vl"):
@@ -181,7 +181,7 @@ def test_a_missing_field_is_what_transformers_takes_for_it(family, place):
 def test_null_is_as_missing(family):
     fields = FAMILIES[family]
     for name in fields:
-        if name in ("text_config", "vision_config", *SIZES):
+        if name in ("text_config", "vision_config", *SIZE_FIELDS):
             continue
         missing = {key: value for key, value in fields.items() if key != name}
         if name == "num_key_value_heads":  # transformers has as many as queries then

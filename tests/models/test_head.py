@@ -14,7 +14,7 @@ import pytest
 from jaxrl.builders.method import policy_architecture
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.params import join
+from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
@@ -42,7 +42,7 @@ HIDDEN = jnp.asarray(np.random.default_rng(0).normal(size=(5, TINY.width)), jnp.
 
 def model(*, tied, head="float32"):
     plain = dataclasses.replace(TINY, tie_embeddings=tied)
-    return plain.with_head(head) if head else plain
+    return plain.with_head_dtype(head) if head else plain
 
 
 def drawn(config):
@@ -190,11 +190,11 @@ def test_with_an_adapter_the_frozen_table_is_multiplied_in_float32(base_dtype, t
         other_dtype="bfloat16",
         is_merged=is_merged,
     )
-    own, base = adapter.parts()
+    own, base = adapter.param_specs()
     shapes, whole = base.abstract_params(), {}
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)  # noqa: E731
-    whole = join(jax.tree.map(draw, shapes), jax.tree.map(draw, own.abstract_params()))
+    whole = merge_params(jax.tree.map(draw, shapes), jax.tree.map(draw, own.abstract_params()))
     wanted = np.asarray(HIDDEN, np.float64) @ table_of(inside, whole)
     for weights in (
         adapter.train_weights(whole, jnp.bfloat16),

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import hf_weights
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf_weights import check_hf, load_hf, save_hf
+from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import with_devices
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -101,7 +101,7 @@ def test_import_then_export_is_bit_exact(tmp_path, name, max_shard_size):
     source, path = GOLDEN / name, tmp_path / "export"
     save_hf(
         load_hf(source),
-        read_model(source),
+        read_architecture(source),
         path,
         source=source,
         max_shard_size=max_shard_size,
@@ -148,7 +148,7 @@ def test_every_bfloat16_survives(tmp_path, hf_folder):
     rewrite(hf_folder, change)
     params = load_hf(hf_folder)
     path = tmp_path / "export"
-    save_hf(params, read_model(hf_folder), path, source=hf_folder)
+    save_hf(params, read_architecture(hf_folder), path, source=hf_folder)
     assert tensors_of(path) == tensors_of(hf_folder)
     dtypes = {kind for kind, _, _ in tensors_of(path).values()}
     assert dtypes == {"float32", "bfloat16", "float16"}
@@ -163,7 +163,7 @@ def test_side_files_are_copied_and_others_are_not(tmp_path, hf_folder):
     kept = ["tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json", "LICENSE"]
     for name in [*kept, "chat_template.jinja", "README.md", "pytorch_model.bin"]:
         (hf_folder / name).write_bytes(f"{name} \r\n é".encode())
-    params, config = load_hf(hf_folder), read_model(hf_folder)
+    params, config = load_hf(hf_folder), read_architecture(hf_folder)
     save_hf(params, config, tmp_path / "export", source=hf_folder)
     assert {file.name for file in (tmp_path / "export").iterdir()} == {
         *kept,
@@ -184,7 +184,7 @@ def test_model_without_a_source(tmp_path, is_qwen3, tied):
     config = QwenConfig.from_dict(fields)
     params = init_params(config, seed=0)
     save_hf(params, config, tmp_path / "export")
-    assert read_model(tmp_path / "export") == config
+    assert read_architecture(tmp_path / "export") == config
     jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "export"), params)
 
 
@@ -196,7 +196,7 @@ def test_head_stored_though_tied(tmp_path):
 
     rewrite(source, add_head)
     params = load_hf(source)
-    save_hf(params, read_model(source), tmp_path / "export", source=source)
+    save_hf(params, read_architecture(source), tmp_path / "export", source=source)
     assert tensors_of(tmp_path / "export") == tensors_of(source)
 
     rewrite(source, lambda tensors: tensors["lm_head.weight"].__setitem__((3, 4), 0.5))
@@ -249,7 +249,7 @@ def test_tensors_beside_the_model_are_ignored(hf_folder, tmp_path, name):
     extra = {name: np.zeros(3, "f8"), "z_head.weight": np.ones(1, "i8")}
     rewrite(hf_folder, lambda tensors: tensors.update(extra))
     log = []
-    config, _ = check_hf(hf_folder, log=log.append)
+    config, _ = open_hf(hf_folder, log=log.append)
     assert len(log) == 1
     assert "2 tensors" in log[0]
     assert repr(name) in log[0]
@@ -297,7 +297,7 @@ def test_git_lfs_pointer(hf_folder):
 @pytest.fixture
 def sharded_folder(tmp_path):
     source = GOLDEN / "qwen3_untied"
-    params, config = load_hf(source), read_model(source)
+    params, config = load_hf(source), read_architecture(source)
     save_hf(params, config, tmp_path / "sharded", source=source, max_shard_size=60_000)
     return tmp_path / "sharded"
 
@@ -362,7 +362,7 @@ def test_export_over_something_else(tmp_path):
 
 
 def test_export_over_its_source(hf_folder):
-    params, config = load_hf(hf_folder), read_model(hf_folder)
+    params, config = load_hf(hf_folder), read_architecture(hf_folder)
     with pytest.raises(ValueError, match="another folder than its source"):
         save_hf(params, config, hf_folder, source=hf_folder)
 

@@ -14,8 +14,8 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_model
-from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
+from jaxrl.models.registry import read_architecture
+from jaxrl.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")
@@ -26,9 +26,11 @@ torch.set_num_threads(1)  # the models are too small to share
 
 
 SCALED = (
-    Yarn(factor=4.0, original_max_position_embeddings=16, attention_factor=1.2, beta_fast=4.0),
-    Linear(factor=3.0),
-    Llama3(
+    YarnScaling(
+        factor=4.0, original_max_position_embeddings=16, attention_factor=1.2, beta_fast=4.0
+    ),
+    LinearScaling(factor=3.0),
+    Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     ),
 )
@@ -83,8 +85,8 @@ def random_moe(seed):
         **vars(dense),
         expert_width=int(rng.integers(4, 40)),
         num_experts=num_experts,
-        num_chosen=int(rng.integers(1, min(num_experts, 5) + 1)),
-        normalises_shares=bool(rng.integers(2)),
+        top_k=int(rng.integers(1, min(num_experts, 5) + 1)),
+        renormalize=bool(rng.integers(2)),
         expert_layers=expert_layers,
     )
 
@@ -151,7 +153,7 @@ def test_transformers_reads_our_export(tmp_path, seed, make):
     config = make(seed)
     params = random_params(config, seed)
     save_hf(params, config, tmp_path / "hf", max_shard_size=10**9 if seed % 4 else 50_000)
-    assert read_model(tmp_path / "hf") == config
+    assert read_architecture(tmp_path / "hf") == config
     jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "hf"), params)
 
     model = torch_model(tmp_path / "hf")
@@ -184,7 +186,7 @@ def test_folder_that_transformers_wrote(tmp_path, dtype):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype))
     model.save_pretrained(tmp_path / "source", max_shard_size="40KB")
-    assert read_model(tmp_path / "source") == config
+    assert read_architecture(tmp_path / "source") == config
 
     params = load_hf(tmp_path / "source")
     token_ids = np.arange(40).reshape(2, 20)

@@ -124,7 +124,7 @@ def test_blocks_are_alike_rather_than_padded():
     """Tokens just beyond one block would otherwise be multiplied twice over."""
     for num_tokens, chunk, block in ((576, 8192, 551), (17, 100, 16), (100, 30, 7), (40, 40, 1)):
         layer = layer_of(one_device_mesh(), chunk=chunk, block=block)
-        count, _, width, _ = layer.by_chunk(jnp.zeros((1, num_tokens, 2))).shape
+        count, _, width, _ = layer.split_chunks(jnp.zeros((1, num_tokens, 2))).shape
         num_blocks = count * -(-width // block)
         assert num_tokens <= count * width < num_tokens + num_blocks + count
 

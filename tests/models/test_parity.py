@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import find_architecture, read_model
+from jaxrl.models.registry import read_architecture, resolve_architecture
 from tests.helpers import full_pass, read_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -29,7 +29,7 @@ NAMES = [
 @pytest.fixture(params=NAMES)
 def golden(request):
     folder = GOLDEN / request.param
-    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+    return read_architecture(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
 
 
 def packed(token_ids):
@@ -90,12 +90,12 @@ def test_two_chunks_then_one_by_one(golden):
 
 def test_padded_vocabulary_is_masked():
     folder = GOLDEN / "qwen2_old_spelling"
-    config, params = read_model(folder), load_hf(folder)
+    config, params = read_architecture(folder), load_hf(folder)
     wanted = np.load(folder / "golden.npz")
     hidden = full_pass(config, params, *packed(wanted["token_ids"]))
     logits = config.unembed(params, hidden, num_tokens=300)
     np.testing.assert_allclose(logits[..., :300], wanted["logits"][..., :300], atol=1e-4, rtol=0)
-    assert (logits[..., 300:] == LOWEST).all()
+    assert (logits[..., 300:] == MASK_VALUE).all()
 
 
 def test_bfloat16_weights_are_computed_in_float32():
@@ -173,7 +173,7 @@ def test_null_is_as_absent():
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe", "llama_tied", "mistral_old_spelling"])
 def test_swish_is_silu(name):
     fields = fields_of(name)
-    family = find_architecture(fields, "", name)
+    family = resolve_architecture(fields, "", name)
     assert family.from_dict(fields | {"hidden_act": "swish"}) == family.from_dict(fields)
 
 
@@ -214,7 +214,7 @@ def test_swish_is_silu(name):
 def test_refused_by_name(tmp_path, changes, named):
     (tmp_path / "config.json").write_text(json.dumps(fields_of("qwen3_untied", **changes)))
     with pytest.raises(ValueError, match=named) as error:
-        read_model(tmp_path)
+        read_architecture(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
 
 
@@ -274,16 +274,16 @@ def test_biases_of_llama_are_on_all_of_attention():
 
 def test_missing_folder():
     with pytest.raises(FileNotFoundError, match="nowhere/model"):
-        read_model("nowhere/model")
+        read_architecture("nowhere/model")
 
 
 def test_missing_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
-        read_model(tmp_path)
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "qwen3",', "", "[]", "\x00"])
 def test_config_that_is_not_a_json_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
-        read_model(tmp_path)
+        read_architecture(tmp_path)

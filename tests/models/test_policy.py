@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.output import chunks_of, find_places, put, take
+from jaxrl.models.output import assign_slots, gather_tokens, scatter_tokens, split_evenly
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from tests.helpers import (
@@ -68,29 +68,31 @@ def test_logprobs_and_entropies_are_those_of_a_dense_softmax():
 
 
 def test_chunks_are_as_few_as_fit_and_alike():
-    assert chunks_of(192, 192) == (1, 192)
-    assert chunks_of(192, 191) == (2, 96)
-    assert chunks_of(100, 30) == (4, 25)
-    assert chunks_of(10, 4) == (3, 4)
-    assert chunks_of(3, 1) == (3, 1)
+    assert split_evenly(192, 192) == (1, 192)
+    assert split_evenly(192, 191) == (2, 96)
+    assert split_evenly(100, 30) == (4, 25)
+    assert split_evenly(10, 4) == (3, 4)
+    assert split_evenly(3, 1) == (3, 1)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_results_go_to_the_tokens_they_are_about(num_shards):
-    is_wanted = jnp.asarray(np.random.default_rng(0).random((4, 9)) < 0.6)
-    most = int(is_wanted.reshape(num_shards, -1).sum(axis=1).max())
+    is_selected = jnp.asarray(np.random.default_rng(0).random((4, 9)) < 0.6)
+    most = int(is_selected.reshape(num_shards, -1).sum(axis=1).max())
     numbers = jnp.arange(36.0).reshape(num_shards, -1)
     for room in (most, most + 3, 36 // num_shards):
-        places = find_places(is_wanted, num_shards, room)
-        side_by_side = take(numbers, places)
+        slots = assign_slots(is_selected, num_shards, room)
+        side_by_side = gather_tokens(numbers, slots)
         assert side_by_side.shape == (num_shards, room)
         for shard, row in enumerate(side_by_side):
-            mine = np.flatnonzero(is_wanted.reshape(num_shards, -1)[shard])
+            mine = np.flatnonzero(is_selected.reshape(num_shards, -1)[shard])
             assert list(row[: len(mine)]) == list(numbers[shard][mine])
-        back = put(side_by_side + 1, places).reshape(4, 9)
-        np.testing.assert_array_equal(back, jnp.where(is_wanted, numbers.reshape(4, 9) + 1, 0))
-        gradient = jax.grad(lambda x, p=places: (put(take(x, p), p) * numbers).sum())(numbers)
-        np.testing.assert_array_equal(gradient, numbers * is_wanted.reshape(num_shards, -1))
+        back = scatter_tokens(side_by_side + 1, slots).reshape(4, 9)
+        np.testing.assert_array_equal(back, jnp.where(is_selected, numbers.reshape(4, 9) + 1, 0))
+        gradient = jax.grad(
+            lambda x, p=slots: (scatter_tokens(gather_tokens(x, p), p) * numbers).sum()
+        )(numbers)
+        np.testing.assert_array_equal(gradient, numbers * is_selected.reshape(num_shards, -1))
 
 
 def test_only_tokens_with_loss_are_measured():

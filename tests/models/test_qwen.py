@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl.models import decoder, kv_cache
-from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.layers import for_sampler
+from jaxrl.models.attention.reference import MASK_VALUE
+from jaxrl.models.layers import prepare_sampler_weights
 from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -161,7 +161,7 @@ def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
     assert_close(whole, np.asarray(hidden) @ np.asarray(kernel))
     masked = np.asarray(config.unembed(params, hidden, num_tokens=250))
     np.testing.assert_array_equal(masked[:, :250], whole[:, :250])
-    np.testing.assert_array_equal(masked[:, 250:], np.float32(LOWEST))
+    np.testing.assert_array_equal(masked[:, 250:], np.float32(MASK_VALUE))
     # The sampler's weights give the same.
     weights = config.decode_weights(params, jnp.float32)
     assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
@@ -208,7 +208,9 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = for_sampler(config.decode_weights(params, jnp.float32), scan=False)["blocks"]
+    layers = prepare_sampler_weights(config.decode_weights(params, jnp.float32), scan=False)[
+        "blocks"
+    ]
     assert len(layers) == config.num_layers
     for index, layer in enumerate(layers):
         jax.tree.map(

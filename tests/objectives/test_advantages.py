@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import grpo, reinforce_plus_plus, rloo
-from jaxrl.objectives.turns import by_turn, turn_returns
+from jaxrl.objectives.turns import estimate_by_turn, turn_returns
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -194,7 +194,7 @@ def test_turns_by_hand():
     returns = turn_returns(rest, turns, discount=1.0)
     np.testing.assert_array_equal(returns, [[1.5, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
     columns = {"rewards": returns, "group_ids": np.array([4, 4, -1])}
-    got = by_turn(rloo, ("rewards", "group_ids"), columns)
+    got = estimate_by_turn(rloo, ("rewards", "group_ids"), columns)
     np.testing.assert_array_equal(got, [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5], [0, 0, 0]])
     halved = turn_returns(rest, turns, discount=0.5)
     np.testing.assert_array_equal(halved, [[1.0, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
@@ -207,12 +207,14 @@ def test_returns_that_are_equal_by_other_sums_have_no_advantage():
     returns = turn_returns(np.full(3, 0.7, np.float32), turns, discount=1.0)
     columns = {"rewards": returns, "group_ids": np.zeros(3, int)}
     estimate = functools.partial(grpo, **POPULATION)
-    assert not np.any(np.asarray(by_turn(estimate, ("rewards", "group_ids"), columns))[:, 0])
+    assert not np.any(
+        np.asarray(estimate_by_turn(estimate, ("rewards", "group_ids"), columns))[:, 0]
+    )
 
 
 ALONE = {"rloo": rloo_jit, "grpo": jax.jit(functools.partial(grpo, **SAMPLE))}
 BY_TURN = {
-    name: jax.jit(lambda r, i, f=f: by_turn(f, ("r", "i"), {"r": r, "i": i}))
+    name: jax.jit(lambda r, i, f=f: estimate_by_turn(f, ("r", "i"), {"r": r, "i": i}))
     for name, f in (("rloo", rloo), ("grpo", functools.partial(grpo, **SAMPLE)))
 }
 

@@ -11,7 +11,6 @@ import pytest
 
 from jaxrl.objectives import losses
 from jaxrl.objectives.advantages import (
-    advantages_of_subsets,
     entropy_guided,
     grpo,
     pass_at_k,
@@ -20,10 +19,11 @@ from jaxrl.objectives.advantages import (
     pass_at_k_full_sampling,
     reinforce_plus_plus,
     rloo,
+    subset_advantages,
 )
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
-from jaxrl.objectives.turns import by_turn, turn_returns
+from jaxrl.objectives.turns import estimate_by_turn, turn_returns
 from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,
@@ -139,7 +139,7 @@ def expected_by_turn(estimator, turn_rewards, discount=1.0):
 
     def of_group(rows):
         columns = {"rewards": rows, "group_ids": IDS}
-        return by_turn(estimator, ("rewards", "group_ids"), columns)
+        return estimate_by_turn(estimator, ("rewards", "group_ids"), columns)
 
     found = np.asarray(jax.jit(jax.vmap(of_group))(returns[GROUPS]))
     return expected_turn_gradient(TWO, LOGITS[2], GROUPS, found)
@@ -258,7 +258,7 @@ def test_bootstrap_over_all_draws_of_its_subsets():
     groups = TWO.groups(n)
     pairs = list(itertools.combinations(range(n), k))
     draws = np.array(list(itertools.product(pairs, repeat=n)))
-    over_draws = jax.vmap(advantages_of_subsets, in_axes=(None, None, 0))
+    over_draws = jax.vmap(subset_advantages, in_axes=(None, None, 0))
     over_groups = jax.jit(jax.vmap(lambda row: over_draws(row, IDS[:n], draws).mean(axis=0)))
     got = expected_policy_gradient(
         TWO, LOGITS[2], groups, np.asarray(over_groups(IS_CORRECT[groups]))

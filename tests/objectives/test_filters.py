@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from jaxrl.objectives.filters import (
     group_members,
+    keep_in_accuracy_range,
     keep_informative,
     needs_resampling,
-    within_accuracy,
 )
 
 BOUNDS = {"low": 0.01, "high": 0.99}
@@ -46,17 +46,17 @@ def test_informative_by_hand():
 )
 def test_accuracy_limits_are_strict(right, size, kept):
     is_correct = np.arange(size) < right
-    got = within_accuracy(is_correct, np.full(size, 4), **BOUNDS)
+    got = keep_in_accuracy_range(is_correct, np.full(size, 4), **BOUNDS)
     np.testing.assert_array_equal(got, [kept] * size)
 
 
 def test_accuracy_limits_are_settings():
     is_correct = np.array([True, False, False, False, True])
     group_ids = ids(1, 1, 1, 1, -1)
-    got = within_accuracy(is_correct, group_ids, low=0.2, high=0.99)
+    got = keep_in_accuracy_range(is_correct, group_ids, low=0.2, high=0.99)
     assert got.tolist() == [True] * 4 + [False]
-    assert not within_accuracy(is_correct, group_ids, low=0.25, high=0.99).any()
-    assert not within_accuracy(is_correct, group_ids, low=0.01, high=0.25).any()
+    assert not keep_in_accuracy_range(is_correct, group_ids, low=0.25, high=0.99).any()
+    assert not keep_in_accuracy_range(is_correct, group_ids, low=0.01, high=0.25).any()
 
 
 @pytest.mark.parametrize(
@@ -96,5 +96,5 @@ def test_agree_with_slow_loops(rows):
         mixed = any(rights) and not all(rights)
         lost = all(value <= 0 for value in values) and not any(rights)
         assert keep_informative(scores, group_ids)[i] == (id >= 0 and differs)
-        assert within_accuracy(flags, group_ids, **BOUNDS)[i] == (id >= 0 and mixed)
+        assert keep_in_accuracy_range(flags, group_ids, **BOUNDS)[i] == (id >= 0 and mixed)
         assert needs_resampling(scores, flags, group_ids)[i] == (id >= 0 and lost)

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import (
-    advantages_of_subsets,
     entropy_guided,
     pass_at_k,
     pass_at_k_bootstrap,
     pass_at_k_combination,
     pass_at_k_exceeding,
     pass_at_k_full_sampling,
+    subset_advantages,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -144,13 +144,13 @@ def test_full_sampling_cuts_in_the_order_of_the_batch():
 def test_bootstrap_golden():
     # Subsets 01, 12, 23, 03 are worth 1, 0, 0, 1, so 1, -1, -1, 1; each is in two of them.
     subsets = np.array([[0, 1], [1, 2], [2, 3], [0, 3]])
-    got = jax.jit(advantages_of_subsets)(*one_group(4, 1), subsets)
+    got = jax.jit(subset_advantages)(*one_group(4, 1), subsets)
     np.testing.assert_allclose(got, [2, 0, -2, 0], atol=1e-6)
 
 
 def test_subsets_of_a_group_that_is_too_small_are_not_read():
     ids, subsets = np.array([0, 0, -1, -1]), np.array([[0, 2, 3], [1, 2, 3], [0, 1, 2], [0, 1, 2]])
-    got = jax.jit(advantages_of_subsets)(np.array([True, False, False, False]), ids, subsets)
+    got = jax.jit(subset_advantages)(np.array([True, False, False, False]), ids, subsets)
     np.testing.assert_array_equal(got, np.zeros(4))
 
 

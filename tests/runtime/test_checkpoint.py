@@ -14,11 +14,11 @@ from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
-    kept_steps,
-    newest_whole,
+    latest_complete_step,
     optimizer_items,
+    steps_to_keep,
 )
-from jaxrl.runtime.sharding import abstract, make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, make_restore_target, param_shardings
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import UpdateStep, init_state, put_batch, state_shardings
 from jaxrl.types import TrainState
@@ -38,7 +38,7 @@ def abstract_state(mesh):
     shapes = jax.eval_shape(
         lambda params: init_state(params, mesh, TINY, OPTIMIZER), TINY.abstract_params()
     )
-    return abstract(shapes, state_shardings(mesh, TINY, OPTIMIZER))
+    return make_restore_target(shapes, state_shardings(mesh, TINY, OPTIMIZER))
 
 
 def filled(shapes, seed):
@@ -93,7 +93,7 @@ def opened(folder):
 def test_a_round_trip_is_exact(opened, mesh):
     state = make_state(mesh, 1)
     shardings = param_shardings(mesh, TINY)
-    shapes = abstract(TINY.abstract_params(), shardings)
+    shapes = make_restore_target(TINY.abstract_params(), shardings)
     reference = filled(shapes, 5)
     position = {"step": 4, "stage": "train", "best": {"value": 0.25, "mark": None}}
     saving = opened()
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_newest_whole_one(opened, mesh, folder, monkeypat
     saving.save(step, state, {"step": step}, None)
     with pytest.raises(OSError, match="No space left"):
         saving.wait()
-    assert newest_whole(folder) == 1
+    assert latest_complete_step(folder) == 1
     monkeypatch.undo()
     saving.close()
     got, items = opened().restore(targets_for(abstract_state(mesh)))
@@ -134,10 +134,10 @@ def test_a_full_disk_leaves_the_newest_whole_one(opened, mesh, folder, monkeypat
 
 def test_what_stays_by_hand():
     values = {1: 0.5, 2: None, 3: 0.75, 4: 0.75, 5: None, 6: 0.25}
-    assert kept_steps(values, 1, 0) == {6}
-    assert kept_steps(values, 2, 1) == {5, 6, 3}  # of equal ones the earlier
-    assert kept_steps(values, 2, 3) == {5, 6, 3, 4, 1}
-    assert kept_steps(values, 9, 9) == set(values)
+    assert steps_to_keep(values, 1, 0) == {6}
+    assert steps_to_keep(values, 2, 1) == {5, 6, 3}  # of equal ones the earlier
+    assert steps_to_keep(values, 2, 3) == {5, 6, 3, 4, 1}
+    assert steps_to_keep(values, 9, 9) == set(values)
 
 
 def test_the_newest_and_the_best_stay(opened, mesh, folder):

@@ -13,10 +13,10 @@ import pytest
 
 from jaxrl.runtime.compilation import (
     CompiledFunction,
+    clear_cache_if_edited,
     compile_all,
-    forget_if_edited,
-    is_under_way,
-    stopped_by,
+    interruptible,
+    is_compiling,
 )
 from jaxrl.runtime.preemption import Interrupted
 
@@ -95,12 +95,12 @@ def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch)
         return x
 
     def play():
-        forget_if_edited()
+        clear_cache_if_edited()
         CompiledFunction(function, name="function", key="edited")(jnp.ones(2))
         return len(traced)
 
     assert (play(), play()) == (1, 1)
-    monkeypatch.setattr("jaxrl.runtime.preemption.EXIT_TRY_AGAIN", 99)
+    monkeypatch.setattr("jaxrl.runtime.preemption.EXIT_INTERRUPTED", 99)
     assert (play(), play()) == (2, 2)
     importlib.reload(importlib.import_module("jaxrl.objectives.turns"))
     assert (play(), play()) == (3, 3)
@@ -110,7 +110,7 @@ def test_what_was_kept_is_forgotten_where_code_of_jaxrl_is_replaced(monkeypatch)
 
 def test_each_thread_asks_what_its_own_compilations_are_within():
     compiling = [lambda: time.sleep(0.3)]
-    with stopped_by(lambda: True), ThreadPoolExecutor(1) as pool:
+    with interruptible(lambda: True), ThreadPoolExecutor(1) as pool:
         pool.submit(compile_all, compiling).result()  # another run's
         with pytest.raises(Interrupted):
             compile_all(compiling)
@@ -125,18 +125,18 @@ def test_compilations_end_side_by_side_and_are_counted():
 def test_a_compilation_is_left_to_itself_when_it_is_asked_to_stop():
     asked, go_on = threading.Event(), threading.Event()
     double_it = CompiledFunction(double, name="double")
-    compile_it = double_it.ahead(jnp.ones(2))
+    compile_fn = double_it.make_compile_fn(jnp.ones(2))
 
     def slowly():
         asked.set()
         assert go_on.wait(timeout=30)
-        compile_it()
+        compile_fn()
 
-    with pytest.raises(Interrupted), stopped_by(lambda: False), stopped_by(asked.is_set):
+    with pytest.raises(Interrupted), interruptible(lambda: False), interruptible(asked.is_set):
         compile_all([slowly])
-    assert is_under_way()
+    assert is_compiling()
     go_on.set()
-    while is_under_way():
+    while is_compiling():
         time.sleep(0.01)
     np.testing.assert_array_equal(double_it(jnp.ones(2)), [2.0, 2.0])
     assert double_it.num_programs == 1

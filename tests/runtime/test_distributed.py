@@ -14,7 +14,7 @@ from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, preemption
 from jaxrl.runtime.preemption import EXIT_LOST
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
@@ -30,7 +30,7 @@ def test_shares_are_the_whole_in_order(monkeypatch, size, count):
     monkeypatch.setattr(jax, "process_count", lambda: size)
     for index in range(size):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        shares.append(items[distributed.share(count)])
+        shares.append(items[distributed.local_slice(count)])
     assert [item for part in shares for item in part] == items
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -60,7 +60,9 @@ def test_lengths_beyond_32_bits_arrive(pair, length):
     assert distributed._gather_lengths(length) == [length, length]
 
 
-SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0))
+SAMPLING = SamplingConfig(
+    group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0)
+)
 
 
 def test_gathered_trajectories_arrive_bit_for_bit(pair):
@@ -156,7 +158,7 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     job = Processes(tiny_world, workdir, environment)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 1, job.all[0])
     job.all[lost].terminate()
-    assert job.wait(60)[0] == [preemption.EXIT_TRY_AGAIN] * 2
+    assert job.wait(60)[0] == [preemption.EXIT_INTERRUPTED] * 2
     job = Processes(tiny_world, workdir, environment)
     wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 3, job.all[0])
     job.all[lost].send_signal(getattr(signal, sent))

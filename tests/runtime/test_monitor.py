@@ -158,7 +158,7 @@ def hub():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         address = listener.getsockname()
-        made = [Worker(0, 2, address, listener.fileno(), deadline_s=30, hello_s=1.0)]
+        made = [Worker(0, 2, address, listener.fileno(), deadline_s=30, handshake_timeout_s=1.0)]
 
     def join():
         made.append(Worker(1, 2, address, deadline_s=30))
@@ -211,7 +211,7 @@ def test_strangers_are_not_heard(hub):
 
 def test_callers_that_say_nothing_keep_no_place(hub):
     address, join = hub
-    idle = [socket.create_connection(address) for _ in range(monitor.MAX_STRANGERS + 10)]
+    idle = [socket.create_connection(address) for _ in range(monitor.MAX_UNAUTHENTICATED + 10)]
     slow = socket.create_connection(address)
     for _ in range(4):
         slow.sendall(b"s")

@@ -74,7 +74,7 @@ def test_a_port_that_is_taken(host):
         coordinator = f"{host}:{taken.getsockname()[1]}"
         job = Job(coordinator=coordinator, num_processes=2, process_id=0)
         with pytest.raises(OSError, match=f"process 0 cannot listen at {coordinator}: Address alr"):
-            joining.join(job, deadline_s=10)
+            joining.join_job(job, deadline_s=10)
     joining._check_port(coordinator)  # which is free now
 
 
@@ -83,7 +83,7 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
     ended = queue.Queue()
     monkeypatch.setattr("os._exit", ended.put)
     job = Job(coordinator="host7:1234", num_processes=4, process_id=3)
-    with joining._waiting(job, silent_s=0.05, limit_s=60 if comes else 0.1):
+    with joining._report_waiting(job, silent_s=0.05, limit_s=60 if comes else 0.1):
         if comes:
             time.sleep(0.2)
         else:
@@ -98,31 +98,31 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
 
 def test_the_monitors_are_reached_where_the_coordinator_is():
     for host in ("127.0.0.1", "localhost"):
-        assert ipaddress.ip_address(joining.route_to(host)).is_loopback
-    assert joining.route_to("no-such-host.invalid") == "no-such-host.invalid"
-    assert joining._bound("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
-    assert joining._bound("host0:7") == joining._bound("10.0.0.1:7") == {}
-    with joining.listen_for(["127.0.0.1"] * 3) as listener:
+        assert ipaddress.ip_address(joining.find_route(host)).is_loopback
+    assert joining.find_route("no-such-host.invalid") == "no-such-host.invalid"
+    assert joining._bind_options("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
+    assert joining._bind_options("host0:7") == joining._bind_options("10.0.0.1:7") == {}
+    with joining.open_listener(["127.0.0.1"] * 3) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     # Several routes, or one that is not this host's own: at all of its addresses.
     for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
-        with joining.listen_for(routes) as listener:
+        with joining.open_listener(routes) as listener:
             assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
 def test_where_the_first_process_is_reached(monkeypatch):
-    assert joining.first_address("host0:1234") == "host0"
-    assert joining.first_address("[::1]:1234") == "::1"
+    assert joining.find_main_address("host0:1234") == "host0"
+    assert joining.find_main_address("[::1]:1234") == "::1"
     # Where JAX has found the coordinator by itself: an address that this host has.
-    address = joining.first_address(None)
-    with joining.listen_for([joining.route_to(address)] * 2) as listener:
-        assert listener.getsockname()[0] in (address, joining.route_to(address))
+    address = joining.find_main_address(None)
+    with joining.open_listener([joining.find_route(address)] * 2) as listener:
+        assert listener.getsockname()[0] in (address, joining.find_route(address))
 
     def no_network(*_):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(joining.socket.socket, "connect", no_network)
-    assert joining.own_address() == socket.gethostname()
+    assert joining.find_local_address() == socket.gethostname()
 
 
 def test_ipv6_loopback_is_listened_to():
@@ -132,5 +132,5 @@ def test_ipv6_loopback_is_listened_to():
     except OSError:
         pytest.skip("this host has no IPv6")
     joining._check_port(f"[::1]:{port}")
-    with joining.listen_for(["::1"]) as listener:
+    with joining.open_listener(["::1"]) as listener:
         assert listener.getsockname()[0] == "::1"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Best, update_best
+from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Best, update_best
 
 
 def test_best_and_patience_by_hand():
@@ -81,7 +81,7 @@ def ended_while_loading(number, *names):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_command_is_loaded(number):
     told = f"{number.name}: ended before the first step; there is nothing to save\n"
-    assert ended_while_loading(number, "jaxrl.launch", "ml_collections") == (EXIT_TRY_AGAIN, told)
+    assert ended_while_loading(number, "jaxrl.launch", "ml_collections") == (EXIT_INTERRUPTED, told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -98,5 +98,5 @@ def test_before_the_run_there_is_nothing_to_wait_for():
     process = start_work(500_000_000, "lambda: False")
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
-    assert (process.returncode, output) == (EXIT_TRY_AGAIN, "")
+    assert (process.returncode, output) == (EXIT_INTERRUPTED, "")
     assert errors == "SIGINT: ended before the first step; there is nothing to save\n"

@@ -9,7 +9,7 @@ from jaxrl.config.schema import default_config, flatten, to_json
 from jaxrl.runtime import resume
 from jaxrl.runtime.resume import (
     check_changes,
-    check_fixed,
+    check_fixed_keys,
     read_history,
     read_record,
     write_history,
@@ -35,7 +35,7 @@ def begin(workdir, *, step=40, config=None, position=None):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": step, **position}))
     (workdir / "config.json").write_text(to_json(config))
-    (workdir / resume.HISTORY).touch()
+    (workdir / resume.HISTORY_FILE).touch()
     return config
 
 
@@ -188,7 +188,7 @@ class TestOlderRuns:
         told = r"this version does not have: config\.rollout\.num_slots\. Name another --workdir"
         with pytest.raises(ValueError, match=told):
             read_record(tmp_path)
-        begun = read_record(tmp_path, is_accepted=True)
+        begun = read_record(tmp_path, accept_changes=True)
         assert "keys that this version does not have" in begun.warnings[0]
         [change] = changes_since(begun, configured(), CONTENTS)
         assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
@@ -206,10 +206,10 @@ class TestOlderRuns:
             begun = read_record(tmp_path)
             assert changes_since(begun, config, CONTENTS) == []
             if not rank:
-                return check_fixed(tmp_path, begun, flatten(config), ["model.lora.rank"])
+                return check_fixed_keys(tmp_path, begun, flatten(config), ["model.lora.rank"])
             told = r"model\.lora\.rank is 0, but .* began with 2; bring jaxrl/extras/lora back"
             with pytest.raises(ValueError, match=told):
-                check_fixed(tmp_path, begun, flatten(config), ["model.lora.rank"])
+                check_fixed_keys(tmp_path, begun, flatten(config), ["model.lora.rank"])
 
     @pytest.mark.parametrize("damage", [None, "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):
@@ -232,7 +232,7 @@ class TestOlderRuns:
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ValueError, match=r"cannot be read .* --accept_changes"):
             read_record(tmp_path)
-        begun = read_record(tmp_path, is_accepted=True)
+        begun = read_record(tmp_path, accept_changes=True)
         assert begun.warnings[0].endswith("nothing records the configuration")
         assert changes_since(begun, configured(seed=7)) == []
         resume.write_config(tmp_path, configured(seed=7))
@@ -275,7 +275,7 @@ class TestHistory:
 
     def test_a_lost_or_damaged_history_is_reported(self, tmp_path):
         begin(tmp_path)
-        file = tmp_path / resume.HISTORY
+        file = tmp_path / resume.HISTORY_FILE
         file.unlink()
         assert f"{file} is missing or has damaged lines" in read_record(tmp_path).warnings[0]
         write_history(tmp_path, None, [], CONTENTS, ["train"])
@@ -315,14 +315,14 @@ def test_decisions_are_read_as_they_were_written(tmp_path):
 
 @pytest.mark.parametrize("text", [b'{"sign": "bad"}', b"[]", b"{", b"\xff"])
 def test_a_damaged_decision_is_refused(tmp_path, text):
-    (tmp_path / resume.ROLLBACKS).write_bytes(json.dumps(LINE).encode() + b"\n" + text + b"\n")
+    (tmp_path / resume.ROLLBACKS_FILE).write_bytes(json.dumps(LINE).encode() + b"\n" + text + b"\n")
     with pytest.raises(ValueError, match=r"roll_backs.jsonl:2 is"):
         resume.read_rollbacks(tmp_path)
 
 
 def test_what_was_written_later_is_set_aside(tmp_path):
     filled(tmp_path)
-    resume.set_aside_after(tmp_path, 4, 1)
+    resume.archive_later_output(tmp_path, 4, 1)
     aside = tmp_path / "rolled_back" / "1"
     later = [f"eval/train_{n}.json" for n in (5, 6, 7)]
     later += [f"trajectories/step_{n:06d}.jsonl" for n in (5, 6, 7)]
@@ -334,15 +334,15 @@ def test_what_was_written_later_is_set_aside(tmp_path):
 
 def test_what_is_done_is_not_done_again(tmp_path):
     filled(tmp_path)
-    resume.set_aside_after(tmp_path, 4, 1)
+    resume.archive_later_output(tmp_path, 4, 1)
     # The run went on, and was killed before its next checkpoint.
     (tmp_path / "trajectories/step_000005.jsonl").write_text("anew")
     (tmp_path / "metrics.jsonl").write_text("five lines")
-    resume.set_aside_after(tmp_path, 4, 1)
+    resume.archive_later_output(tmp_path, 4, 1)
     aside = tmp_path / "rolled_back" / "1"
     assert (aside / "trajectories/step_000005.jsonl").read_text() == "of step 5"
     assert (aside / "metrics.jsonl").read_text() == "seven lines"
-    resume.remove_later_files(tmp_path, 4)
+    resume.delete_later_output(tmp_path, 4)
     assert not (tmp_path / "trajectories/step_000005.jsonl").exists()
 
 
@@ -359,8 +359,8 @@ def test_what_was_interrupted_is_finished(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "move", killed)
     with pytest.raises(KeyboardInterrupt):
-        resume.set_aside_after(tmp_path, 4, 1)
-    resume.set_aside_after(tmp_path, 4, 1)
+        resume.archive_later_output(tmp_path, 4, 1)
+    resume.archive_later_output(tmp_path, 4, 1)
     aside = tmp_path / "rolled_back" / "1"
     assert len(names(aside)) == 9
     assert all((aside / f"eval/train_{n}.json").read_text() == f"of step {n}" for n in (5, 6, 7))

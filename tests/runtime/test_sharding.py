@@ -121,13 +121,13 @@ def test_meshes_of_a_pod_keep_experts_and_heads_on_a_host(sizes):
     # Axes of 8 share a dimension of the torus of 4 x 4 x 4 with another; one of 4 along a dimension
     # would span two hosts of 2 x 2 chips.
     sizes, pod = sizes_of(**sizes), torus(4, 4, 4, host=(2, 2, 1))
-    check_arranged(sharding.arrange(pod, sizes), pod, sizes)
+    check_arranged(sharding.arrange_devices(pod, sizes), pod, sizes)
 
 
 def test_a_tensor_axis_beyond_a_host_of_a_pod_is_refused():
     pod = torus(4, 4, 4, host=(2, 2, 1))
     with pytest.raises(ValueError, match=r"tensor=8 would span several .* own 4 devices; set it"):
-        sharding.arrange(pod, sizes_of(fsdp=8, tensor=8))
+        sharding.arrange_devices(pod, sizes_of(fsdp=8, tensor=8))
 
 
 def test_devices_that_sample_leave_gaps_in_a_torus():
@@ -135,7 +135,7 @@ def test_devices_that_sample_leave_gaps_in_a_torus():
         chip for chip in torus(4, 4, 1, host=(2, 2, 1)) if chip.coords[0] % 2 + chip.coords[1] % 2
     ]
     sizes = sizes_of(fsdp=12)
-    check_arranged(sharding.arrange(pod, sizes, with_gaps=True), pod, sizes)
+    check_arranged(sharding.arrange_devices(pod, sizes, with_gaps=True), pod, sizes)
 
 
 def test_gpus_of_several_hosts_are_a_mesh():
@@ -147,7 +147,7 @@ def test_gpus_of_several_hosts_are_a_mesh():
         for n in range(16)
     ]
     sizes = sizes_of(data=2, fsdp=2, tensor=4)
-    mesh = sharding.arrange(gpus, sizes)
+    mesh = sharding.arrange_devices(gpus, sizes)
     check_arranged(mesh, gpus, sizes)
     assert [device.id for device in mesh.flat] == [*range(8, 16), *range(8)]
 
@@ -250,7 +250,7 @@ def test_cache_is_split_by_pages_and_heads_and_stays_so(report, name):
         assert layout["num_parts"] == 8
     assert sampler["cache_before"] == sampler["cache_after"]
     by_page, by_head = (sampler["cache_before"]["spec"] + [None])[:2]
-    assert as_list(by_page) == axes_of(name, sharding.PIECES)
+    assert as_list(by_page) == axes_of(name, sharding.PIECE_AXES)
     assert by_head == ("tensor" if tensor > 1 else None)
 
 
@@ -279,7 +279,7 @@ def test_sampler_moves_no_cache_between_devices(report, name):
 @on_each_mesh
 def test_each_program_compiles_once(report, name):
     sampler, update = (report["meshes"][name][part] for part in ("sampler", "update"))
-    assert sampler["num_programs"] == {"append": 1, "decode": 2, "copy": 1, "swap": 1, "see": 0}
+    assert sampler["num_programs"] == {"append": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0}
     assert sampler["num_compilations"] == 0  # they were before
     assert update["num_compilations"] == update["num_programs"] <= UPDATE_PROGRAMS
 
@@ -383,7 +383,7 @@ def test_no_device_adds_up_a_whole_table_of_the_embedding_s_gradient(report):
 def test_scores_are_split_like_the_batch(report, name):
     micro, row, *token = report["meshes"][name]["update"]["logprobs_spec"]
     assert micro is None
-    assert as_list(row) == axes_of(name, sharding.BATCH)
+    assert as_list(row) == axes_of(name, sharding.BATCH_AXES)
     assert token == ["context"] * (MESHES[name]["context"] > 1)
 
 

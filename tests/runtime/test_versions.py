@@ -15,9 +15,9 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders import components
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.launch import make_ready
+from jaxrl.launch import prepare_run
 from jaxrl.logs.display import Display
-from jaxrl.runtime.versions import commit, write_environment
+from jaxrl.runtime.versions import find_commit, write_environment
 from tests.helpers import build
 
 
@@ -79,15 +79,15 @@ def test_the_commit_of_the_code(tmp_path):
     code = tmp_path / "package"
     code.mkdir()
     (code / "__init__.py").write_text("")
-    assert commit(code) is None  # no repository
+    assert find_commit(code) is None  # no repository
     git(tmp_path, "init")
-    assert commit(code) is None  # installed inside a repository of something else
+    assert find_commit(code) is None  # installed inside a repository of something else
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "x")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
-    assert commit(code) == head
+    assert find_commit(code) == head
     (code / "__init__.py").write_text("changed = True")
-    assert commit(code) == head + "+"
+    assert find_commit(code) == head + "+"
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch)
     display = Display()
     display.log = said.append
     with contextlib.ExitStack() as stack:
-        make_ready(resolve_names(config), tmp_path, display, stack)
+        prepare_run(resolve_names(config), tmp_path, display, stack)
     tokenizer = made[0].tokenizer
     prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
     assert tokenizer.decode(prompt) == "user on 29 Feb 2024: Where?"

@@ -47,7 +47,7 @@ def test_what_moves_is_left_alone(capfd):
 
 def test_what_never_moves_is_ended_at_its_deadline(capfd):
     display, ended = Display(), []
-    with watchdog(display, 0.0, 0.3, end=ended.append):
+    with watchdog(display, 0.0, 0.3, exit_process=ended.append):
         for step in range(10):  # longer than the deadline, and moving
             display.activity(f"step {step}")
             time.sleep(0.05)

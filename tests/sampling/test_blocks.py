@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.models.attention.reference import XLA
-from jaxrl.sampling.blocks import PagePool, pages_for
+from jaxrl.sampling.blocks import PagePool, count_pages
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, toy_tokenizer
 
@@ -27,31 +27,31 @@ table_of = jax.jit(dense_table, static_argnums=1, static_argnames="num_tokens")
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "give_up"]), st.integers(0, 9))))
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 9))))
 def test_a_pool_against_sets(operations):
     pool, rows = PagePool(12), []
     for name, number in operations:
-        if name == "take" and number <= pool.num_free:
+        if name == "allocate" and number <= pool.num_free:
             used = {page for row in rows for page in row}
-            taken = pool.take(number)
+            taken = pool.allocate(number)
             # The lowest pages that nobody has.
             assert taken == [page for page in range(12) if page not in used][:number]
             rows.append(taken)
         elif rows and name == "share":
             rows.append(list(rows[number % len(rows)]))
             pool.share(rows[-1])
-        elif rows and name == "give_up":
-            pool.give_up(rows.pop(number % len(rows)))
+        elif rows and name == "free":
+            pool.free(rows.pop(number % len(rows)))
         used = [page for row in rows for page in row]
-        assert pool.num_free == 12 - len(set(used)) >= 12 - pool.most_used
-        assert all(pool.num_users(page) == used.count(page) for page in range(12))
+        assert pool.num_free == 12 - len(set(used)) >= 12 - pool.peak_used
+        assert all(pool.ref_count(page) == used.count(page) for page in range(12))
     for row in rows:
-        pool.give_up(row)
+        pool.free(row)
     assert pool.num_free == 12
 
 
 def test_pages_for_by_hand():
-    assert [pages_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [count_pages(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
 
 @functools.cache
@@ -75,10 +75,10 @@ def check_books(engine):
         for index, page in enumerate(row.pages):
             users.setdefault(page, []).append((row, index < num_full))
     [shard] = engine._shards
-    kept = [page for prefix in shard.prefixes.values() for page in prefix.kept]
+    kept = [page for prefix in shard.prefixes.values() for page in prefix.cached]
     pool = shard.pool
     for page, of_page in users.items():
-        assert pool.num_users(page) == len(of_page) + kept.count(page)
+        assert pool.ref_count(page) == len(of_page) + kept.count(page)
         if len(of_page) > 1:
             assert all(is_full for _, is_full in of_page)
             assert len({row.prefix.prompt for row, _ in of_page}) == 1
@@ -121,7 +121,7 @@ def make_requests(seed, num_prompts=6, group_size=3):
     lengths = rng.integers(1, 21, num_prompts)
     prompts = [tuple(rng.integers(0, 250, length).tolist()) for length in lengths]
     count = np.arange(num_prompts * group_size)
-    keys = sample_keys(seed, 0, 0, count // group_size, count % group_size, 0 * count)
+    keys = derive_sample_keys(seed, 0, 0, count // group_size, count % group_size, 0 * count)
     return [
         Request(prompt_ids=prompts[n // group_size], sample_key=key, budget=16)
         for n, key in zip(count, keys, strict=True)
@@ -136,12 +136,12 @@ def test_a_tenth_of_the_pages_gives_the_same_samples_bit_for_bit(ahead, lag, sca
     plenty, scarce = (engine(pages, num_rows=20, scan_layers=scan_layers) for pages in (0, 12))
     requests = make_requests(seed=lag, num_prompts=12, group_size=2)
     wanted = play(plenty, requests, ahead=ahead, lag=lag)
-    assert plenty.most_pages >= 120  # a trajectory may fill 12
+    assert plenty.peak_pages >= 120  # a trajectory may fill 12
     before = dataclasses.replace(scarce.counts)
     assert play(scarce, requests, ahead=ahead, lag=lag) == wanted
     assert scarce.counts.preemptions > before.preemptions
     assert scarce.counts.swapped > before.swapped
-    assert scarce.most_pages == 12
+    assert scarce.peak_pages == 12
     # And once more.
     assert play(scarce, requests, ahead=ahead, lag=lag) == wanted
 

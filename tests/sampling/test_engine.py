@@ -10,7 +10,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, pack
 from tests.helpers import tiny_params
@@ -253,7 +253,7 @@ def test_a_second_engine_of_the_same_settings_compiles_nothing():
 
 
 def request(length, budget=4):
-    key = sample_keys(0, 0, 0, np.arange(1), np.arange(1), np.arange(1))[0]
+    key = derive_sample_keys(0, 0, 0, np.arange(1), np.arange(1), np.arange(1))[0]
     return Request(prompt_ids=tuple(range(length)), sample_key=key, budget=budget)
 
 
@@ -358,7 +358,7 @@ def test_keys_tell_everything_apart():
         for x in np.meshgrid([0, 1, 2**31 - 1], [0, 1, 7], [0, 1], indexing="ij")
     )
     keys = [
-        sample_keys(seed, stage, step, positions, samples, attempts)
+        derive_sample_keys(seed, stage, step, positions, samples, attempts)
         for seed in (0, 1)
         for stage in (0, 1)
         for step in (0, 1, 1000)
@@ -366,7 +366,7 @@ def test_keys_tell_everything_apart():
     keys = np.concatenate(keys)
     assert keys.dtype == np.uint32
     assert len(np.unique(keys, axis=0)) == len(keys)
-    part = sample_keys(0, 0, 0, positions[3:5], samples[3:5], attempts[3:5])
+    part = derive_sample_keys(0, 0, 0, positions[3:5], samples[3:5], attempts[3:5])
     np.testing.assert_array_equal(part, keys[3:5])
 
 

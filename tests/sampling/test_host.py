@@ -10,9 +10,9 @@ import pytest
 
 from jaxrl.envs.base import Outcome
 from jaxrl.sampling import decode
-from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.trajectory import Sample, Span, trajectory_of
-from jaxrl.utils.concurrency import Threads
+from jaxrl.sampling.episodes import ReplySchedule
+from jaxrl.sampling.trajectory import Sample, TokenSpan, to_trajectory
+from jaxrl.utils.concurrency import ThreadPool
 from tests.helpers import tiny_params
 from tests.sampling.slow import SlowEnv
 from tests.toys import SMALL, Player, toy_tokenizer
@@ -30,7 +30,7 @@ def player():
 
 def test_a_report_reaches_the_host_bit_for_bit():
     numbers = np.array([[-0.0, np.nan, 1e-45], [-1.5, np.inf, 3.0]], np.float32)
-    report = decode.Report(
+    report = decode.ChunkReport(
         token_ids=jnp.array([[5, 6, -1], [7, 8, 9]], jnp.int32),
         logprobs=jnp.array(numbers),
         entropies=jnp.array(-numbers),
@@ -38,10 +38,10 @@ def test_a_report_reaches_the_host_bit_for_bit():
         stop_state=jnp.array([3, 4], jnp.int32),
         recorded={},
     )
-    sampler = SimpleNamespace(decode_chunk=lambda: (1, 2, report), _by_row=lambda x: x)
+    sampler = SimpleNamespace(decode_chunk=lambda: (1, 2, report), _constrain_rows=lambda x: x)
     cache, state, packed = decode.Programs.decode_packed(sampler)
     assert (cache, state, packed.values.shape) == (1, 2, (2, 3 * 3 + 2))
-    got = decode.unpacked(decode.Packed(values=np.asarray(packed.values), recorded={}))
+    got = decode.unpack_report(decode.PackedReport(values=np.asarray(packed.values), recorded={}))
     np.testing.assert_array_equal(got.token_ids, report.token_ids)
     np.testing.assert_array_equal(got.logprobs.view(np.int32), numbers.view(np.int32))
     np.testing.assert_array_equal(got.entropies.view(np.int32), (-numbers).view(np.int32))
@@ -56,8 +56,8 @@ def test_a_trajectory_is_made_of_spans():
     sample.append([], np.float32([]), np.float32([]), 7)
     sample.append_observation([5])
     sample.append([6, 7], np.float32([-3, -4]), np.float32([0.1, 0.2]), [8, 9])
-    assert [type(one) for one in sample.sampled] == [Span, Span]
-    got = trajectory_of(sample, {})
+    assert [type(one) for one in sample.sampled] == [TokenSpan, TokenSpan]
+    got = to_trajectory(sample, {})
     assert got.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert got.loss_mask.tolist() == [False, False, True, True, False, True, True]
     assert got.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -3, -4]
@@ -75,7 +75,7 @@ def test_a_span_goes_on_where_the_same_weights_sample_on():
         numbers = np.float32([number, number + 0.5])
         sample.append([7, 8], numbers, -numbers, versions)
     assert [(one.start, one.end) for one in sample.sampled] == [(1, 5), (5, 7), (7, 9), (9, 11)]
-    got = trajectory_of(sample, {})
+    got = to_trajectory(sample, {})
     assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, 5, 6, 4, 4]
     assert got.rollout_logprobs.tolist() == [0, 0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5]
     np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
@@ -100,22 +100,22 @@ def test_chunks_of_another_length_draw_the_same(player):
 
 def test_waits_are_counted_by_why(player):
     engine = player.engine
-    engine.waits.clear()
+    engine.wait_s.clear()
     # A single episode waits alone, for each of its two calls.
-    play(player, slow(0.1), ["where?"], schedule=Schedule(lag_chunks=1))
-    assert engine.waits.keys() <= {"tasks"}
-    assert 0.2 <= engine.waits["tasks"] < 1.0
-    engine.waits.clear()
+    play(player, slow(0.1), ["where?"], schedule=ReplySchedule(lag_chunks=1))
+    assert engine.wait_s.keys() <= {"tasks"}
+    assert 0.2 <= engine.wait_s["tasks"] < 1.0
+    engine.wait_s.clear()
     # Of twelve, others could be decoded while the first wait: replies are due too early.
-    play(player, slow(0.1), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=1))
-    assert engine.waits["lag"] >= 0.1
-    engine.waits.clear()
-    play(player, slow(), ["where?"] * 4, group_size=3, schedule=Schedule(lag_chunks=3))
-    assert sum(engine.waits.values()) < 0.1
+    play(player, slow(0.1), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=1))
+    assert engine.wait_s["lag"] >= 0.1
+    engine.wait_s.clear()
+    play(player, slow(), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=3))
+    assert sum(engine.wait_s.values()) < 0.1
 
 
 def test_threads_are_taken_again_and_end():
-    threads, go = Threads(), threading.Event()
+    threads, go = ThreadPool(), threading.Event()
     names = [threads.start(threading.get_ident).result() for _ in range(5)]
     hanging = threads.start(go.wait)
     failing = threads.start(lambda: 1 / 0)

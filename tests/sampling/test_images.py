@@ -11,7 +11,7 @@ import pytest
 from jaxrl.extras.vision.processor import Image
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.toys import count_compilations, one_device_mesh
 from tests.vision import golden, logits_of
@@ -79,7 +79,7 @@ def test_images_are_read_as_the_full_pass_reads_them(name):
     rng = np.random.default_rng(0)
     patches = rng.standard_normal((24, config.tower.patch_values)).astype(np.float32)
     seen_later = Image(patches=patches, grid=(1, 6, 4))
-    keys = sample_keys(0, 0, 0, np.zeros(5, int), np.arange(5), np.zeros(5, int))
+    keys = derive_sample_keys(0, 0, 0, np.zeros(5, int), np.arange(5), np.zeros(5, int))
     of_requests = [tuple(images)] * 3 + [blank, ()]
     prompts = [prompt] * 4 + [prompt[:3]]
     requests = [
@@ -192,8 +192,8 @@ def test_text_is_read_as_by_a_program_that_sees_nothing(name):
     """Bit for bit, whatever was seen before: no token of text takes anything of it."""
     sampler = engine(name).programs
     weights = jax.jit(sampler.weights)(golden(name)[1])
-    ids = np.random.default_rng(2).integers(1, IMAGE, (4, sampler.block)).astype(np.int32)
-    blocks = decode.Blocks(
+    ids = np.random.default_rng(2).integers(1, IMAGE, (4, sampler.block_tokens)).astype(np.int32)
+    blocks = decode.PrefillBlocks(
         token_ids=ids,
         start=np.array([0, 16, 32, 0], np.int32),
         counts=np.array([16, 16, 5, 3], np.int32),
@@ -205,7 +205,7 @@ def test_text_is_read_as_by_a_program_that_sees_nothing(name):
             "units": np.full(ids.shape, -1, np.int32),
         },
     )
-    seen = sampler.nothing_seen(engine(name)._max_units)
+    seen = sampler.empty_embeds(engine(name)._max_units)
     append = jax.jit(sampler.append)
     empty = sampler.empty_cache(6, 16)
     bare = dataclasses.replace(blocks, token_arrays={"positions": blocks.token_arrays["positions"]})

@@ -45,9 +45,9 @@ def test_the_cache_is_written_where_it_lies(name, scan_layers):
 
 
 def test_a_loop_over_layers_only_where_it_costs_no_copies_of_weights_or_spares_some():
-    loops = {(platform, has): decode.scans(True, platform, has_adapter=has)
+    loops = {(platform, has): decode.should_scan_layers(True, platform, has_adapter=has)
              for platform in ("cpu", "gpu", "tpu") for has in (False, True)}  # fmt: skip
     assert {one for one, loop in loops.items() if loop} == {
         ("gpu", True), ("tpu", False), ("tpu", True)
     }  # fmt: skip
-    assert not decode.scans(False, "tpu", has_adapter=True)
+    assert not decode.should_scan_layers(False, "tpu", has_adapter=True)

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrl.models.attention.reference import LOWEST
-from jaxrl.sampling.next_token import TOP_P, kind_of, nucleus, sample, uniforms
+from jaxrl.models.attention.reference import MASK_VALUE
+from jaxrl.sampling.next_token import TOP_P, filter_top_p, sample, sample_uniforms, select_kind
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw_kind = jax.jit(sample, static_argnames="kind")
-keep = jax.jit(nucleus)
+keep = jax.jit(filter_top_p)
 
 
 def draw(logits, uniform, temperature, top_p=1.0):
     """Draws by the cheapest program that draws so."""
-    kind = kind_of(float(temperature), float(top_p))
+    kind = select_kind(float(temperature), float(top_p))
     return draw_kind(logits, uniform, temperature, np.float32(top_p), kind=kind)
 
 
@@ -76,7 +76,7 @@ def test_temperature_zero_takes_the_most_likely_and_reports_it_under_one():
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0]),
 )
 def test_ids_that_are_masked_are_never_drawn(logits, allowed, uniform, temperature):
-    rows = np.broadcast_to(np.where(allowed, logits, LOWEST), (3, 37)).astype(np.float32)
+    rows = np.broadcast_to(np.where(allowed, logits, MASK_VALUE), (3, 37)).astype(np.float32)
     edges = np.array([uniform, 0.0, ALMOST_ONE], np.float32)
     token, logprob, entropy = draw(rows, edges, np.float32(temperature))
     assert allowed[token].all()
@@ -90,7 +90,7 @@ def test_rounded_running_sums_draw_no_id_without_weight():
     # grows at ids of weight 0. Uniforms are aimed at such places.
     rng = np.random.default_rng(0)
     num_tokens, block = 70_000, 512
-    logits = np.full(num_tokens, LOWEST, np.float32)
+    logits = np.full(num_tokens, MASK_VALUE, np.float32)
     kept = np.flatnonzero(rng.random(block) < 0.5)
     aimed = np.empty(0, np.float32)
     while not aimed.size:
@@ -110,11 +110,11 @@ def test_uniforms_belong_to_key_and_position_alone():
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**32, (6, 2), dtype=np.uint32)
     positions = np.array([0, 1, 2, 3, 100, 4000], np.int32)
-    got = np.asarray(uniforms(keys, positions))
+    got = np.asarray(sample_uniforms(keys, positions))
     assert ((got >= 0) & (got < 1)).all()
     order = rng.permutation(6)[:4]
-    np.testing.assert_array_equal(uniforms(keys[order], positions[order]), got[order])
-    everywhere = np.array([uniforms(keys, np.full(6, position)) for position in range(20)])
+    np.testing.assert_array_equal(sample_uniforms(keys[order], positions[order]), got[order])
+    everywhere = np.array([sample_uniforms(keys, np.full(6, position)) for position in range(20)])
     assert len(np.unique(everywhere)) == everywhere.size
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, nucleus
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, filter_top_p
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, chain, toy_tokenizer
 
@@ -21,10 +21,10 @@ table_jit = jax.jit(dense_table, static_argnums=1, static_argnames=("num_tokens"
 
 
 @functools.cache
-def engine(nucleus):
+def engine(filter_top_p):
     """Small, with one row size, since each compiles; of all kinds, or of all but one."""
     settings = {"max_prompt_tokens": 16, "max_total_tokens": 32, "chunk_tokens": 6}
-    kinds = KINDS if nucleus else (GREEDY, FULL)
+    kinds = KINDS if filter_top_p else (GREEDY, FULL)
     made = Player(SMALL, TOKENIZER, ("\x00",), num_rows=1, kinds=kinds, **settings).engine
     made.set_weights(PARAMS)
     return made
@@ -34,7 +34,7 @@ def play(engine, *, top_p=1.0, temperature=1.0, seeds=6):
     """Token ids, log-probabilities and entropies of some samples of one prompt."""
     out = []
     for seed in range(seeds):
-        (key,) = sample_keys(seed, 0, 0, *np.zeros((3, 1), np.int32))
+        (key,) = derive_sample_keys(seed, 0, 0, *np.zeros((3, 1), np.int32))
         request = Request(prompt_ids=PROMPT, sample_key=key, budget=6)
         engine.submit([request], temperature=temperature, top_p=top_p)
         (event,) = engine.step()
@@ -66,7 +66,7 @@ def test_draws_from_the_nucleus_and_reports_the_whole(top_p, temperature):
             )
         )[len(PROMPT) - 1 : -1]  # fmt: skip
         weights = np.exp(whole - whole.max(axis=1, keepdims=True))
-        kept = np.asarray(nucleus(weights, np.float32(top_p))) > 0
+        kept = np.asarray(filter_top_p(weights, np.float32(top_p))) > 0
         assert kept[np.arange(len(ids)), ids].all()
         assert not kept.all()
         np.testing.assert_allclose(logprobs, whole[np.arange(len(ids)), ids], atol=1e-4)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.builders.components import draw_kinds
-from jaxrl.extras.kernels.attention_gpu import num_live
+from jaxrl.extras.kernels.attention_gpu import count_live_pages
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
 from jaxrl.sampling.buckets import append_sizes, row_sizes
@@ -48,7 +48,7 @@ def platform(request, monkeypatch):
 def test_a_cpu_decodes_two_rows_at_least_in_bfloat16(
     platform, dtype, is_multiplied, sizes, monkeypatch
 ):
-    monkeypatch.setattr("jaxrl.sampling.buckets.MULTIPLIES_BFLOAT16", is_multiplied)
+    monkeypatch.setattr("jaxrl.sampling.buckets.CPU_HAS_BFLOAT16_MATMUL", is_multiplied)
     assert row_sizes(platform, 16, dtype) == sizes
     assert row_sizes(platform, 1, dtype) == [1]
 
@@ -77,8 +77,8 @@ def test_ten_programs_at_most(path, platform):
         programs = {function.name: function.variants for function in made.functions}
         assert {pages for _, _, pages in programs["decode"]} == {*made.past_sizes}
         programs["decode"] = {(rows, kind) for rows, kind, _ in programs["decode"]}
-        assert programs.keys() == {"append", "decode", "copy", "swap", "see"}
-        needed = programs.keys() - ({"see"} if model == "text" else {})
+        assert programs.keys() == {"append", "decode", "copy", "swap", "embed"}
+        needed = programs.keys() - ({"embed"} if model == "text" else {})
         assert {name for name, variants in programs.items() if variants} == needed
         assert sum(map(len, programs.values())) <= 10
         # What a chunk may need: all rows, in every way to draw.
@@ -137,7 +137,7 @@ def fetched_on_a_gpu(limits, page):
     """Tokens of the pages that each program's loop goes over, in which it loads each once."""
     # A program has the queries of one key head, in 16 rows at least; who pads them reads nothing.
     padded = np.pad(limits[:, None], ((0, 0), (0, 15)))
-    return page * sum(int(num_live(jnp.array(of_row), page)) for of_row in padded)
+    return page * sum(int(count_live_pages(jnp.array(of_row), page)) for of_row in padded)
 
 
 @pytest.mark.parametrize("name", ["search", "math", "dapo"])

@@ -13,8 +13,8 @@ from jaxrl.envs.base import Outcome
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.sample_keys import sample_keys
+from jaxrl.sampling.episodes import ReplySchedule
+from jaxrl.sampling.sample_keys import derive_sample_keys
 from tests.helpers import tiny_params
 from tests.sampling.slow import SlowEnv
 from tests.toys import SMALL, Player, toy_tokenizer
@@ -25,7 +25,7 @@ STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth tok
 QUESTIONS = ["where?", "who was it?", "when"]
 PARAMS = tiny_params(SMALL, seed=11)  # some of the first rows stop in their first chunk
 LAGS = [1, 2, 3]
-ARRIVAL = Schedule(deterministic=False)
+ARRIVAL = ReplySchedule(deterministic=False)
 NUM_ROWS = 4
 
 
@@ -43,7 +43,7 @@ def play(player, env, **settings):
 @pytest.fixture(scope="module")
 def wanted(player):
     """The samples, as one schedule draws them."""
-    got = play(player, SlowEnv(STOPS), schedule=Schedule(lag_chunks=1))
+    got = play(player, SlowEnv(STOPS), schedule=ReplySchedule(lag_chunks=1))
     assert max(len(trajectory.turns) for trajectory in got) == 3
     return got
 
@@ -55,7 +55,7 @@ def assert_same(got, wanted, *, tolerance):
         np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", [*(Schedule(lag_chunks=lag) for lag in LAGS), ARRIVAL])
+@pytest.mark.parametrize("schedule", [*(ReplySchedule(lag_chunks=lag) for lag in LAGS), ARRIVAL])
 def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
     for seed in range(2):
         got = play(player, SlowEnv(STOPS, 0.02, seed), schedule=schedule)
@@ -67,7 +67,9 @@ def test_nothing_depends_on_the_clock(player, lag):
     counts, samples = [], []
     for longest_s in (0.0, 0.03):
         before = vars(player.engine.counts).copy()
-        samples.append(play(player, SlowEnv(STOPS, longest_s), schedule=Schedule(lag_chunks=lag)))
+        samples.append(
+            play(player, SlowEnv(STOPS, longest_s), schedule=ReplySchedule(lag_chunks=lag))
+        )
         now = vars(player.engine.counts)
         counts.append({name: now[name] - before[name] for name in now})
     assert counts[0] == counts[1]
@@ -100,7 +102,7 @@ class Recorder:
 @pytest.mark.parametrize("lag", LAGS)
 def test_replies_enter_after_the_lag(player, monkeypatch, lag):
     recorder = Recorder(player.engine, monkeypatch)
-    play(player, SlowEnv(STOPS, 0.01), schedule=Schedule(lag_chunks=lag))
+    play(player, SlowEnv(STOPS, 0.01), schedule=ReplySchedule(lag_chunks=lag))
     assert len(recorder.waits) > 10
     # Earlier only where there was nothing else to decode.
     assert {waited for waited, is_stalled in recorder.waits if not is_stalled} == {lag}
@@ -120,11 +122,11 @@ def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch,
         return step(episodes, texts)
 
     monkeypatch.setattr(env, "step", recorded)
-    play(player, env, schedule=Schedule(lag_chunks=lag))
+    play(player, env, schedule=ReplySchedule(lag_chunks=lag))
     assert max(in_flight) == (1 if overlaps and lag > 1 else 0)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(lag_chunks=3), ARRIVAL])
+@pytest.mark.parametrize("schedule", [ReplySchedule(lag_chunks=3), ARRIVAL])
 def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
     # The first call returns when a second one has begun.
     second = threading.Event()
@@ -144,7 +146,7 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
 
 def requests(budgets):
     count = np.arange(len(budgets), dtype=np.int32)
-    keys = sample_keys(0, 0, 0, count, count, count)
+    keys = derive_sample_keys(0, 0, 0, count, count, count)
     return [
         Request(prompt_ids=(1, 2, 3), sample_key=key, budget=budget)
         for key, budget in zip(keys, budgets, strict=True)
@@ -211,7 +213,7 @@ def assert_clean(player, wanted):
     assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
 
 
-ALL = [Schedule(lag_chunks=1), Schedule(lag_chunks=3), ARRIVAL]
+ALL = [ReplySchedule(lag_chunks=1), ReplySchedule(lag_chunks=3), ARRIVAL]
 
 
 @pytest.mark.parametrize("schedule", ALL)
@@ -277,8 +279,8 @@ def test_a_call_that_hangs_is_given_up_and_the_others_go_on(player, wanted, sche
 
 
 def test_a_rollout_is_interrupted_while_a_call_hangs(player, wanted, monkeypatch):
-    monkeypatch.setattr(rollout, "LOOK_S", 0.05)
-    monkeypatch.setattr(rollout, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(rollout, "IDLE_POLL_S", 0.05)
+    monkeypatch.setattr(rollout, "_ABORT_TIMEOUT_S", 0.1)
     env = Hanging()
     started = time.monotonic()
     with pytest.raises(Interrupted):

@@ -47,10 +47,10 @@ def test_a_tag_is_found_however_it_is_split(pieces, hit):
 
 def test_text_ends_at_the_stop_though_the_token_goes_on():
     automaton = StopAutomaton([b""], TAGS)
-    assert automaton.cut([b"a</answer", b">\n\n<search>b</search>"]) == b"a</answer>"
-    assert automaton.cut([b"no ", b"tag"]) == b"no tag"
-    assert automaton.first_stop(b"xx</search>.</answer>") == len("xx</search>")
-    assert automaton.first_stop(b"</search") is None
+    assert automaton.truncate([b"a</answer", b">\n\n<search>b</search>"]) == b"a</answer>"
+    assert automaton.truncate([b"no ", b"tag"]) == b"no tag"
+    assert automaton.find_stop(b"xx</search>.</answer>") == len("xx</search>")
+    assert automaton.find_stop(b"</search") is None
 
 
 def test_many_states_take_sixteen_bits():
@@ -106,7 +106,7 @@ def test_agrees_with_plain_search_on_any_stop_strings(vocab, stops, draws):
 
     # The text ends inside the token that hit, at the first byte where a stop string is complete.
     data = b"".join(vocab[id] for id in ids)
-    text = automaton.cut([vocab[id] for id in ids])
+    text = automaton.truncate([vocab[id] for id in ids])
     assert data.startswith(text)
     if hit is None:
         assert text == data

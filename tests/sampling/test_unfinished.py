@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Task
-from jaxrl.sampling.episodes import Schedule
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import ReplySchedule
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
-from jaxrl.types import Draw, members
+from jaxrl.types import Draw, flatten_groups
 from tests.helpers import tiny_params
 from tests.sampling.slow import SlowEnv
 from tests.toys import ROOMY, SMALL, Player, toy_tokenizer
@@ -36,45 +36,49 @@ def rollout_of(player, env, schedule):
     return Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY, schedule)
 
 
-def sampling(version=0, unfinished=0, stage=0):
-    return Sampling(
+def sampling(version=0, max_unfinished=0, stage=0):
+    return SamplingConfig(
         group_size=2,
         temperature=1.0,
         top_p=1.0,
         seeds=Seeds(seed=0, stage=stage, step=0),
         policy_version=version,
-        unfinished=unfinished,
+        max_unfinished=max_unfinished,
     )
 
 
-def by_steps(player, env, schedule, *, unfinished, params=(PARAMS,)):
+def by_steps(player, env, schedule, *, max_unfinished, params=(PARAMS,)):
     """Groups by task, of rollouts each of which leaves some open; how many rollouts there were."""
     rollout, found, left, count = rollout_of(player, env, schedule), {}, list(DRAWS), 0
     while left:
         player.engine.set_weights(params[min(count, len(params) - 1)])
-        groups = rollout(left, sampling(count, min(unfinished, len(left) - 1)))
+        groups = rollout(left, sampling(count, min(max_unfinished, len(left) - 1)))
         assert player.engine.is_idle
         found |= {g.task_id: g for g in groups if g is not None}
-        assert sum(g is None for g in groups) == min(unfinished, len(left) - 1)
+        assert sum(g is None for g in groups) == min(max_unfinished, len(left) - 1)
         left = [draw for draw, g in zip(left, groups, strict=True) if g is None]
         count += 1
     return [found[draw.task.id] for draw in DRAWS], count
 
 
-SCHEDULES = [Schedule(lag_chunks=1), Schedule(lag_chunks=2), Schedule(deterministic=False)]
+SCHEDULES = [
+    ReplySchedule(lag_chunks=1),
+    ReplySchedule(lag_chunks=2),
+    ReplySchedule(deterministic=False),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_what_goes_on_is_what_would_have_been_sampled(player, schedule):
     player.engine.set_weights(PARAMS)
-    whole = members(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
+    whole = flatten_groups(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
     assert max(len(t.turns) for t in whole) == 3
     mixed = 0
-    for unfinished in (1, 3, 5):
-        env = SlowEnv(STOPS, 0.01, seed=unfinished)
-        groups, count = by_steps(player, env, schedule, unfinished=unfinished)
+    for max_unfinished in (1, 3, 5):
+        env = SlowEnv(STOPS, 0.01, seed=max_unfinished)
+        groups, count = by_steps(player, env, schedule, max_unfinished=max_unfinished)
         assert count > 1
-        for a, b in zip(members(groups), whole, strict=True):
+        for a, b in zip(flatten_groups(groups), whole, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
             assert a.outcome == b.outcome
@@ -85,13 +89,13 @@ def test_what_goes_on_is_what_would_have_been_sampled(player, schedule):
 
 def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
     """Beside the rollout of each version alone: the tokens begin as the one's, and go on else."""
-    schedule = Schedule(lag_chunks=1)
+    schedule = ReplySchedule(lag_chunks=1)
     params = (PARAMS, LATER, PARAMS, LATER)
-    groups, _ = by_steps(player, SlowEnv(STOPS), schedule, unfinished=4, params=params)
+    groups, _ = by_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)
     player.engine.set_weights(PARAMS)
-    first = members(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
+    first = flatten_groups(rollout_of(player, SlowEnv(STOPS), schedule)(DRAWS, sampling()))
     num_mixed = 0
-    for got, alone in zip(members(groups), first, strict=True):
+    for got, alone in zip(flatten_groups(groups), first, strict=True):
         versions = got.policy_versions[got.loss_mask]
         assert (np.diff(versions) >= 0).all()
         old = np.flatnonzero(got.loss_mask)[versions == 0]
@@ -106,14 +110,14 @@ def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
 def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock_says(player):
     def play(longest_s, seed):
         env = SlowEnv(STOPS, longest_s, seed)
-        groups, count = by_steps(player, env, Schedule(lag_chunks=2), unfinished=2)
-        return count, [t.policy_versions.tolist() for t in members(groups)]
+        groups, count = by_steps(player, env, ReplySchedule(lag_chunks=2), max_unfinished=2)
+        return count, [t.policy_versions.tolist() for t in flatten_groups(groups)]
 
     assert play(0.0, 0) == play(0.03, 1) == play(0.03, 2)
 
 
 def test_an_evaluation_between_two_steps_leaves_them_alone_and_a_return_forgets_them(player):
-    schedule, env = Schedule(lag_chunks=2), SlowEnv(STOPS)
+    schedule, env = ReplySchedule(lag_chunks=2), SlowEnv(STOPS)
     player.engine.set_weights(PARAMS)
     whole = rollout_of(player, env, schedule)(DRAWS, sampling())
     rollout = rollout_of(player, env, schedule)
@@ -132,4 +136,4 @@ def test_an_evaluation_between_two_steps_leaves_them_alone_and_a_return_forgets_
     # Behind a checkpoint the stage has another number: nothing is taken up, and nothing stays.
     back = rollout(DRAWS, sampling(0, 3, stage=5))
     assert sum(group is None for group in back) == 3
-    assert all(stage == 5 for stage, *_ in rollout._held)
+    assert all(stage == 5 for stage, *_ in rollout._unfinished)

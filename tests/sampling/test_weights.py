@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.lora.adapter import Adapter, find_targets
-from jaxrl.models.layers import for_sampler
+from jaxrl.models.layers import prepare_sampler_weights
 from jaxrl.runtime.sharding import make_mesh
-from jaxrl.sampling.weights import Weights, donate, related
+from jaxrl.sampling.weights import WeightConverter, donate, partition_program
 from tests.helpers import TINY, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -21,9 +21,9 @@ ADAPTED = Adapter(model=TIED, rank=4, alpha=8.0, targets=find_targets(TIED, ["al
 
 def of_policy(policy, dtype, mesh):
     def prepare(params):
-        return for_sampler(policy.decode_weights(params, dtype), scan=False)
+        return prepare_sampler_weights(policy.decode_weights(params, dtype), scan=False)
 
-    return Weights(prepare, policy, mesh=mesh, train_mesh=mesh, scan_layers=False)
+    return WeightConverter(prepare, policy, mesh=mesh, train_mesh=mesh, scan_layers=False)
 
 
 def test_parts_share_no_input():
@@ -31,7 +31,7 @@ def test_parts_share_no_input():
         return a + 1, b * c, d, c[0], jnp.zeros(3)
 
     # The second and the fourth need c; nothing is needed for the last.
-    found = related(jax.make_jaxpr(made)(*[jnp.ones(2)] * 4))
+    found = partition_program(jax.make_jaxpr(made)(*[jnp.ones(2)] * 4))
     assert sorted(found) == [([], [4]), ([0], [0]), ([1, 2], [1, 3]), ([3], [2])]
 
 
@@ -43,7 +43,7 @@ def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
     params = tiny_params(policy)
     kept = of_policy(policy, jnp.dtype(dtype), mesh)
     own = jax.device_put(params, jax.devices()[0])
-    wanted = jax.device_get(kept.of(own))
+    wanted = jax.device_get(kept.convert(own))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own))
 
     read, sizes = [], []
@@ -57,7 +57,7 @@ def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
         return load
 
     freed = of_policy(policy, jnp.dtype(dtype), mesh)
-    made = freed.of(jax.tree.map(on_disk, params))
+    made = freed.convert(jax.tree.map(on_disk, params))
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(read) == len(jax.tree.leaves(params))
@@ -74,6 +74,6 @@ def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
 def test_parameters_in_memory_are_freed_once_given_up():
     mesh = make_mesh(data=1, fsdp=1, tensor=1)
     own = jax.device_put(tiny_params(TIED), jax.devices()[0])
-    made = of_policy(TIED, jnp.dtype("bfloat16"), mesh).of(donate(own))
+    made = of_policy(TIED, jnp.dtype("bfloat16"), mesh).convert(donate(own))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))

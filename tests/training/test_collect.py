@@ -10,16 +10,16 @@ import pytest
 from jaxrl.data.stream import Stream
 from jaxrl.envs.base import Task
 from jaxrl.training.collect import (
-    Collected,
+    CollectedGroups,
     NotEnoughGroupsError,
     StepSampler,
     collect,
+    describe_failures,
     draw,
-    some_failed,
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.failures import FailureCounter
-from jaxrl.types import Group, GroupStats, members, with_fields
+from jaxrl.types import Group, GroupStats, flatten_groups, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
 
@@ -74,7 +74,7 @@ def run(sample, **changes):
     taken, groups, in_flight = (changes.pop(name, value) for name, value in left.items())
     defaults = {
         "controllers": Controllers(),
-        "measure": list,
+        "add_divergences": list,
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
@@ -85,7 +85,7 @@ def run(sample, **changes):
 
 def tasks_of(groups):
     """The task of every trajectory."""
-    return [t.task_id for t in members(groups)]
+    return [t.task_id for t in flatten_groups(groups)]
 
 
 def test_without_a_filter_a_step_is_one_batch():
@@ -169,8 +169,13 @@ def test_how_many_episodes_of_a_step_failed():
         )
     )
     told = f"ended in an environment error; the first: {failed.error}"
-    assert some_failed([whole, failed, half], 2) == f"3 of 6 episodes {told}"
-    assert some_failed([failed], 2) is some_failed([whole], 2) is some_failed([], 2) is None
+    assert describe_failures([whole, failed, half], 2) == f"3 of 6 episodes {told}"
+    assert (
+        describe_failures([failed], 2)
+        is describe_failures([whole], 2)
+        is describe_failures([], 2)
+        is None
+    )
 
 
 def test_online_filtering_is_strict_and_counts_scored_members_only():
@@ -229,25 +234,29 @@ def test_the_final_reward_counts_the_kl_penalty():
         "kl.coef": 0.5, "kl.apply_to": "reward", "filter.max_batches": 1,
     }  # fmt: skip
 
-    def measure(groups):
-        found = [strayed(0.1 * i) for i, _ in enumerate(members(groups))]
+    def add_divergences(groups):
+        found = [strayed(0.1 * i) for i, _ in enumerate(flatten_groups(groups))]
         return with_fields(groups, divergence=found)
 
-    even = run(sampler([0, 0]), **changes, measure=measure)
+    even = run(sampler([0, 0]), **changes, add_divergences=add_divergences)
     assert tasks_of(even.groups) == ["q0", "q0"]
     # The penalty itself is not taken off here: that is done once, for what is trained on. What was
     # measured stays, so that it is not measured again.
-    assert [t.reward for t in members(even.groups)] == [0.0, 0.0]
-    assert all(t.divergence is not None for t in members(even.groups))
+    assert [t.reward for t in flatten_groups(even.groups)] == [0.0, 0.0]
+    assert all(t.divergence is not None for t in flatten_groups(even.groups))
     # By its rewards alone the group is even, and so it is where all strayed as far.
     with pytest.raises(NotEnoughGroupsError):
-        run(sampler([0, 0]), **changes | {"filter.varied.metric": "seq_reward"}, measure=measure)
+        run(
+            sampler([0, 0]),
+            **changes | {"filter.varied.metric": "seq_reward"},
+            add_divergences=add_divergences,
+        )
 
     def measure_alike(groups):
-        return with_fields(groups, divergence=[strayed(0.1)] * len(members(groups)))
+        return with_fields(groups, divergence=[strayed(0.1)] * len(flatten_groups(groups)))
 
     with pytest.raises(NotEnoughGroupsError):
-        run(sampler([0, 0]), **changes, measure=measure_alike)
+        run(sampler([0, 0]), **changes, add_divergences=measure_alike)
 
 
 def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
@@ -255,8 +264,8 @@ def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
     changes = {"filter.resample_attempts": 2}
     got = run(sample, **changes, **{"rollout.tasks_per_step": 3})
     assert sample.calls == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
-    assert [t.attempt for t in members(got.groups)] == [2, 2, 0, 0, 1, 1]
-    assert [t.reward for t in members(got.groups)] == [1, 0, 0, 1, 1, 1]
+    assert [t.attempt for t in flatten_groups(got.groups)] == [2, 2, 0, 0, 1, 1]
+    assert [t.reward for t in flatten_groups(got.groups)] == [1, 0, 0, 1, 1, 1]
     assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1", "q2", "q2"]
     assert [group.task_id for group in got.groups] == ["q0", "q1", "q2"]
     assert got.metrics["filter/resampled_groups"] == 3
@@ -267,9 +276,9 @@ def test_resampling_waits_for_the_late_stage():
     sample = sampler(([0, 0], [1, 1]), [0, 1])
     early, late = (Controllers(gate=StageGate(is_late=is_late)) for is_late in (False, True))
     got = run(sample, **{"filter.resample_attempts": 2}, controllers=early)
-    assert [t.attempt for t in members(got.groups)] == [0, 0, 0, 0]
+    assert [t.attempt for t in flatten_groups(got.groups)] == [0, 0, 0, 0]
     got = run(sample, **{"filter.resample_attempts": 2}, controllers=late)
-    assert [t.attempt for t in members(got.groups)] == [1, 1, 0, 0]
+    assert [t.attempt for t in flatten_groups(got.groups)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("size", "taken"), [(4, 2), (1, 1)])
@@ -322,4 +331,4 @@ def test_unfinished_groups_are_given_again_and_only_the_missing_ones_drawn():
     assert tasks_of(second.groups) == ["q0", "q0", "q4", "q4"]
     assert (second.in_flight_tasks, second.num_tasks_taken) == ([3], 5)
     saved = json.loads(json.dumps(second.to_json()))
-    assert Collected.from_json(saved).in_flight_tasks == [3]
+    assert CollectedGroups.from_json(saved).in_flight_tasks == [3]

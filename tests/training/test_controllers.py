@@ -22,14 +22,14 @@ from jaxrl.training.controllers import (
     LogKL,
     SkipSet,
     StageGate,
-    advance,
-    advance_gate,
-    difficulty,
+    grade_difficulty,
     mean_divergences,
+    update_controllers,
+    update_stage_gate,
 )
 from jaxrl.training.minibatches import token_kl_weights
-from jaxrl.training.rewards import pay_entropy
-from jaxrl.types import GroupStats, members
+from jaxrl.training.rewards import add_entropy_reward
+from jaxrl.types import GroupStats, flatten_groups
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, thinking
 from tests.helpers import method_with
 
@@ -55,7 +55,7 @@ PERCENTILE = 1.23125
     ],
 )
 def test_difficulty(right, size, bucket):
-    assert difficulty(right, size) == bucket
+    assert grade_difficulty(right, size) == bucket
 
 
 def test_buckets_are_the_last_seen():
@@ -375,8 +375,8 @@ def first(method):
 
 def moved(controllers, trajectories, method, is_trigger=None):
     """The controllers after a step of these trajectories, and the windows of each."""
-    after, groups = advance(controllers, grouped(trajectories), (), method, is_trigger)
-    return after, [t.windows for t in members(groups)]
+    after, groups = update_controllers(controllers, grouped(trajectories), (), method, is_trigger)
+    return after, [t.windows for t in flatten_groups(groups)]
 
 
 # Windows and their threshold.
@@ -448,8 +448,8 @@ def test_without_any_window_nothing_is_known():
     # Difficulties are known all the same; targets are not, and rewards stay what they were.
     assert controllers.buckets.buckets == {"t0": "medium"}
     assert controllers.coefficients == first(method).coefficients
-    _, groups = advance(first(method), grouped(group), (), method, None)
-    shaped = members(pay_entropy(groups, controllers, method.shaping))
+    _, groups = update_controllers(first(method), grouped(group), (), method, None)
+    shaped = flatten_groups(add_entropy_reward(groups, controllers, method.shaping))
     assert [t.reward for t in shaped] == [t.reward for t in group]
     assert [dict(t.reward_parts) for t in shaped] == [{"entropy": 0.0}] * 2
     weights = token_kl_weights(shaped, controllers, method.kl)
@@ -576,7 +576,7 @@ def measured(trajectories, found):
 
 def after(controllers, trajectories, found, method):
     """The controllers after a step in which so much was measured."""
-    return advance(controllers, measured(trajectories, found), (), method, None)[0]
+    return update_controllers(controllers, measured(trajectories, found), (), method, None)[0]
 
 
 def test_means_per_token_leave_out_what_has_no_token():
@@ -669,17 +669,17 @@ def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
     )
     whole = dataclasses.replace(GroupStats.of(all_four), task_id="whole")
     rest = dataclasses.replace(GroupStats.of(survivor), task_id="rest")
-    controllers, _ = advance(Controllers.init(method), (), [whole, rest], method, None)
+    controllers, _ = update_controllers(Controllers.init(method), (), [whole, rest], method, None)
     assert list(controllers.skipped.task_ids) == ["whole"]
 
 
 def test_the_gate_is_told_of_evaluations_where_there_is_one():
     method = method_with(**{"shaping.boundary_aware": True, "shaping.stage_tolerance": 0})
-    early = advance_gate(Controllers.init(method), 0.5, method.shaping)
+    early = update_stage_gate(Controllers.init(method), 0.5, method.shaping)
     assert (early.gate.best, early.is_late) == (0.5, False)
-    assert advance_gate(early, math.nan, method.shaping) == early
-    assert advance_gate(early, 0.4, method.shaping).is_late
-    assert advance_gate(Controllers(), 0.5, method.shaping) == Controllers()
+    assert update_stage_gate(early, math.nan, method.shaping) == early
+    assert update_stage_gate(early, 0.4, method.shaping).is_late
+    assert update_stage_gate(Controllers(), 0.5, method.shaping) == Controllers()
 
 
 # All of them.

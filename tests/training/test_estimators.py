@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.types import members
+from jaxrl.types import flatten_groups
 from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
 from tests.helpers import estimator
 
@@ -26,8 +26,8 @@ def estimate(name, trajectories, step=0, k=4, **changes):
     rest = failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
-    got = members(named(name, tuple(changes.items()))(groups, step, 0))
-    assert is_same([dataclasses.replace(t, advantage=None) for t in got], members(groups))
+    got = flatten_groups(named(name, tuple(changes.items()))(groups, step, 0))
+    assert is_same([dataclasses.replace(t, advantage=None) for t in got], flatten_groups(groups))
     assert all(t.advantage == 0 for t in got[len(trajectories) :])
     return np.array([t.advantage for t in got[: len(trajectories)]])
 
@@ -188,7 +188,7 @@ def test_a_turn_carries_what_is_earned_from_it_on():
     one = in_turns([0.0, 1.0, 0.0], 0.5, lengths=[1, 2, 1])
     other = in_turns([], 2.0, lengths=[3], index=1)
     estimate = estimator(**{"advantage.name": "rloo", "advantage.by_turn": True})
-    first, second, failed = members(
+    first, second, failed = flatten_groups(
         estimate(grouped([one, other, make_failure(task_number=9)]), 0, 0)
     )
     assert first.turn_advantages == (-0.5, -0.5, -1.5)
@@ -204,11 +204,11 @@ def test_turns_may_have_signals_that_add_up_to_none():
     early = in_turns([1.0, 0.0], 0.0, lengths=[1, 1])
     late = in_turns([0.0, 1.0], 0.0, lengths=[1, 1], index=1)
     estimate = estimator(**{"advantage.name": "rloo", "advantage.by_turn": True})
-    got = members(estimate(grouped([early, late]), 0, 0))
+    got = flatten_groups(estimate(grouped([early, late]), 0, 0))
     assert [t.turn_advantages for t in got] == [(0.0, -1.0), (0.0, 1.0)]
     assert all(t.has_signal for t in got)
     whole = estimator(**{"advantage.name": "rloo"})
-    assert not any(t.has_signal for t in members(whole(grouped([early, late]), 0, 0)))
+    assert not any(t.has_signal for t in flatten_groups(whole(grouped([early, late]), 0, 0)))
 
 
 def test_tokens_are_counted_by_turn():
@@ -216,7 +216,7 @@ def test_tokens_are_counted_by_turn():
         [in_turns([1.0, 0.0], 0.0, lengths=[1, 3]), in_turns([], 2.0, lengths=[2], index=1)]
     )
     estimate = estimator(**{"advantage.name": "reinforce_plus_plus", "advantage.by_turn": True})
-    first, second = members(estimate(groups, 0, 0))
+    first, second = flatten_groups(estimate(groups, 0, 0))
     # From the first turn on 1 and 2, of 1 and 2 tokens: mean 5/3, variance (4/9 + 2/9) / 2 = 1/3.
     assert first.turn_advantages[0] == pytest.approx(-2 / 3 * 3**0.5)
     assert second.turn_advantages[0] == pytest.approx(1 / 3 * 3**0.5)
@@ -233,7 +233,9 @@ def test_one_of_ones_own_is_traced_anew(tmp_path, monkeypatch):
     groups = grouped([make_trajectory(reward=2.0)])
 
     def advantage():
-        [trajectory] = members(estimator(**{"advantage.name": "shared.advantage"})(groups, 0, 0))
+        [trajectory] = flatten_groups(
+            estimator(**{"advantage.name": "shared.advantage"})(groups, 0, 0)
+        )
         return trajectory.advantage
 
     assert advantage() == 2.0

@@ -8,9 +8,9 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.training.failures import (
     FailureCounter,
     NothingWorksError,
+    explain_no_learning,
     first_error,
     has_learned,
-    why_nothing,
 )
 from tests.episodes import FAILED, make_failure, make_trajectory
 
@@ -79,26 +79,28 @@ def test_what_moved_the_weights():
 class TestWhy:
     def test_a_signal(self):
         member = dataclasses.replace(make_trajectory(reward=1.0), advantage=0.5)
-        assert why_nothing([member, make_trajectory()], [UPDATED]) is None
-        assert why_nothing([member, make_trajectory()], [SKIPPED, UPDATED]) is None
+        assert explain_no_learning([member, make_trajectory()], [UPDATED]) is None
+        assert explain_no_learning([member, make_trajectory()], [SKIPPED, UPDATED]) is None
 
     def test_a_skipped_update(self):
         member = dataclasses.replace(make_trajectory(reward=1.0), advantage=0.5)
-        assert why_nothing([member], [SKIPPED]).startswith("its update was skipped")
-        assert why_nothing([member], []).startswith("no trajectory has a loss (config.filter.tra")
+        assert explain_no_learning([member], [SKIPPED]).startswith("its update was skipped")
+        assert explain_no_learning([member], []).startswith(
+            "no trajectory has a loss (config.filter.tra"
+        )
 
     def test_equal_rewards(self):
-        got = why_nothing([equal(reward=-0.5)] * 3, [STILL])
+        got = explain_no_learning([equal(reward=-0.5)] * 3, [STILL])
         assert got == "no trajectory had a signal: all compared values were equal (rewards -0.5)"
-        got = why_nothing([equal(reward=1.0), equal(reward=0.0)], [STILL])
+        got = explain_no_learning([equal(reward=1.0), equal(reward=0.0)], [STILL])
         assert got.endswith("(rewards 0 to 1)")
         right = dataclasses.replace(equal(reward=1.0), is_correct=True)
-        assert why_nothing([right, equal(reward=1.0)], [STILL]).endswith("(rewards 1)")
-        assert why_nothing([right, right], [STILL]) is None
+        assert explain_no_learning([right, equal(reward=1.0)], [STILL]).endswith("(rewards 1)")
+        assert explain_no_learning([right, right], [STILL]) is None
 
     def test_failures_beside_equal_rewards(self):
-        got = why_nothing([equal(), failure("down"), failure("x")], [STILL])
+        got = explain_no_learning([equal(), failure("down"), failure("x")], [STILL])
         assert got.endswith("(rewards 0)")  # their number is told in any case
 
     def test_everything_failed_is_told_before(self):
-        assert why_nothing([failure("down")], []) is None
+        assert explain_no_learning([failure("down")], []) is None

@@ -14,7 +14,7 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
-from jaxrl.training.update import Gradient, UpdateStep, init_state, put_batch
+from jaxrl.training.update import GradientStep, UpdateStep, init_state, put_batch
 from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
 from tests.training.seen import ADVANTAGES, NUM_TOKENS, naive, packed_in, sequences, weighted
@@ -43,7 +43,7 @@ def model(frozen=(), name="qwen2_5_vl"):
 def gradient_of(shape, name):
     packed = packed_in(dataclasses.replace(shape, tower=golden(name)[0].tower))
     batch = put_batch(one_device_mesh(), packed.batch)
-    return Gradient(model(name=name), weighted)(golden(name)[1], batch, packed).gradients
+    return GradientStep(model(name=name), weighted)(golden(name)[1], batch, packed).gradients
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     moments = jax.tree.leaves(state.opt_state)
     num_trained = sum(x.size for x in jax.tree.leaves(trained))
     assert sum(x.size for x in moments if x.ndim) == 2 * num_trained
-    of_text = policy.of_text(batch)
-    gradients = jax.eval_shape(update.gradient.begin.function, params, of_text).gradients
+    of_text = policy.without_attachments(batch)
+    gradients = jax.eval_shape(update.gradient.init_sums.function, params, of_text).gradients
     assert jax.tree.structure(gradients) == jax.tree.structure(trained)
     state, metrics = update(state, batch, packed)
     whole = policy.whole(state.params)
@@ -96,19 +96,20 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
 def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
     tower = golden()[0].tower
     packed = packed_in(shape_of(1, 6, 48))
-    _, places = packed.attachments.on_shard(0, 0, np.float32)
+    _, places = packed.attachments.make_shard_inputs(0, 0, np.float32)
     # 24 + 40 patches of the group, 8 of the tool and 24 of the other: `second` is the same.
     assert (places[:, 0] > 0).sum() == 24 + 40 + 8 + 24
-    room = 6 * 48 * tower.unit
-    assert packed.attachments.num_patches == room // packed.attachments.part
-    assert room // (2 * packed.attachments.part) < 96 <= room // packed.attachments.part
+    room = 6 * 48 * tower.patches_per_token
+    assert packed.attachments.num_patches == room // packed.attachments.divisor
+    assert room // (2 * packed.attachments.divisor) < 96 <= room // packed.attachments.divisor
     # On two devices each has those of its own rows.
     apart = packed_in(shape_of(1, 6, 48), num_shards=2)
     counts = [
-        (apart.attachments.on_shard(0, shard, np.float32)[1][:, 0] > 0).sum() for shard in range(2)
+        (apart.attachments.make_shard_inputs(0, shard, np.float32)[1][:, 0] > 0).sum()
+        for shard in range(2)
     ]
     assert sum(counts) > 96
-    assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.unit
+    assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.patches_per_token
 
 
 def test_an_image_is_on_each_device_that_has_tokens_of_it():
@@ -119,14 +120,14 @@ def test_an_image_is_on_each_device_that_has_tokens_of_it():
     # Tokens 4 + [6] + 3 + [10] + 2 + 5, each run between two marks: the first image is at 5 to 10,
     # the second at 16 to 25, and pieces have 12 tokens.
     assert packed.attachments.num_shards == 8
-    places = [packed.attachments.on_shard(0, shard, np.float32)[1] for shard in range(8)]
+    places = [packed.attachments.make_shard_inputs(0, shard, np.float32)[1] for shard in range(8)]
     first, second = (image.num_patches for image in one.attachments)
     assert [(one[:, 0] > 0).sum() for one in places] == [first, second, second, 0] * 2
     assert (
-        arrays[UNITS][0, 0, 5:11].tolist() == tower.arrange(one.attachments[:1]).units[0].tolist()
+        arrays[UNITS][0, 0, 5:11].tolist() == tower.collate(one.attachments[:1]).units[0].tolist()
     )
     assert (
-        arrays[UNITS][0, 0, 16:26].tolist() == tower.arrange(one.attachments[1:]).units[0].tolist()
+        arrays[UNITS][0, 0, 16:26].tolist() == tower.collate(one.attachments[1:]).units[0].tolist()
     )
     assert (np.delete(arrays[UNITS][0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
     whole = packed_in(dataclasses.replace(shape, num_pieces=1), kept, ADVANTAGES[:2], num_shards=2)

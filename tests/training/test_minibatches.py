@@ -14,10 +14,10 @@ from jaxrl.training.controllers import (
 )
 from jaxrl.training.minibatches import (
     make_minibatches,
+    make_trajectory_filter,
     shard_minibatches,
     token_kl_weights,
-    trained_share,
-    trajectory_filter,
+    trajectory_filter_metrics,
     with_loss_mask,
 )
 from jaxrl.types import Divergence, with_fields
@@ -109,7 +109,7 @@ def test_values_of_tokens_stand_beside_their_tokens(num_shards):
                 np.testing.assert_array_equal(got, values[index], err_msg=name)
         for name in wanted:
             assert not getattr(half.batch, name)[half.batch.segment_ids == 0].any()
-        assert half.num_counted == sum(int(trajectories()[i].loss_mask.sum()) for i in packed)
+        assert half.num_loss_tokens == sum(int(trajectories()[i].loss_mask.sum()) for i in packed)
 
 
 def test_the_tokens_of_a_turn_carry_its_advantage():
@@ -183,7 +183,7 @@ def test_a_mini_batch_without_anything_keeps_its_fields():
     half, _ = make_minibatches(
         with_fields(lost, advantage=[0.0] * 8), SHAPE, method, controllers=CONTROLLERS
     )
-    assert (half.num_micro, half.num_tokens, half.num_counted) == (0, 0, 0)
+    assert (half.num_micro, half.num_tokens, half.num_loss_tokens) == (0, 0, 0)
     for name in ("old_logprobs", "ref_logprobs", "kl_weights"):
         value = getattr(half.batch, name)
         assert value.shape == (3, 2, 32)
@@ -197,16 +197,16 @@ def test_what_a_filter_of_trajectories_says_is_checked():
         )
         plain = method_with()
         return dataclasses.replace(
-            plain, filter=dataclasses.replace(plain.filter, trains_on=chosen)
+            plain, filter=dataclasses.replace(plain.filter, trajectory_filter=chosen)
         ).filter
 
     made = [make_trajectory(sample_index=i) for i in range(4)]
-    assert trained_share(made, method(lambda one: one.sample_index > 0)) == {
+    assert trajectory_filter_metrics(made, method(lambda one: one.sample_index > 0)) == {
         "filter/trained_share": 0.75
     }
     for wrong, told in ((lambda one: None, "None"), (lambda one: "no", "'no'")):
         with pytest.raises(UserCodeError, match=f"it returned {told}; expected True or False"):
-            trajectory_filter(method(wrong))(made[0])
+            make_trajectory_filter(method(wrong))(made[0])
 
 
 def test_observations_are_trained_on_where_asked_for():

@@ -105,7 +105,7 @@ def test_two_in_a_row_by_hand():
     np.testing.assert_array_equal(
         batch.advantages, [[[0, 0.5, 0, 0.5, 0, 2]], [[0, -1, -1, 0, 0, 0]]]
     )
-    assert (packed.num_micro, packed.num_tokens, packed.num_counted) == (2, 9, 5)
+    assert (packed.num_micro, packed.num_tokens, packed.num_loss_tokens) == (2, 9, 5)
     assert packed.padding == pytest.approx(3 / 12)
     assert batch.old_logprobs is None
     assert batch.ref_logprobs is None
@@ -139,8 +139,8 @@ def test_too_many_rows_are_refused():
 
 def test_nothing_to_pack():
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=4)
-    packed = pack([], np.zeros(0), shape, token_fields={"token_weights": []}, num_counted=1)
-    assert (packed.num_micro, packed.num_tokens, packed.num_counted) == (0, 0, 1)
+    packed = pack([], np.zeros(0), shape, token_fields={"token_weights": []}, num_loss_tokens=1)
+    assert (packed.num_micro, packed.num_tokens, packed.num_loss_tokens) == (0, 0, 1)
     assert packed.batch.token_weights.shape == (1, 2, 4)
     assert not packed.batch.token_weights.any()
     assert not packed.batch.segment_ids.any()
@@ -202,7 +202,7 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
     )
     assert not batch.segment_ids[packed.num_micro :].any()
     assert all(batch.segment_ids[micro].any() for micro in range(packed.num_micro))
-    assert packed.num_counted == sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+    assert packed.num_loss_tokens == sum(int(sequence.loss_mask.sum()) for sequence in sequences)
 
 
 @settings(deadline=None, max_examples=60)

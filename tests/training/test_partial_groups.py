@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.objectives.advantages import ESTIMATORS, advantages_of_subsets
+from jaxrl.objectives.advantages import ESTIMATORS, subset_advantages
 from jaxrl.training.collect import _filter_groups, group_metrics
-from jaxrl.types import Columns, Group, GroupStats, members, with_fields
+from jaxrl.types import Columns, Group, GroupStats, flatten_groups, with_fields
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import estimator, method_with
 
@@ -45,13 +45,13 @@ def left(groups):
 
 def filled(groups):
     """The same with a failed group behind them: batches of one shape compile once."""
-    count = ROWS - len(members(groups))
+    count = ROWS - len(flatten_groups(groups))
     rest = [make_failure(task_number=99, sample_index=i) for i in range(count)]
     return [*groups, *([Group(trajectories=tuple(rest))] if rest else [])]
 
 
 def scored(groups):
-    return [t for t in members(groups) if t.is_scored]
+    return [t for t in flatten_groups(groups) if t.is_scored]
 
 
 NAMES = [
@@ -77,7 +77,7 @@ def test_advantages_are_those_of_the_group_that_is_left(name, changes):
         alone = estimate(filled(left(drawn(seed))), 0, 0)
         got = [t.advantage for t in scored(whole)]
         np.testing.assert_allclose(got, [t.advantage for t in scored(alone)], atol=1e-6)
-        assert all(t.advantage == 0 for t in members(whole) if not t.is_scored)
+        assert all(t.advantage == 0 for t in flatten_groups(whole) if not t.is_scored)
         has_signal |= any(got)
     assert has_signal
 
@@ -87,15 +87,15 @@ def test_random_subsets_hold_nobody_who_failed(seed):
     """Only those who failed are right here: a subset with one of them would pass."""
     estimate = estimator(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
     groups = drawn(seed)
-    wrong = with_fields(groups, is_correct=[not t.is_scored for t in members(groups)])
-    assert not any(t.advantage for t in members(estimate(wrong, 0, 0)))
+    wrong = with_fields(groups, is_correct=[not t.is_scored for t in flatten_groups(groups)])
+    assert not any(t.advantage for t in flatten_groups(estimate(wrong, 0, 0)))
     columns = Columns(groups)
     key = jax.random.fold_in(jax.random.key(0), 0)
     same = (columns.group_ids[:, None] == columns.group_ids) & (columns.group_ids >= 0)
     draws = np.where(same, jax.random.uniform(key, same.shape), -1.0)
     subsets = np.argsort(-draws, axis=1)[:, :2]
-    expected = advantages_of_subsets(columns.is_correct, columns.group_ids, subsets)
-    got = [t.advantage for t in members(estimate(groups, 0, 0))]
+    expected = subset_advantages(columns.is_correct, columns.group_ids, subsets)
+    got = [t.advantage for t in flatten_groups(estimate(groups, 0, 0))]
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
@@ -105,10 +105,12 @@ def test_two_of_four_by_hand():
     made += [make_failure(sample_index=2), make_trajectory(reward=0.0, sample_index=3)]
     group = [Group(trajectories=tuple(made))]
     changes = {"advantage.grpo.normalize_std": True, "advantage.grpo.epsilon": 0.0}
-    advantages = [t.advantage for t in members(estimator(**changes)(group, 0, 0))]
+    advantages = [t.advantage for t in flatten_groups(estimator(**changes)(group, 0, 0))]
     np.testing.assert_allclose(advantages, [0.5**0.5, 0, 0, -(0.5**0.5)], atol=1e-6)
     of_others = estimator(**{"advantage.name": "rloo"})(group, 0, 0)
-    np.testing.assert_allclose([t.advantage for t in members(of_others)], [1, 0, 0, -1], atol=1e-6)
+    np.testing.assert_allclose(
+        [t.advantage for t in flatten_groups(of_others)], [1, 0, 0, -1], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.training.reference_kl import make_kl_fn, unpack
-from jaxrl.types import members, with_fields
+from jaxrl.types import flatten_groups, with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import method_with, scatter
 from tests.training.policies import MESH, SHAPE, dense, policies, score, trajectories
@@ -60,7 +60,7 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
     measure = make_kl_fn(score(), MESH, SHAPE, method)
     measured = measure(grouped(trajectories()), *policies())
     assert [group.task_id for group in measured] == ["t0", "t1", "t2", "t3"]
-    got = [t.divergence for t in members(measured)]
+    got = [t.divergence for t in flatten_groups(measured)]
     assert got[5] is None
     for index, (trajectory, found) in enumerate(zip(trajectories(), got, strict=True)):
         if found is None:

@@ -15,8 +15,8 @@ from jaxrl.training.controllers import (
     EntropyCoefficients,
     EntropyThreshold,
 )
-from jaxrl.training.rewards import charge_kl, kl_penalties, pay_entropy, shape
-from jaxrl.types import members, with_fields
+from jaxrl.training.rewards import add_entropy_reward, apply_kl_penalty, kl_penalties, shape
+from jaxrl.types import flatten_groups, with_fields
 from tests.episodes import (
     grouped,
     in_turns,
@@ -40,7 +40,7 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
         "shaping.boundary_aware": True, "shaping.sample_level": False, "shaping.overlong_buffer": 4,
         "shaping.overlong_max_tokens": 12,
     }  # fmt: skip
-    honest, slow, failed = members(
+    honest, slow, failed = flatten_groups(
         shape(grouped(group), method_with(**changes).shaping, is_late=True)
     )
     assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
@@ -52,12 +52,12 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
 def test_shaping_is_of_the_whole_trajectory_and_of_no_turn():
     made = in_turns([0.3, 0.2], 1.0, lengths=[4, 6])  # 12 tokens after the prompt
     changes = {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 12}
-    [got] = members(shape(grouped([made]), method_with(**changes).shaping, is_late=True))
+    [got] = flatten_groups(shape(grouped([made]), method_with(**changes).shaping, is_late=True))
     assert (got.rest_reward, got.turn_rewards) == (0.0, (0.3, 0.2))
     assert got.reward == pytest.approx(0.5)
     # As of one that has earned nothing by turns, to the last bit: rounding makes no difference.
     plain = in_turns([], 1.0, lengths=[4, 6])
-    [other] = members(shape(grouped([plain]), method_with(**changes).shaping, is_late=True))
+    [other] = flatten_groups(shape(grouped([plain]), method_with(**changes).shaping, is_late=True))
     assert got.rest_reward == other.reward
 
 
@@ -67,7 +67,7 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     config.shaping.overlong_buffer = 16
     assert resolved(config).overlong_limit == 192 - 32
     searched = make_trajectory(length=2 + 100)
-    [got] = members(shape(grouped([searched]), method_of(config).shaping, is_late=True))
+    [got] = flatten_groups(shape(grouped([searched]), method_of(config).shaping, is_late=True))
     assert got.reward_parts["overlong"] == 0
     config.shaping.overlong_max_tokens = 176
     assert resolved(config).overlong_limit == 176
@@ -91,16 +91,16 @@ STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, s
 def test_the_penalty_by_hand():
     # GradAccumulator of 2 and 1 nat, times a coefficient of 0.5.
     np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
-    got = members(charge_kl(STRAYED, Controllers(), method_with(**IN_REWARD)))
+    got = flatten_groups(apply_kl_penalty(STRAYED, Controllers(), method_with(**IN_REWARD)))
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]
     assert got[0].reward_parts["kl"] == -1
     assert got[2].reward_parts["kl"] == -0.5
-    assert is_same(got[1], members(BATCH)[1])
+    assert is_same(got[1], flatten_groups(BATCH)[1])
 
 
 def test_the_penalty_has_the_coefficient_as_it_stands():
     method = method_with(**IN_REWARD, **{"kl.controller": "adaptive"})
-    got = members(charge_kl(STRAYED, Controllers(kl=AdaptiveKL(2.0)), method))
+    got = flatten_groups(apply_kl_penalty(STRAYED, Controllers(kl=AdaptiveKL(2.0)), method))
     assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
 
 
@@ -141,7 +141,7 @@ def test_entropy_rewards_by_hand(bucket):
             for i in range(5)
         ]
         groups = with_windows(batch, [wavering(count) for count in (0, 4, 10, 13, 20)])
-        got = members(pay_entropy(groups, controllers, method.shaping))
+        got = flatten_groups(add_entropy_reward(groups, controllers, method.shaping))
         np.testing.assert_allclose([t.reward_parts["entropy"] for t in got], expected, atol=1e-6)
         np.testing.assert_allclose([t.reward for t in got], 0.25 + np.array(expected), atol=1e-6)
 
@@ -149,15 +149,15 @@ def test_entropy_rewards_by_hand(bucket):
 def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
     method = entropy_method()
     groups = with_windows([make_failure(), make_trajectory(sample_index=1)], [wavering(20)] * 2)
-    failed, scored = members(pay_entropy(groups, CALIBRATED, method.shaping))
-    assert is_same(failed, members(groups)[0])
+    failed, scored = flatten_groups(add_entropy_reward(groups, CALIBRATED, method.shaping))
+    assert is_same(failed, flatten_groups(groups)[0])
     assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
     plain = method_with()
-    assert is_same(pay_entropy(groups, Controllers.init(plain), plain.shaping), groups)
+    assert is_same(add_entropy_reward(groups, Controllers.init(plain), plain.shaping), groups)
 
 
 def test_a_centred_gain_where_asked_for():
     method = entropy_method(**{"shaping.centred_gain": True})
     groups = with_windows([make_trajectory()], [wavering(10)])
-    [wrong] = members(pay_entropy(groups, CALIBRATED, method.shaping))
+    [wrong] = flatten_groups(add_entropy_reward(groups, CALIBRATED, method.shaping))
     assert wrong.reward == 0

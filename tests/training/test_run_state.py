@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl.data.serialization import to_json
-from jaxrl.training.collect import Collected
+from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.usage import UsageStats
-from jaxrl.types import GroupStats, members
+from jaxrl.types import GroupStats, flatten_groups
 from tests import helpers
 from tests.episodes import grouped, make_trajectory
 
@@ -30,7 +30,9 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
     assert saved["buffered_groups"][0][0] == to_json(group.trajectories[0])
     read = Progress.from_json(saved, method).buffered_groups
     assert len(read) == count
-    for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
+    for trajectory, wanted in zip(
+        flatten_groups(read), group.trajectories if count else (), strict=True
+    ):
         assert to_json(trajectory) == to_json(wanted)
 
 
@@ -48,7 +50,7 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
     method = method_with(**{"rollout.async_level": 1} | changes)
     [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
     failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
-    pending = Collected(
+    pending = CollectedGroups(
         groups=[group],
         buffered_groups=[other],
         num_tasks_taken=5,
@@ -64,7 +66,7 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
     # What it cost counts, where it is given up now or with its stage.
     session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
     progress.stage = "train"
-    assert RunState.begin(session, "evaluate")
+    assert RunState.begin_stage(session, "evaluate")
     assert (progress.prefetched, progress.ledger) == (None, before + pending.ledger)
     if read:
         assert json.dumps(read.to_json()) == json.dumps(pending.to_json())
@@ -84,11 +86,11 @@ def test_which_records_come_after_a_checkpoint():
 
     def counted(**fields):
         progress = Progress(**fields)
-        return sum(not progress.is_passed_by(record) for record in records)
+        return sum(not progress.is_older_than(record) for record in records)
 
     assert counted() == 0
     assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
     assert counted(stage="train", step=26) == 4
     assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
     assert counted(stage="train", step=27) == 5
-    assert Progress(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
+    assert Progress(stage="train", step=1).is_older_than({"step": 1, "stage": "unknown"})

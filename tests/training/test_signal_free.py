@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS, recorded_dtype
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
@@ -21,7 +21,7 @@ from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
 from jaxrl.training.minibatches import make_minibatches, shard_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
-from jaxrl.types import Divergence, members, with_fields
+from jaxrl.types import Divergence, flatten_groups, with_fields
 from tests import helpers
 from tests.episodes import grouped
 from tests.helpers import NUM_TOKENS, TINY, TINY_MOE, relative_distance, tiny_params
@@ -88,7 +88,7 @@ def groups_of(advantages, method):
     if method.replays:
         rng = np.random.default_rng(5)
         made = [
-            dataclasses.replace(t, token_arrays={ROUTED: replayed(rng, len(t.token_ids))})
+            dataclasses.replace(t, token_arrays={ROUTED_EXPERTS: replayed(rng, len(t.token_ids))})
             for t in made
         ]
     groups = with_fields(grouped(made), advantage=advantages)
@@ -100,14 +100,14 @@ def groups_of(advantages, method):
             per_token=np.zeros(len(t.token_ids), np.float32),
             num_tokens=1,
         )
-        for t in members(groups)
+        for t in flatten_groups(groups)
     ]
     return with_fields(groups, divergence=found)
 
 
 def replayed(rng, length):
     """The experts of a sampler, in the layers that have some."""
-    sizes = length, len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
+    sizes = length, len(TINY_MOE.expert_layers), TINY_MOE.top_k
     return rng.integers(0, TINY_MOE.num_experts, sizes).astype(recorded_dtype(8))
 
 

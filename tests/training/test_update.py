@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.models.output import LOGIT_CAPACITIES, chunks_of
+from jaxrl.models.output import LOGIT_CAPACITIES, split_evenly
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
@@ -24,8 +24,8 @@ from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
     init_state,
+    move_moments,
     put_batch,
-    with_moments_in,
 )
 from jaxrl.types import Batch
 from tests.helpers import (
@@ -488,13 +488,13 @@ def test_no_logits_beyond_a_chunk_are_in_memory(update, score, params, sequences
     state, _ = update(state, batch, packed)
     score(params, batch, packed)
     span = np.int32(0), np.int32(1), (room := logit_capacities(packed, 1)[0])
-    sums = update.gradient.begin(state.params, batch)
+    sums = update.gradient.init_sums(state.params, batch)
     scores = jnp.zeros(batch.token_ids.shape, device=batch.token_ids.sharding)
     for text in (
         program_text(update.gradient.add.program, state.params, sums, batch, *span),
         program_text(score.add.program, params, scores, batch, *span),
     ):
-        assert max(logits_arrays(text).values()) == chunks_of(72 * room // 4, CHUNK_TOKENS)[1]
+        assert max(logits_arrays(text).values()) == split_evenly(72 * room // 4, CHUNK_TOKENS)[1]
     # The same look at a program whose chunk is a whole micro-batch finds it.
     careless = ScoreStep(tiny_model(chunk_tokens=72), temperature=1.0).add.program
     text = careless.lower(params, scores, batch, *span).compile().as_text()
@@ -557,8 +557,8 @@ def test_a_loss_of_ones_own_is_traced_anew(params, sequences, tmp_path, monkeypa
     (tmp_path / "scaled_loss.py").write_text(SCALED)
     monkeypatch.syspath_prepend(tmp_path)
     method = method_with(**{"loss.name": "scaled_loss.scaled"})
-    assert method.has_users_loss
-    loss, shares = make_policy_loss(method), not method.has_users_loss
+    assert method.loss_has_user_code
+    loss, shares = make_policy_loss(method), not method.loss_has_user_code
     first, _ = updated(params, sequences, loss, shares=shares)
     monkeypatch.setattr("scaling.FACTOR", -1.0)
     other, _ = updated(params, sequences, loss, shares=shares)
@@ -642,7 +642,7 @@ def test_moments_are_in_host_memory_between_updates(update, params, sequences):
     offloading = UpdateStep(
         tiny_model(), variant.token_loss, OPTIMIZER, **variant.settings, offload=True
     )
-    state, other = fresh_state(params), with_moments_in(fresh_state(params), HOST_MEMORY)
+    state, other = fresh_state(params), move_moments(fresh_state(params), HOST_MEMORY)
     assert (memories(state), memories(other)) == ({"device"}, {HOST_MEMORY})
     for _ in range(2):
         state, _ = update(state, batch, packed)

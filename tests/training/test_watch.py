@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl.training.watch import (
-    FORGOTTEN_AFTER,
+    SIGN_COOLDOWN_STEPS,
     Sign,
     UnsoundError,
     WatchState,
@@ -48,7 +48,7 @@ def test_a_sign_is_acted_on_when_it_is_new():
         assert metrics.get("sentinel/bad", 0.0) == (step in bad)
         acted += [step] * len(watched.acting)
     # 14 comes 9 steps after 5, 26 comes 10 after 16.
-    assert FORGOTTEN_AFTER == 10
+    assert SIGN_COOLDOWN_STEPS == 10
     assert acted == [3, 26]
     assert watched.state == {"step": 29}
 

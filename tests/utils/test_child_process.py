@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from jaxrl.utils import child_process
-from jaxrl.utils.child_process import Child, EndedError, SilentError
+from jaxrl.utils.child_process import ChildExitedError, ChildProcess, ChildTimeoutError
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 
 
 def child(program, **more):
-    return Child([sys.executable, "-I", "-S", "-c", program], what="a child", **more)
+    return ChildProcess([sys.executable, "-I", "-S", "-c", program], what="a child", **more)
 
 
 def test_messages_come_back_one_at_a_time():
@@ -32,9 +32,9 @@ def test_messages_come_back_one_at_a_time():
 def test_the_end_is_told_with_its_status():
     with child("print('{}', flush=True); raise SystemExit(7)") as ended:
         assert ended.readline() == {}
-        with pytest.raises(EndedError, match=r"^a child ended with 7$"):
+        with pytest.raises(ChildExitedError, match=r"^a child ended with 7$"):
             ended.readline()
-        with pytest.raises(EndedError) as error:
+        with pytest.raises(ChildExitedError) as error:
             ended.send({"a": 1})
         assert error.value.status == 7
     with child(ECHO) as killed:
@@ -47,23 +47,23 @@ def test_the_end_is_told_with_its_status():
 )
 def test_what_gives_no_line_is_not_waited_for(program):
     started = time.monotonic()
-    with child(program, most=1000) as silent:
-        with pytest.raises(SilentError, match=r"a child was silent for 0.5 s"):
+    with child(program, max_unread_bytes=1000) as silent:
+        with pytest.raises(ChildTimeoutError, match=r"a child was silent for 0.5 s"):
             silent.readline(0.5)
-        assert len(silent.printed) <= 1000 + 65536
-        with pytest.raises(SilentError, match=r"a child did not end in 0.1 s"):
+        assert len(silent.stdout_buffer) <= 1000 + 65536
+        with pytest.raises(ChildTimeoutError, match=r"a child did not end in 0.1 s"):
             silent.wait(0.1)
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("act", [lambda one: one.readline(), lambda one: one.send({"a": 1})])
 def test_a_child_that_goes_on_without_its_pipes_is_ended(act, monkeypatch):
-    monkeypatch.setattr(child_process, "_ENDING_S", 0.2)
+    monkeypatch.setattr(child_process, "_EXIT_TIMEOUT_S", 0.2)
     program = "import os, time; os.close(0); os.close(1); time.sleep(60)"
     with child(program) as deaf:
         while os.path.exists(f"/proc/{deaf.pid}/fd/1"):
             time.sleep(0.01)
-        with pytest.raises(EndedError, match=r"^a child ended with -9$"):
+        with pytest.raises(ChildExitedError, match=r"^a child ended with -9$"):
             act(deaf)
 
 

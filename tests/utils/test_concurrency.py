@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxrl.utils.concurrency import error_text, in_thread, once, side_by_side
+from jaxrl.utils.concurrency import format_error, once, parallel_map, run_in_thread
 
 
 class UnspeakableError(Exception):
@@ -25,7 +25,7 @@ class UnspeakableError(Exception):
     ],
 )
 def test_text_of_an_error(error, text):
-    assert error_text(error) == text
+    assert format_error(error) == text
 
 
 def test_items_are_worked_on_side_by_side_in_so_many_threads():
@@ -35,8 +35,8 @@ def test_items_are_worked_on_side_by_side_in_so_many_threads():
         meeting.wait()  # passes only when three are at it
         return 10 * item
 
-    assert side_by_side(work, range(6), max_threads=3) == [0, 10, 20, 30, 40, 50]
-    assert side_by_side(work, [], max_threads=3) == []
+    assert parallel_map(work, range(6), max_threads=3) == [0, 10, 20, 30, 40, 50]
+    assert parallel_map(work, [], max_threads=3) == []
 
 
 HANG = """
@@ -64,5 +64,5 @@ def test_what_is_made_once_is_made_once_for_threads_that_come_together():
         time.sleep(0.02)
         return object()
 
-    found = [future.result() for future in [in_thread(thing) for _ in range(8)]]
+    found = [future.result() for future in [run_in_thread(thing) for _ in range(8)]]
     assert len(set(map(id, found))) == 1

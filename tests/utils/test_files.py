@@ -4,16 +4,16 @@ import sys
 import pytest
 
 from jaxrl.utils.files import (
-    MovedError,
+    FolderMovedError,
     append_line,
     atomic_folder,
     begin_replacing,
-    full_disk,
-    held,
+    find_disk_full_error,
+    lock_folder,
+    open_atomic,
+    quarantine_file,
     recover,
-    remove_whole,
-    set_aside,
-    written_whole,
+    remove_atomic,
 )
 from tests.helpers import no_file_beyond
 
@@ -24,10 +24,10 @@ HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.utils.files impor
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "folder" / "file"
-    with written_whole(path) as file:
+    with open_atomic(path) as file:
         file.write("old")
         assert not path.exists()
-    with pytest.raises(TypeError), written_whole(path) as file:
+    with pytest.raises(TypeError), open_atomic(path) as file:
         file.writelines(["new", None])
     assert path.read_text() == "old"
 
@@ -68,7 +68,7 @@ def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, kille
     assert (path / "x").read_text() == ("7" if killed_after == 1 else "new")
     assert {file.name for file in tmp_path.iterdir()} - {"new"} == {"7"}
     recover(path)
-    remove_whole(path)
+    remove_atomic(path)
     assert {file.name for file in tmp_path.iterdir()} - {"new"} == set()
 
 
@@ -78,34 +78,34 @@ def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
     with (
         no_file_beyond(100),
         pytest.raises(OSError, match="too large") as raised,
-        written_whole(path) as file,
+        open_atomic(path) as file,
     ):
         file.write("new" * 100)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
-    assert full_disk(raised.value).filename == str(path)
+    assert find_disk_full_error(raised.value).filename == str(path)
 
 
 def test_nothing_is_written_where_a_held_folder_has_been(tmp_path):
     folder, moved = tmp_path / "run", tmp_path / "moved"
-    with held(folder):
-        with written_whole(folder / "eval" / "a") as file:
+    with lock_folder(folder):
+        with open_atomic(folder / "eval" / "a") as file:
             file.write("old")
         folder.rename(moved)
         for write in (
-            lambda: written_whole(folder / "eval" / "b").__enter__(),
+            lambda: open_atomic(folder / "eval" / "b").__enter__(),
             lambda: atomic_folder(folder / "export", marker="x").__enter__(),
         ):
-            with pytest.raises(MovedError, match=str(folder)):
+            with pytest.raises(FolderMovedError, match=str(folder)):
                 write()
         assert list(tmp_path.iterdir()) == [moved]
-        with written_whole(tmp_path / "other" / "b") as file:
+        with open_atomic(tmp_path / "other" / "b") as file:
             file.write("new")
         folder.symlink_to(moved)  # under its old name it is there again
-        with written_whole(folder / "eval" / "b") as file:
+        with open_atomic(folder / "eval" / "b") as file:
             file.write("new")
     moved.rename(tmp_path / "later")  # held no more
     folder.unlink()
-    with written_whole(folder / "b") as file:
+    with open_atomic(folder / "b") as file:
         file.write("new")
 
 
@@ -114,13 +114,16 @@ def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
     command = [sys.executable, "-c", HOLD, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(ValueError, match=rf"is in use by process {process.pid} on "), held(folder):
+    with (
+        pytest.raises(ValueError, match=rf"is in use by process {process.pid} on "),
+        lock_folder(folder),
+    ):
         pass
     process.kill()
     process.wait()
-    with held(folder):
+    with lock_folder(folder):
         pass
-    with held(folder):
+    with lock_folder(folder):
         pass
 
 
@@ -129,7 +132,7 @@ def test_damaged_files_are_kept_aside(tmp_path):
     kept = []
     for text in "abc":
         path.write_text(text)
-        kept.append(set_aside(path))
+        kept.append(quarantine_file(path))
     assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
     assert [file.read_text() for file in kept] == ["a", "b", "c"]
     assert not path.exists()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ def test_a_similar_path_is_suggested(tmp_path, monkeypatch, missing, suggested):
     (tmp_path / "my_data" / "train.csv").touch()
     (tmp_path / "my_data" / "train.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    assert similar_path(missing) == f" Did you mean {suggested!r}?"
-    assert similar_path("zebra") == similar_path("a" * 5000) == ""
-    assert similar_path(tmp_path / missing) == f" Did you mean {str(tmp_path / suggested)!r}?"
+    assert suggest_path(missing) == f" Did you mean {suggested!r}?"
+    assert suggest_path("zebra") == suggest_path("a" * 5000) == ""
+    assert suggest_path(tmp_path / missing) == f" Did you mean {str(tmp_path / suggested)!r}?"

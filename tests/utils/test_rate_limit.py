@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.utils.rate_limit import Breaker, RateLimit, bounded_wait_s
+from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, bounded_wait_s
 
 
 def test_a_rate_by_hand():
-    limit = RateLimit(2.5)  # two within 0.8 s
+    limit = RateLimiter(2.5)  # two within 0.8 s
     assert limit.burst == 2
     assert [limit.reserve(1, 0.0) for _ in range(5)] == [0.0, 0.0, 0.8, 0.8, 1.6]
     assert limit.reserve(2, 1.7) == pytest.approx(2.4)  # one started at 1.6
     assert limit.reserve(1, 9.0) == 9.0
-    assert RateLimit(0.25).burst == 1
-    slow = RateLimit(0.25)
+    assert RateLimiter(0.25).burst == 1
+    slow = RateLimiter(0.25)
     assert [slow.reserve(1, 1.0) for _ in range(3)] == [1.0, 5.0, 9.0]
 
 
@@ -25,7 +25,7 @@ def test_a_rate_by_hand():
     gaps=st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 20)), max_size=60),
 )
 def test_a_rate_is_never_exceeded_whatever_comes(rate, gaps):
-    limit, now, starts, waited = RateLimit(rate), 0.0, [], []
+    limit, now, starts, waited = RateLimiter(rate), 0.0, [], []
     for gap, count in gaps:
         now += gap
         start = limit.reserve(min(count, limit.burst), now)
@@ -42,56 +42,56 @@ def test_a_rate_is_never_exceeded_whatever_comes(rate, gaps):
 
 
 def breaker(**settings):
-    return Breaker(**{"max_failures": 3, "rest_s": 5.0, "patience_s": 60.0, **settings})
+    return CircuitBreaker(**{"max_failures": 3, "cooldown_s": 5.0, "patience_s": 60.0, **settings})
 
 
 def test_a_breaker_opens_half_opens_and_closes():
     one = breaker()
     for now in (1.0, 2.0):
-        assert one.may_try(now)
-        one.failed(now, began=now - 1)
-    assert one.may_try(2.0)  # two failures are not three
-    one.failed(3.0, began=2.0)
-    assert not one.may_try(7.9)
-    assert one.rest_s(4.0) == 4.0
-    assert one.may_try(8.0)  # one tries
-    assert not one.may_try(8.0)  # and only one
-    one.failed(9.0, began=8.0)
-    assert not one.may_try(13.9)
-    assert one.may_try(14.0)
-    assert one.down_s(14.0) == 14.0  # since the first call that failed began
-    one.answered(15.0)
-    assert one.may_try(15.0)
-    assert one.may_try(15.0)
-    assert one.down_s(16.0) == 0.0
-    one.failed(17.0, began=16.5)
-    assert one.may_try(17.0)  # it counts anew
-    assert one.down_s(18.0) == 1.5
+        assert one.allows_call(now)
+        one.record_failure(now, began=now - 1)
+    assert one.allows_call(2.0)  # two failures are not three
+    one.record_failure(3.0, began=2.0)
+    assert not one.allows_call(7.9)
+    assert one.cooldown_s(4.0) == 4.0
+    assert one.allows_call(8.0)  # one tries
+    assert not one.allows_call(8.0)  # and only one
+    one.record_failure(9.0, began=8.0)
+    assert not one.allows_call(13.9)
+    assert one.allows_call(14.0)
+    assert one.outage_s(14.0) == 14.0  # since the first call that failed began
+    one.record_success(15.0)
+    assert one.allows_call(15.0)
+    assert one.allows_call(15.0)
+    assert one.outage_s(16.0) == 0.0
+    one.record_failure(17.0, began=16.5)
+    assert one.allows_call(17.0)  # it counts anew
+    assert one.outage_s(18.0) == 1.5
 
 
 def test_a_server_that_asks_to_wait_is_left_alone_for_so_long():
     one = breaker()
-    one.failed(1.0, began=0.0, retry_after_s=7.0)
-    assert not one.may_try(7.9)
-    assert one.may_try(8.0)
-    assert not one.may_try(8.0)
-    one.failed(9.0, began=8.0)
-    one.failed(9.0, began=8.0)
-    assert one.rest_s(9.0) == 5.0
-    one.failed(9.0, began=8.0, retry_after_s=1.0)
-    assert one.rest_s(9.0) == 5.0  # the longer one
+    one.record_failure(1.0, began=0.0, retry_after_s=7.0)
+    assert not one.allows_call(7.9)
+    assert one.allows_call(8.0)
+    assert not one.allows_call(8.0)
+    one.record_failure(9.0, began=8.0)
+    one.record_failure(9.0, began=8.0)
+    assert one.cooldown_s(9.0) == 5.0
+    one.record_failure(9.0, began=8.0, retry_after_s=1.0)
+    assert one.cooldown_s(9.0) == 5.0  # the longer one
 
 
 def test_one_that_refuses_all_is_given_up_at_once():
     one = breaker()
-    one.failed(1.0, began=0.0, num_permanent=2)
-    one.failed(1.0, began=0.0)  # another try may help
-    one.failed(1.0, began=0.0, num_permanent=2)
+    one.record_failure(1.0, began=0.0, num_permanent=2)
+    one.record_failure(1.0, began=0.0)  # another try may help
+    one.record_failure(1.0, began=0.0, num_permanent=2)
     assert not one.refuses_all
-    one.failed(1.0, began=0.0, num_permanent=1)
+    one.record_failure(1.0, began=0.0, num_permanent=1)
     assert one.refuses_all
     assert one.patience_s(1.0) == 0.0
-    one.answered(2.0)
+    one.record_success(2.0)
     assert not one.refuses_all
 
 
@@ -103,16 +103,16 @@ def test_an_open_breaker_lets_one_call_through_a_rest(events):
     for kind, gap in events:
         now += gap
         may = row < 3 or now >= rests_until
-        assert one.may_try(now) == may
+        assert one.allows_call(now) == may
         if not may:
             continue
         if row >= 3:
-            assert not one.may_try(now)
+            assert not one.allows_call(now)
         if kind == "answer":
-            one.answered(now)
+            one.record_success(now)
             row = 0
         else:
-            one.failed(now, began=now - 0.01)
+            one.record_failure(now, began=now - 0.01)
             row += 1
             rests_until = now + 5.0 if row >= 3 else -math.inf
 

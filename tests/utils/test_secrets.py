@@ -15,8 +15,8 @@ from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool, run_one, run_together
 from jaxrl.extras.endpoints.judges import JudgeEndpoint, JudgeSettings
 from jaxrl.utils import secrets
-from jaxrl.utils.concurrency import failure_report
-from jaxrl.utils.secrets import redact, redacted_output, register_secret
+from jaxrl.utils.concurrency import format_error_report
+from jaxrl.utils.secrets import redact, redact_output, register_secret
 from tests.servers import Reply, served
 
 KEY = 'sk-Ab9/x+"Q7&w\\mnop'
@@ -120,7 +120,7 @@ def test_errors_are_redacted_before_they_are_cut(length):
     register_secret(key)
     error = ValueError("x" * length + key)
     error.add_note(key)
-    assert "012345" not in failure_report(error)
+    assert "012345" not in format_error_report(error)
 
 
 def echo(request):
@@ -180,7 +180,7 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
 def test_what_stdout_cannot_encode_is_replaced(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", out)
-    with redacted_output():
+    with redact_output():
         print("run \u00e9")
         sys.stdout.writelines(["line \u00e9\n"])
     out.flush()
@@ -188,7 +188,7 @@ def test_what_stdout_cannot_encode_is_replaced(monkeypatch):
     assert out.errors == "strict"  # the user's stream stays as it is
 
 
-@redacted_output()
+@redact_output()
 def print_and_raise(error):
     print("to out", KEY)
     print("to err", FORMS["percent"], file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 Record = dict[str, Any]
 """Fields of a task by name, as JSON values."""
@@ -169,7 +169,7 @@ def open_files(
     files = find_files(source, suffixes)
     if not files:
         raise FileNotFoundError(
-            f"{source!r} is not a file; set {key} to {what}.{similar_path(source)}"
+            f"{source!r} is not a file; set {key} to {what}.{suggest_path(source)}"
         )
     readers = [open_one(file) for file in files]
     return readers[0] if len(readers) == 1 else Joined(readers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxrl.data.readers.base import ANSWER_KEYS, Held, Reader, Record, open_files
 from jaxrl.utils.json_io import is_too_deep, parse_json
-from jaxrl.utils.jsonl import parse_line, refuse_other_formats
+from jaxrl.utils.jsonl import parse_line, reject_other_formats
 
 
 def jsonl(source: str, config_key: str) -> Reader:
@@ -67,7 +67,7 @@ class _JsonLines(_Lines):
 
     def _find_records(self) -> None:
         file = self._held.file
-        refuse_other_formats(self._held.path, file.read(4096))
+        reject_other_formats(self._held.path, file.read(4096))
         file.seek(0)
         offset = 0
         for number, line in enumerate(file, start=1):

@@ -17,7 +17,7 @@ import regex
 from jaxrl.envs.base import NO_INFORMATION, Turn
 from jaxrl.envs.rewards.qa import NO_PUNCTUATION, normalize_answer
 from jaxrl.envs.tools.budget import calls_of
-from jaxrl.utils.text import UNSPACED, fold
+from jaxrl.utils.text import UNSPACED, fold_case
 
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
 _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
@@ -120,7 +120,7 @@ def _readings(text: str) -> tuple[str, str]:
 
 def _plain(text: str) -> str:
     """Fold a text, with spaces around each letter of a script without spaces."""
-    return _UNSPACED.sub(r" \1 ", fold(text))
+    return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 
 def results_of(observation: str) -> list[str]:

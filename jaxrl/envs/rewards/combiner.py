@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from jaxrl.envs.base import CallRecord, OutageError, Reward, ScoredEpisode, Task
-from jaxrl.utils.concurrency import LateError, new_loop, started
+from jaxrl.utils.concurrency import DeadlineError, start_all, start_event_loop
 
 MAX_THREADS = 32
 """Maximum number of threads that call sync functions."""
@@ -93,7 +93,7 @@ class EventLoop:
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Schedule a coroutine."""
         if self._loop is None:
-            self._loop = new_loop("rewards")
+            self._loop = start_event_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def leave_if_stuck(self) -> None:
@@ -152,7 +152,7 @@ class RewardCombiner:
         again = [
             replace(failed, call=replace(call, members=(member,)))
             for failed, answer in zip(calls, answers, strict=True)
-            if isinstance(answer, BaseException) and not isinstance(answer, LateError)
+            if isinstance(answer, BaseException) and not isinstance(answer, DeadlineError)
             if len(failed.call.members) > 1
             for member in failed.call.members
             for call in self.custom_parts[failed.part].requests([groups[failed.group][member]])
@@ -194,7 +194,7 @@ class RewardCombiner:
         are_async = [self.custom_parts[call.part].is_async for call in calls]
         plain = [c.call.make for c, is_async in zip(calls, are_async, strict=True) if not is_async]
         if self.deadline_s:
-            running = iter(started(plain, max_threads=MAX_THREADS))
+            running = iter(start_all(plain, max_threads=MAX_THREADS))
         else:
             running = iter(list(map(_called, plain)))
         futures = [
@@ -209,7 +209,7 @@ class RewardCombiner:
         try:
             if not future.done():
                 future.cancel()
-                raise LateError(
+                raise DeadlineError(
                     f"no answer of the reward part {call.part!r} within {self.deadline_s:g} s "
                     "(config.reward.deadline_s)"
                 )

@@ -34,9 +34,9 @@ from jaxrl.envs.search.corpus import (
     make_once,
     read_corpus,
 )
-from jaxrl.utils.concurrency import MAX_ERROR, side_by_side
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
 from jaxrl.utils.json_io import read_object
-from jaxrl.utils.text import UNSPACED, fold
+from jaxrl.utils.text import UNSPACED, fold_case
 
 # A letter or number, then also marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
@@ -56,7 +56,7 @@ def tokenize(text: str) -> list[str]:
     (Unicode categories). Format characters are dropped. Compatibility forms are equal (NFKC), so
     full-width letters and combining accents match the usual spelling.
     """
-    text = fold(text)
+    text = fold_case(text)
     if text.isascii():
         return _WORD.findall(text)
     tokens: list[str] = []
@@ -145,7 +145,7 @@ class LocalSearch(DocumentSearch):
         Tied documents all get the score of the first one.
         """
         best = functools.partial(self._best, topk=topk)
-        return side_by_side(best, queries, max_threads=_NUM_THREADS)
+        return parallel_map(best, queries, max_threads=_NUM_THREADS)
 
     def _best(self, query: str, topk: int) -> list[Hit]:
         words = list(dict.fromkeys(tokenize(query)))[:MAX_QUERY_WORDS]
@@ -192,7 +192,7 @@ def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[No
             raise
         raise kind(
             f"the index {folder} is damaged; delete that folder, and the next start rebuilds "
-            f"it. ({' '.join(str(error).split())[:MAX_ERROR]})"
+            f"it. ({' '.join(str(error).split())[:MAX_ERROR_CHARS]})"
         ) from error
 
 
@@ -222,7 +222,7 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
     def digest(name: str) -> str:
         return file_digest(folder / name) if (folder / name).exists() else ""
 
-    return dict(zip(names, side_by_side(digest, names, max_threads=_NUM_THREADS), strict=True))
+    return dict(zip(names, parallel_map(digest, names, max_threads=_NUM_THREADS), strict=True))
 
 
 def _open(folder: Path) -> Any:

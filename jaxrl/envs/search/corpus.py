@@ -22,7 +22,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.jsonl import read_objects
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
-            f"Set config.{section}.corpus to its path.{similar_path(corpus)}"
+            f"Set config.{section}.corpus to its path.{suggest_path(corpus)}"
         )
     if index_dir.exists() and not index_dir.is_dir():
         raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")

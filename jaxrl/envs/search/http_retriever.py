@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, SkippedHits, batches
 from jaxrl.utils.http_client import (
-    Bounds,
+    ClientLimits,
     JsonClient,
     Request,
     check_url,
-    key_of,
-    plain_text,
-    shown_url,
+    fix_surrogates,
+    read_api_key,
+    redact_url,
 )
-from jaxrl.utils.json_io import number_of
+from jaxrl.utils.json_io import to_finite_float
 
 MAX_TEXT = 100_000
 """Maximum length of a document in characters, far more than an observation holds."""
@@ -72,7 +72,7 @@ class HttpRetriever(DocumentSearch):
         """
         # Fail now rather than at the first search.
         check_url("search.http.url", url, keys_from="config.search.http.key_env")
-        secret = key_of("search.http.key_env", key_env) if key_env else ""
+        secret = read_api_key("search.http.key_env", key_env) if key_env else ""
         if protocol not in PATHS:
             raise ValueError(
                 f"config.search.http.protocol is {protocol!r}; expected one of {', '.join(PATHS)}."
@@ -84,18 +84,18 @@ class HttpRetriever(DocumentSearch):
         if protocol == "flashrag" and path.rstrip("/").endswith("/search"):
             self._protocol = "flashrag_single"
         self._batch_size = 1 if self._protocol == "flashrag_single" else max(batch_size, 1)
-        self._skipped = SkippedHits(shown_url(self._url), log)
+        self._skipped = SkippedHits(redact_url(self._url), log)
         self._client = JsonClient(
-            Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
+            ClientLimits(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the server's documents for each query, or its error."""
-        groups = [list(b) for b in batches(list(map(plain_text, queries)), self._batch_size)]
+        groups = [list(b) for b in batches(list(map(fix_surrogates, queries)), self._batch_size)]
         requests = [Request(url=self._url, body=self._body(group, topk)) for group in groups]
         results: list[list[Hit] | ToolError] = []
-        for group, answer in zip(groups, self._client.ask(requests), strict=True):
+        for group, answer in zip(groups, self._client.send_all(requests), strict=True):
             if isinstance(answer, ToolError):
                 results += [answer] * len(group)
                 continue
@@ -121,7 +121,7 @@ class HttpRetriever(DocumentSearch):
             return self._error(error)
 
     def _error(self, error: ValueError) -> ToolError:
-        return ToolError(f"{shown_url(self._url)} gives {error}")
+        return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
 def _invalid(value: Any, expected: str) -> ValueError:
@@ -181,14 +181,19 @@ def _hit(item: Any) -> Hit:
             key, score = fields.get("id"), item.get("score")
             match fields:
                 case {"contents": str() as contents}:
-                    document = Document.of_contents("", plain_text(contents[:MAX_TEXT]))
+                    document = Document.of_contents("", fix_surrogates(contents[:MAX_TEXT]))
                 case {"text": str() as text, **rest} if isinstance(rest.get("title") or "", str):
                     title, text = rest.get("title") or "", text[:MAX_TEXT]
-                    document = Document("", plain_text(title).strip(), plain_text(text).strip())
+                    document = Document(
+                        "", fix_surrogates(title).strip(), fix_surrogates(text).strip()
+                    )
     are_scalars = not any(isinstance(value, bool) for value in (key, score))
     are_scalars &= isinstance(key, str | int | float | None) and isinstance(
         score, int | float | None
     )
     if document is None or not (document.title or document.text) or not are_scalars:
         raise _invalid(item, 'a document with "contents", or with "title" and "text"')
-    return Hit(document._replace(id="" if key is None else plain_text(str(key))), number_of(score))
+    return Hit(
+        document._replace(id="" if key is None else fix_surrogates(str(key))),
+        to_finite_float(score),
+    )

@@ -30,8 +30,8 @@ from cachetools import LRUCache
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.tools.base import Answer, Tool, run_one, run_together
-from jaxrl.utils.concurrency import in_thread, side_by_side
-from jaxrl.utils.rate_limit import Breaker, RateLimit, bounded_wait_s
+from jaxrl.utils.concurrency import parallel_map, run_in_thread
+from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, bounded_wait_s
 
 if TYPE_CHECKING:
     from jaxrl.envs.search.recording import Recording
@@ -173,10 +173,10 @@ class ResilientSearch(SearchEngine):
         )
         self._in_flight: dict[str, _Miss] = {}
         self._turn = threading.Condition()  # guards everything below
-        self._limit = RateLimit(policy.queries_per_second) if policy.queries_per_second else None
-        self._breaker = Breaker(
+        self._limit = RateLimiter(policy.queries_per_second) if policy.queries_per_second else None
+        self._breaker = CircuitBreaker(
             max_failures=policy.breaker_failures,
-            rest_s=policy.breaker_rest_s,
+            cooldown_s=policy.breaker_rest_s,
             patience_s=policy.outage_deadline_s,
         )
         self._num_running = self._num_hanging = 0
@@ -221,7 +221,7 @@ class ResilientSearch(SearchEngine):
             if len(pieces) == 1:
                 self._play(pieces[0])
             elif pieces:
-                side_by_side(self._play, pieces, max_threads=self._max_running)
+                parallel_map(self._play, pieces, max_threads=self._max_running)
         finally:  # other threads may be waiting for the misses
             for miss in misses.values():
                 self._settle(miss, miss.error)
@@ -286,7 +286,7 @@ class ResilientSearch(SearchEngine):
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
             if results is None:
-                down_s = self._breaker.down_s(time.monotonic())
+                down_s = self._breaker.outage_s(time.monotonic())
                 for miss in misses:
                     why = (
                         f"{self.what} has not answered for {down_s:.1f} s "
@@ -304,7 +304,7 @@ class ResilientSearch(SearchEngine):
             patience_s = self._breaker.patience_s(time.monotonic())
             time.sleep(max(min(wait_s * random.uniform(0.75, 1.25), patience_s), 0.0))
             if len(misses) > 1 and most >= self._policy.retries:
-                side_by_side(lambda m: self._play([m]), misses, max_threads=self._max_running)
+                parallel_map(lambda m: self._play([m]), misses, max_threads=self._max_running)
                 return
 
     def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
@@ -313,7 +313,7 @@ class ResilientSearch(SearchEngine):
             self._settle(miss, self._recorded(miss.query, result))
             return False
         with self._turn:
-            answered_others = self._breaker.answered_at > miss.since
+            answered_others = self._breaker.last_success_at > miss.since
             refuses_all = self._breaker.refuses_all
         miss.since, miss.error = time.monotonic(), result
         miss.num_counted += answered_others
@@ -374,7 +374,7 @@ class ResilientSearch(SearchEngine):
     def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
         """Call the engine once, up to its deadline."""
         with self._turn:
-            is_down = self._breaker.down_s(began) > 0
+            is_down = self._breaker.outage_s(began) > 0
             patience_s = self._breaker.patience_s(began)
             if self._num_hanging >= MAX_HANGING:
                 text = f"{MAX_HANGING} calls of {self.what} hang; it needs a time-out"
@@ -383,9 +383,9 @@ class ResilientSearch(SearchEngine):
         if is_down and 0 < patience_s < limit_s:
             limit_s = patience_s
         if len(queries) == 1 and not self._takes_batches:
-            call = in_thread(lambda: [run_one(self.engine, queries[0])])
+            call = run_in_thread(lambda: [run_one(self.engine, queries[0])])
         else:
-            call = in_thread(lambda: run_together(self.engine, queries))
+            call = run_in_thread(lambda: run_together(self.engine, queries))
         if wait_for([call], timeout=limit_s).done:
             return call.result()
 
@@ -411,13 +411,13 @@ class ResilientSearch(SearchEngine):
                 if is_given_up and not is_new:
                     return False
                 has_room = self._num_running < self._max_running
-                if has_room and (is_forced or self._breaker.may_try(now)):
+                if has_room and (is_forced or self._breaker.allows_call(now)):
                     self._num_running += 1
                     return True
                 if is_given_up:
                     return False
                 is_new = False
-                waits = [self._breaker.rest_s(now) or 1.0, self._breaker.patience_s(now)]
+                waits = [self._breaker.cooldown_s(now) or 1.0, self._breaker.patience_s(now)]
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
     def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
@@ -428,13 +428,13 @@ class ResilientSearch(SearchEngine):
             failed = [result for result in results if isinstance(result, ToolError)]
             if failed or not results:  # there are no results after an interrupt
                 are_permanent = all(error.is_permanent for error in failed)
-                self._breaker.failed(
+                self._breaker.record_failure(
                     now,
                     began=began,
                     retry_after_s=max([bounded_wait_s(e.retry_after_s) for e in failed], default=0),
                     num_permanent=len(failed) if are_permanent else 0,
                 )
-                if not self._is_told and self._breaker.down_s(now) > self._warn_after_s:
+                if not self._is_told and self._breaker.outage_s(now) > self._warn_after_s:
                     self._is_told = True
                     patience_s = max(self._breaker.patience_s(now), 0.0)
                     self._log(
@@ -446,8 +446,10 @@ class ResilientSearch(SearchEngine):
             if texts:
                 if self._is_told:
                     self._is_told = False
-                    self._log(f"{self.what} answers again, after {self._breaker.down_s(now):.1f} s")
-                self._breaker.answered(now)
+                    self._log(
+                        f"{self.what} answers again, after {self._breaker.outage_s(now):.1f} s"
+                    )
+                self._breaker.record_success(now)
                 self._answered_query = texts[-1]
             self._turn.notify_all()
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from jaxrl.envs.base import CallRecord, ToolError
 from jaxrl.envs.images import Pictured
-from jaxrl.utils.concurrency import error_text, side_by_side
+from jaxrl.utils.concurrency import format_error, parallel_map
 from jaxrl.utils.secrets import redact
 
 MAX_ERROR = 2_000  # maximum length of an error in characters
@@ -86,7 +86,7 @@ class Tool(abc.ABC):
 
         If a tool cannot tell which call failed, it raises, and each call is repeated alone.
         """
-        return side_by_side(functools.partial(run_one, self), calls, max_threads=self.max_threads)
+        return parallel_map(functools.partial(run_one, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
         """Answer each call, with a record. Retry failed calls once, each alone.
@@ -99,7 +99,7 @@ class Tool(abc.ABC):
         failed = [
             i for i, a in enumerate(results) if isinstance(a, ToolError) and not a.is_permanent
         ]
-        again = side_by_side(
+        again = parallel_map(
             lambda i: run_one(self, calls[i]), failed, max_threads=self.max_threads
         )
         for i, answer in zip(failed, again, strict=True):
@@ -234,7 +234,7 @@ def _as_tool_error(error: BaseException) -> ToolError:
         error.args = redact(error.args)
         if redact(str(error)) == str(error):
             return error
-    return ToolError(error_text(error))
+    return ToolError(format_error(error))
 
 
 PYTHON_DESCRIPTION = "Runs Python code and returns what it prints. Every call starts afresh."

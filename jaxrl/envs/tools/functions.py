@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.tools.base import CallError, JsonTool, check_names
-from jaxrl.utils.concurrency import LateError, in_time, within
+from jaxrl.utils.concurrency import DeadlineError, call_with_deadline, run_with_deadline
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
 
@@ -96,12 +96,12 @@ class FunctionTool(JsonTool):
         try:
             values = self._values(json.loads(call))
             if inspect.iscoroutinefunction(self._function):
-                result = within(self._deadline_s, self._function(**values))
+                result = run_with_deadline(self._deadline_s, self._function(**values))
             else:
-                result = in_time(self._deadline_s, lambda: self._function(**values))
+                result = call_with_deadline(self._deadline_s, lambda: self._function(**values))
         except CallError as error:
             return f"error: {error}"
-        except LateError as error:
+        except DeadlineError as error:
             raise ToolError(
                 f"{self.name}: no answer within {self._deadline_s:g} s "
                 "(config.env.search.tool_deadline_s)"

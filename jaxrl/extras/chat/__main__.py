@@ -10,11 +10,11 @@ started; RUN, --model and --image are relative to the current folder.
 
 from __future__ import annotations
 
-from jaxrl.runtime.preemption import end_on_signals
-from jaxrl.utils.text import printable, replace_unencodable
+from jaxrl.runtime.preemption import exit_on_signals
+from jaxrl.utils.text import escape_control_chars, replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # the imports below take a moment
+    exit_on_signals("ended", code=None)  # the imports below take a moment
     replace_unencodable()
 
 import argparse
@@ -36,7 +36,7 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
-from jaxrl.runtime.resume import run_folder
+from jaxrl.runtime.resume import launch_folder
 from jaxrl.training.failures import first_error
 from jaxrl.types import Trajectory
 
@@ -95,7 +95,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     separate = [text for question in arguments.questions for text in (question, "")]
     lines = typed(sys.stdin) if is_talk else separate
     num_refused = 0
-    with contextlib.chdir(run_folder(run)):
+    with contextlib.chdir(launch_folder(run)):
         components, config = load_saved_run(
             run, model, display, step=step, keys=keys, is_talk=is_talk
         )
@@ -144,7 +144,7 @@ def show(trajectory: Trajectory, console: Console) -> None:
     """Print an episode's turns, its observations (dimmed) and its answer."""
 
     def write(text: str, style: str = "") -> None:
-        console.print(Text(printable(text), style=style), soft_wrap=True)
+        console.print(Text(escape_control_chars(text), style=style), soft_wrap=True)
 
     write(f"\n{trajectory.query}", "bold")
     opener = trajectory.opener

@@ -11,9 +11,9 @@ from jaxrl.builders.components import RunComponents
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.data.records import parse_task
 from jaxrl.envs.base import Message, Prompt
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.types import Draw, Trajectory
-from jaxrl.utils.text import writable
+from jaxrl.utils.text import replace_surrogates
 
 
 class Conversation:
@@ -61,7 +61,7 @@ class Conversation:
             OutageError: A server that the environment needs is down.
         """
         number, self._num_questions = self._num_questions, self._num_questions + 1
-        question, said = writable(question), self._exchanges
+        question, said = replace_surrogates(question), self._exchanges
         for num_forgotten in range(len(said) + 1):
             self._exchanges = said[num_forgotten:]
             try:
@@ -96,7 +96,7 @@ class Conversation:
         else:
             fields |= {"question": question}
         task = parse_task(fields, f"question {number}", folder=Path())
-        sampling = Sampling(
+        sampling = SamplingConfig(
             group_size=1,
             temperature=self._temperature,
             top_p=self._config.eval.top_p,

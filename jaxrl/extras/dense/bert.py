@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import layer_norm, whole_number
-from jaxrl.models.defaults import completed
+from jaxrl.models.attention.reference import MASK_VALUE
+from jaxrl.models.decoder import layer_norm, read_positive_int
+from jaxrl.models.defaults import with_hf_defaults
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
@@ -45,7 +45,7 @@ class BertConfig:
     num_layers: int
     num_heads: int
     max_positions: int
-    num_kinds: int
+    num_token_types: int
     epsilon: float
     activation: str
 
@@ -61,14 +61,14 @@ class BertConfig:
         Raises:
             ValueError: A field is missing, has the wrong type, or needs something unsupported.
         """
-        fields = completed(fields, "bert", source=source)
+        fields = with_hf_defaults(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
         supported["position_embedding_type"] = ["absolute"]
         for name, values in supported.items():
             if (value := fields.get(name, values[0])) not in values:
                 raise ValueError(f"{source}: {name} {value!r:.80} is not supported.")
 
-        size = partial(whole_number, fields, source=source)
+        size = partial(read_positive_int, fields, source=source)
         width, num_heads = size("hidden_size"), size("num_attention_heads")
         if width % num_heads:
             raise ValueError(
@@ -82,7 +82,7 @@ class BertConfig:
             num_layers=size("num_hidden_layers"),
             num_heads=num_heads,
             max_positions=size("max_position_embeddings"),
-            num_kinds=size("type_vocab_size"),
+            num_token_types=size("type_vocab_size"),
             epsilon=float(fields["layer_norm_eps"]),
             activation=fields["hidden_act"],
         )
@@ -94,16 +94,16 @@ class BertConfig:
         """
         D, F = self.width, self.mlp_width
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for ours, theirs, size in (
+        for param_name, hf_part, size in (
             ("words", "word", self.vocab_size),
             ("places", "position", self.max_positions),
-            ("kinds", "token_type", self.num_kinds),
+            ("kinds", "token_type", self.num_token_types),
         ):
-            hf_name = f"embeddings.{theirs}_embeddings.weight"
-            tensors[f"embed/{ours}/embedding"] = hf_name, (size, D)
-        for ours, theirs in (("scale", "weight"), ("bias", "bias")):
-            tensors[f"embed/norm/{ours}"] = f"embeddings.LayerNorm.{theirs}", (D,)
-        for ours, theirs, shape in (
+            hf_name = f"embeddings.{hf_part}_embeddings.weight"
+            tensors[f"embed/{param_name}/embedding"] = hf_name, (size, D)
+        for param_name, hf_part in (("scale", "weight"), ("bias", "bias")):
+            tensors[f"embed/norm/{param_name}"] = f"embeddings.LayerNorm.{hf_part}", (D,)
+        for param_name, hf_part, shape in (
             ("attention/q", "attention.self.query", (D, D)),
             ("attention/k", "attention.self.key", (D, D)),
             ("attention/v", "attention.self.value", (D, D)),
@@ -113,9 +113,9 @@ class BertConfig:
             ("mlp/down", "output.dense", (F, D)),
             ("mlp_norm", "output.LayerNorm", (D,)),
         ):
-            first, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + theirs
-            tensors[f"blocks/{ours}/{first}"] = f"{hf_name}.weight", (self.num_layers, *shape)
-            tensors[f"blocks/{ours}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
+            first, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + hf_part
+            tensors[f"blocks/{param_name}/{first}"] = f"{hf_name}.weight", (self.num_layers, *shape)
+            tensors[f"blocks/{param_name}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
         return tensors
 
     def hf_names(self) -> dict[str, str]:
@@ -151,9 +151,9 @@ class BertConfig:
             heads = (*x.shape[:2], self.num_heads, -1)
             q, k, v = (_linear(attention[name], x).reshape(heads) for name in "qkv")
             scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-            scores = jnp.where(padding_mask[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
-            shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-            attended = jnp.einsum("bnqk,bknh->bqnh", shares, v).reshape(x.shape)
+            scores = jnp.where(padding_mask[:, None, None], scores / q.shape[-1] ** 0.5, MASK_VALUE)
+            probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            attended = jnp.einsum("bnqk,bknh->bqnh", probs, v).reshape(x.shape)
             x = x + _linear(attention["o"], attended)
             x = layer_norm(x, weights["attention_norm"], self.epsilon)
             inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))

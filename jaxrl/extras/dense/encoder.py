@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
 
-SHORTEST = 16
+MIN_WIDTH = 16
 """Width of the narrowest batch in tokens. Each wider batch doubles it."""
 
 _FILES = (
@@ -75,8 +75,8 @@ class Encoder:
         # Some tokenizers return no tokens for a blank text.
         ids = [encoding.ids or [0] for encoding in encodings]
         # Widths double, so that few programs compile.
-        doublings = [max(-(-len(text) // SHORTEST) - 1, 0).bit_length() for text in ids]
-        widths = [min(SHORTEST << power, self.model.max_tokens) for power in doublings]
+        doublings = [max(-(-len(text) // MIN_WIDTH) - 1, 0).bit_length() for text in ids]
+        widths = [min(MIN_WIDTH << power, self.model.max_tokens) for power in doublings]
         split, pending = NamedSharding(self._mesh, P("rows")), []
         for width in sorted(set(widths)):
             rows = max(batch_tokens // width, 1) * self._mesh.size

@@ -29,20 +29,20 @@ from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import (
     StoredTensor,
     check_shape,
-    hf_places,
-    lacking_tensor,
-    load_stored,
+    load_tensors,
+    locate_hf_tensors,
+    missing_tensor_error,
     open_tensors,
 )
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.registry import read_fields, read_model, suggest_model
+from jaxrl.models.registry import read_architecture, read_hf_config, suggest_model
 from jaxrl.types import Params
 from jaxrl.utils.json_io import parse_json, read_object
 
 POOLINGS = ("mean", "first", "last")
 """Poolings of hidden states: mean over tokens, first token, last token."""
 
-WEB_SEARCH = (
+QWEN_QUERY_PREFIX = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 )
 """Default query prefix of Qwen3-Embedding."""
@@ -73,7 +73,7 @@ class EmbeddingModel:
         """Size of a vector."""
         return self.model.width
 
-    def vectors(
+    def embed(
         self, params: Params, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B D"]:
         """Compute float32 vectors of texts.
@@ -89,7 +89,7 @@ class EmbeddingModel:
             hidden = self.model.hidden_states(params, token_ids, padding_mask)
         else:
             positions = jnp.broadcast_to(jnp.arange(T), token_ids.shape)
-            attend = XLA.within(padding_mask.astype(jnp.int32), positions)
+            attend = XLA.make_attend(padding_mask.astype(jnp.int32), positions)
             hidden = self.model.hidden_states(params, token_ids, positions, attend, LayerScan())
         hidden = hidden.astype(jnp.float32)
         if self.pooling == "mean":
@@ -108,13 +108,13 @@ class EmbeddingModel:
 def encode_rows(
     params: Params, token_ids: jax.Array, lengths: jax.Array, *, model: EmbeddingModel, mesh: Mesh
 ) -> jax.Array:
-    """Compute `EmbeddingModel.vectors` of rows that are split over a one-axis mesh.
+    """Compute `EmbeddingModel.embed` of rows that are split over a one-axis mesh.
 
     Weights are replicated. Float32 matmuls use full precision on every platform.
     """
     split = P(*mesh.axis_names)
     encode = jax.shard_map(
-        model.vectors, mesh=mesh, in_specs=(P(), split, split), out_specs=split, check_vma=False
+        model.embed, mesh=mesh, in_specs=(P(), split, split), out_specs=split, check_vma=False
     )
     with jax.default_matmul_precision("highest"):
         return encode(params, token_ids, lengths)
@@ -134,12 +134,12 @@ def read_encoder(path: str | Path) -> BertConfig | Architecture:
             f"config.search.dense.encoder is {str(path)!r}, which {problem}; expected a local "
             f"folder in Hugging Face format.{suggest_model(path)}"
         )
-    fields, source = read_fields(folder)
+    fields, source = read_hf_config(folder)
     model_type = fields.get("model_type")
     if model_type == "bert":
         return BertConfig.from_dict(fields, source=source)
     if model_type in ("qwen2", "qwen3"):
-        return read_model(folder)
+        return read_architecture(folder)
     raise ValueError(
         f"{source}: model_type {model_type!r} is not an encoder; expected 'bert' (E5, BGE), "
         "'qwen3' or 'qwen2'."
@@ -172,7 +172,7 @@ def read_embedding_model(
     model = read_encoder(folder)
     settings: dict[str, Any] = {"pooling": "", "query_prefix": None, "passage_prefix": None}
     if not isinstance(model, BertConfig):
-        settings = {"pooling": "last", "query_prefix": WEB_SEARCH, "passage_prefix": ""}
+        settings = {"pooling": "last", "query_prefix": QWEN_QUERY_PREFIX, "passage_prefix": ""}
     try:
         settings |= _read_sentence_transformers(folder)
     except (AttributeError, KeyError, TypeError) as error:
@@ -214,27 +214,27 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: A module or a pooling is not supported.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     settings = _read_optional(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
     if any(prompts.values()):  # all empty means not set
         passage = prompts.get("document", prompts.get("passage"))
-        named = {"query_prefix": prompts.get("query"), "passage_prefix": passage}
-        found |= {name: text for name, text in named.items() if text is not None}
+        prefixes = {"query_prefix": prompts.get("query"), "passage_prefix": passage}
+        result |= {name: text for name, text in prefixes.items() if text is not None}
     if limit := _read_optional(folder / "sentence_bert_config.json").get("max_seq_length"):
-        found["max_tokens"] = limit
+        result["max_tokens"] = limit
     file = folder / "modules.json"
     if not file.is_file():
-        return found
+        return result
     modules = parse_json(file.read_bytes(), str(file))
-    kinds = {module["type"].rpartition(".")[2]: module.get("path", "") for module in modules}
-    if unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
+    module_types = {module["type"].rpartition(".")[2]: module.get("path", "") for module in modules}
+    if unknown := module_types.keys() - {"Transformer", "Pooling", "Normalize"}:
         raise ValueError(
             f"{file} has the module {min(unknown)}, which is not supported; expected Transformer, "
             "Pooling and Normalize."
         )
-    if "Pooling" in kinds:
-        file = folder / kinds["Pooling"] / "config.json"
+    if "Pooling" in module_types:
+        file = folder / module_types["Pooling"] / "config.json"
         fields = read_object(file)
         modes = [name for name, on in fields.items() if "pooling_mode_" in name and on is True]
         if "pooling_mode" in fields:
@@ -245,10 +245,10 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
                 f"{file} has the pooling {modes}; expected one of mean, cls and lasttoken over all "
                 "tokens, including the prompt's."
             )
-        found["pooling"] = _POOLING_MODES[modes[0]]
+        result["pooling"] = _POOLING_MODES[modes[0]]
     is_dot = settings.get("similarity_fn_name") == "dot"
-    found["normalize"] = "Normalize" in kinds or not is_dot
-    return found
+    result["normalize"] = "Normalize" in module_types or not is_dot
+    return result
 
 
 def _read_optional(file: Path) -> dict[str, Any]:
@@ -271,22 +271,22 @@ def load_encoder(
         FileNotFoundError: There are no weights.
         ValueError: The weights are damaged or do not match the model.
     """
-    names = needed_params(model)
+    names = required_params(model)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in open_tensors(Path(path)).items():
         stored[name] = tensor
         for other in (f"model.{name}", name.removeprefix("bert.")):
             stored.setdefault(other, tensor)
-    for name, place in hf_places(model).items():
-        if place.param in names:
+    for name, location in locate_hf_tensors(model).items():
+        if location.param in names:
             if name not in stored:
-                raise lacking_tensor(Path(path), name, place, stored)
-            check_shape(stored[name], place)
-    layouts = dict.fromkeys(names, NamedSharding(mesh, P()))
-    return load_stored(model, stored, layouts, dtype=dtype)
+                raise missing_tensor_error(Path(path), name, location, stored)
+            check_shape(stored[name], location)
+    shardings = dict.fromkeys(names, NamedSharding(mesh, P()))
+    return load_tensors(model, stored, shardings, dtype=dtype)
 
 
-def needed_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
+def required_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the parameters that hidden states need, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
@@ -296,7 +296,7 @@ def encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
     """Return the bytes on one device: weights, and estimated activations of the widest layer."""
-    weights = sum(math.prod(shape) for shape in needed_params(model).values())
+    weights = sum(math.prod(shape) for shape in required_params(model).values())
     inner = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize
     return itemsize * weights, itemsize * batch_tokens * (2 * inner + 8 * model.width)

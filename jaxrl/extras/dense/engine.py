@@ -14,14 +14,14 @@ from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import CorpusDocuments, corpus_digest, index_folder
 from jaxrl.extras.dense.encoder import Encoder, folder_digest
 from jaxrl.extras.dense.encoders import read_embedding_model
-from jaxrl.extras.dense.files import Rows, Source, open_built, read_prebuilt
-from jaxrl.extras.dense.passages import Passages
-from jaxrl.utils.text import writable
+from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, read_prebuilt
+from jaxrl.extras.dense.passages import PassageIndex
+from jaxrl.utils.text import replace_surrogates
 
 NUM_SAMPLED = 8
 """Number of documents that are encoded to compare prebuilt vectors with the encoder."""
 
-LEAST_COSINE = 0.95
+MIN_COSINE = 0.95
 """Minimum median cosine between the prebuilt and the encoded vectors of these documents."""
 
 
@@ -90,7 +90,7 @@ class DenseSearch(DocumentSearch):
             settings = asdict(model)
             del settings["model"], settings["query_prefix"]
             settings |= {"encoder": folder_digest(encoder), "encoder_dtype": encoder_dtype}
-        source = Source(
+        source = IndexSpec(
             corpus=Path(corpus),
             index_dir=index_dir,
             settings=settings,
@@ -98,21 +98,25 @@ class DenseSearch(DocumentSearch):
             dtype=file_dtype,
         )
 
-        def make_rows(documents: CorpusDocuments) -> Rows:
+        def make_rows(documents: CorpusDocuments) -> ReadRows:
             encoded = self._encoded_rows(documents)
             return self._prebuilt_rows(documents, encoded, embeddings) if embeddings else encoded
 
-        built = open_built(source, make_rows, progress)
-        self.documents = self._documents = built.documents
-        self._passages = Passages(
-            built.vectors, on_devices, dtype=dtype, candidates=candidates, query_rows=query_rows
+        index_files = open_index(source, make_rows, progress)
+        self.documents = self._documents = index_files.documents
+        self._passages = PassageIndex(
+            index_files.vectors,
+            on_devices,
+            dtype=dtype,
+            candidates=candidates,
+            query_rows=query_rows,
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the largest inner products; ties by position."""
         if not queries:
             return []
-        texts = [writable(query) for query in queries]
+        texts = [replace_surrogates(query) for query in queries]
         vectors = self._encoder.queries(texts, batch_tokens=self._query_batch_tokens)
         rankings = zip(*self._passages.search(vectors, topk), strict=True)
         return [
@@ -120,17 +124,20 @@ class DenseSearch(DocumentSearch):
             for positions, scores in rankings
         ]
 
-    def _encoded_rows(self, documents: CorpusDocuments) -> Rows:
+    def _encoded_rows(self, documents: CorpusDocuments) -> ReadRows:
         """Return a function that encodes documents, title and text as in `Document.contents`."""
 
         def rows(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
-            texts = [writable(one.contents if one.title else one.text) for one in parts]
+            texts = [
+                replace_surrogates(document.contents if document.title else document.text)
+                for document in parts
+            ]
             return self._encoder.passages(texts, batch_tokens=self._batch_tokens)
 
         return rows
 
-    def _prebuilt_rows(self, documents: CorpusDocuments, encoded: Rows, path: str) -> Rows:
+    def _prebuilt_rows(self, documents: CorpusDocuments, encoded: ReadRows, path: str) -> ReadRows:
         """Return a function that reads prebuilt vectors, after comparing some with the encoder's.
 
         Raises:
@@ -144,11 +151,11 @@ class DenseSearch(DocumentSearch):
                 f"{[len(documents), width]}, one per document with the encoder's width."
             )
         positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
-        theirs = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
-        ours = np.concatenate([encoded(i, i + 1) for i in positions.tolist()])
-        norms = np.linalg.norm(theirs, axis=1) * np.linalg.norm(ours, axis=1)
-        cosines = (theirs * ours).sum(axis=1) / np.maximum(norms, 1e-12)
-        if not np.median(cosines) >= LEAST_COSINE:
+        prebuilt_vectors = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
+        encoded_vectors = np.concatenate([encoded(i, i + 1) for i in positions.tolist()])
+        norms = np.linalg.norm(prebuilt_vectors, axis=1) * np.linalg.norm(encoded_vectors, axis=1)
+        cosines = (prebuilt_vectors * encoded_vectors).sum(axis=1) / np.maximum(norms, 1e-12)
+        if not np.median(cosines) >= MIN_COSINE:
             raise ValueError(
                 f"{key} is {path!r}, whose vectors differ from the encoder's: cosines of "
                 f"{', '.join(f'{x:.2f}' for x in cosines)} for documents "

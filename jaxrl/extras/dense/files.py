@@ -6,7 +6,7 @@ A folder of the index holds
     lines.npy       [N] records: offset of each document's line in the corpus, CRC-32 of the line
     manifest.json   inputs of the vectors, SHA-256 of `lines.npy` and of each chunk of vectors
 
-Its name contains a hash of these inputs, and ends in `.building` until the folder is complete.
+Its name contains a hash of these inputs, and ends in `.build_folder` until the folder is complete.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from jaxrl.envs.search.corpus import (
     make_once,
     read_corpus,
 )
-from jaxrl.utils.files import written_whole
+from jaxrl.utils.files import open_atomic
 from jaxrl.utils.json_io import read_object
-from jaxrl.utils.paths import similar_path
+from jaxrl.utils.paths import suggest_path
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Dtypes of `vectors.bin` by `search.dense.file_dtype`."""
@@ -49,14 +49,14 @@ CHUNK_ROWS = 8_192
 
 _VERSION = 3  # part of every folder's name: increment it when the format changes
 _VECTORS, _LINES, _MANIFEST = "vectors.bin", "lines.npy", "manifest.json"
-_LINE = np.dtype([("offset", np.int64), ("check", np.uint32)])
+_LINE_DTYPE = np.dtype([("offset", np.int64), ("check", np.uint32)])
 
-Rows = Callable[[int, int], np.ndarray]
+ReadRows = Callable[[int, int], np.ndarray]
 """Function from `start` and `stop` positions in the corpus to vectors, float [stop - start, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class IndexSpec:
     """Inputs of the vectors, which determine the name of the index folder.
 
     Attributes:
@@ -94,8 +94,8 @@ class VectorFiles(NamedTuple):
     documents: CorpusDocuments
 
 
-def open_built(
-    source: Source, make_rows: Callable[[CorpusDocuments], Rows], progress: Progress
+def open_index(
+    source: IndexSpec, make_rows: Callable[[CorpusDocuments], ReadRows], progress: Progress
 ) -> VectorFiles:
     """Open an index. If it is not complete, build it or resume a killed build first.
 
@@ -103,7 +103,7 @@ def open_built(
 
     Args:
         source: Inputs of the index.
-        make_rows: Function from documents to `Rows`, called only for a build.
+        make_rows: Function from documents to `ReadRows`, called only for a build.
         progress: Callback with the number of vectors so far.
 
     Raises:
@@ -129,7 +129,7 @@ def open_built(
         ) from error
 
 
-def _open(source: Source, folder: Path) -> VectorFiles:
+def _open(source: IndexSpec, folder: Path) -> VectorFiles:
     """Open a complete index and verify the digests of its files.
 
     Raises:
@@ -139,9 +139,9 @@ def _open(source: Source, folder: Path) -> VectorFiles:
     lines = _read_lines(folder, manifest)
     dtype, shape = FILE_DTYPES[source.dtype], (len(lines), source.width)
     vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
-    num_whole = _count_whole(vectors, manifest["chunks"])
-    if num_whole < -(-len(lines) // CHUNK_ROWS):
-        first = num_whole * CHUNK_ROWS
+    num_intact = _count_intact(vectors, manifest["chunks"])
+    if num_intact < -(-len(lines) // CHUNK_ROWS):
+        first = num_intact * CHUNK_ROWS
         raise ValueError(f"{_VECTORS} was changed: vectors from {first} on are not those written")
     return VectorFiles(folder, vectors, _documents(source, lines))
 
@@ -152,11 +152,11 @@ def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
     return np.load(folder / _LINES, mmap_mode="r")
 
 
-def _documents(source: Source, lines: Any) -> CorpusDocuments:
+def _documents(source: IndexSpec, lines: Any) -> CorpusDocuments:
     return CorpusDocuments(source.corpus, lines["offset"], lines["check"])
 
 
-def _count_whole(vectors: np.ndarray, digests: list[str]) -> int:
+def _count_intact(vectors: np.ndarray, digests: list[str]) -> int:
     """Return the number of leading chunks that match their digests."""
     starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -170,31 +170,34 @@ def _digest(rows: np.ndarray) -> str:
 
 
 def _build(
-    source: Source, folder: Path, make_rows: Callable[[CorpusDocuments], Rows], progress: Progress
+    source: IndexSpec,
+    folder: Path,
+    make_rows: Callable[[CorpusDocuments], ReadRows],
+    progress: Progress,
 ) -> None:
     """Build an index next to `folder`, then rename it to `folder`."""
     # Resume an unfinished build if its lines are intact, else start over.
-    building = folder.with_name(f"{folder.name}.building")
+    build_folder = folder.with_name(f"{folder.name}.building")
     digest = corpus_digest(source.corpus, source.index_dir)
     try:
-        manifest = read_object(building / _MANIFEST)
-        lines = _read_lines(building, manifest)
+        manifest = read_object(build_folder / _MANIFEST)
+        lines = _read_lines(build_folder, manifest)
     except (OSError, ValueError, KeyError):
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        lines = np.fromiter(_scan_lines(source.corpus, progress), _LINE)
-        np.save(building / _LINES, lines)
+        shutil.rmtree(build_folder, ignore_errors=True)
+        build_folder.mkdir(parents=True)
+        lines = np.fromiter(_scan_lines(source.corpus, progress), _LINE_DTYPE)
+        np.save(build_folder / _LINES, lines)
         corpus = {"digest": digest, "bytes": source.corpus.stat().st_size}
         manifest = {**source.inputs, "corpus": corpus, "chunks": []}
-        manifest["lines"] = file_digest(building / _LINES)
-        _write_manifest(building, manifest)
+        manifest["lines"] = file_digest(build_folder / _LINES)
+        _write_manifest(build_folder, manifest)
     # Keep the intact chunks, and take the vectors of the corpus's beginning from an older index.
     shape, dtype = (len(lines), source.width), FILE_DTYPES[source.dtype]
-    _reserve(building, shape[0] * shape[1] * dtype.itemsize)
-    vectors = np.memmap(building / _VECTORS, dtype, "r+", shape=shape)
+    _reserve(build_folder, shape[0] * shape[1] * dtype.itemsize)
+    vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
     chunks = manifest["chunks"]
-    del chunks[_count_whole(vectors, chunks) :]
-    earlier, rows = _earlier_vectors(source), make_rows(_documents(source, lines))
+    del chunks[_count_intact(vectors, chunks) :]
+    earlier, rows = _find_earlier_vectors(source), make_rows(_documents(source, lines))
     for start in range(len(chunks) * CHUNK_ROWS, len(lines), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(lines))
         known = min(max(start, len(earlier)), stop)
@@ -208,10 +211,10 @@ def _build(
             vectors[known:stop] = new.astype(dtype)
         vectors.flush()
         chunks.append(_digest(vectors[start:stop]))
-        _write_manifest(building, manifest)
+        _write_manifest(build_folder, manifest)
         progress(stop)
     check_unchanged(source.corpus, source.index_dir, digest)
-    building.rename(folder)
+    build_folder.rename(folder)
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
@@ -229,25 +232,25 @@ def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
 
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    with written_whole(folder / _MANIFEST) as out:
+    with open_atomic(folder / _MANIFEST) as out:
         json.dump(manifest, out, indent=1)
 
 
-def _reserve(building: Path, size: int) -> None:
+def _reserve(build_folder: Path, size: int) -> None:
     """Allocate the file of vectors, so that a full disk fails before the work starts."""
-    with open(building / _VECTORS, "ab") as file:
+    with open(build_folder / _VECTORS, "ab") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{building.parent} cannot hold {size / 2**20:,.0f} MiB of vectors "
+                f"{build_folder.parent} cannot hold {size / 2**20:,.0f} MiB of vectors "
                 f"({error.strerror}); free some space, name another folder by "
                 "config.search.dense.index, or set config.search.dense.file_dtype to 'bfloat16'",
             ) from error
 
 
-def _earlier_vectors(source: Source) -> np.ndarray:
+def _find_earlier_vectors(source: IndexSpec) -> np.ndarray:
     """Return the vectors of the index with the longest prefix of the corpus; none without any."""
     folders: dict[str, tuple[Path, int]] = {}
     for file in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
@@ -264,14 +267,14 @@ def _earlier_vectors(source: Source) -> np.ndarray:
     return np.empty((0, source.width), FILE_DTYPES[source.dtype])
 
 
-class Prebuilt(NamedTuple):
+class PrebuiltVectors(NamedTuple):
     """Vectors computed elsewhere, in the order of the corpus."""
 
     shape: tuple[int, int]
-    rows: Rows
+    rows: ReadRows
 
 
-def read_prebuilt(path: Path) -> Prebuilt:
+def read_prebuilt(path: Path) -> PrebuiltVectors:
     """Open an `.npy` file of floats [N, D], or a FAISS flat index.
 
     Raises:
@@ -282,7 +285,7 @@ def read_prebuilt(path: Path) -> Prebuilt:
     if not path.is_file():
         raise FileNotFoundError(
             f"config.search.dense.embeddings is {str(path)!r}; there is no such file."
-            f"{similar_path(path)}"
+            f"{suggest_path(path)}"
         )
     if path.suffix != ".npy":
         return _read_faiss(path)
@@ -292,10 +295,12 @@ def read_prebuilt(path: Path) -> Prebuilt:
         raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ValueError(f"{path} holds {vectors.dtype} {vectors.shape}; expected floats [N, D].")
-    return Prebuilt(vectors.shape, lambda start, stop: vectors[start:stop].astype(np.float32))
+    return PrebuiltVectors(
+        vectors.shape, lambda start, stop: vectors[start:stop].astype(np.float32)
+    )
 
 
-def _read_faiss(path: Path) -> Prebuilt:
+def _read_faiss(path: Path) -> PrebuiltVectors:
     try:
         import faiss
     except ImportError as error:
@@ -315,4 +320,4 @@ def _read_faiss(path: Path) -> Prebuilt:
             "vectors as they are."
         )
     shape = int(index.ntotal), int(index.d)
-    return Prebuilt(shape, lambda start, stop: index.reconstruct_n(start, stop - start))
+    return PrebuiltVectors(shape, lambda start, stop: index.reconstruct_n(start, stop - start))

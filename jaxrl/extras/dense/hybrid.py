@@ -31,8 +31,10 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
         for rank, (document, _) in enumerate(ranking, start=1):
             documents.setdefault(document.id, document)
             scores[document.id] = scores.get(document.id, Fraction(0)) + 1 / (exact_k + rank)
-    best = sorted(scores, key=lambda id: (-scores[id], documents[id]))[:topk]
-    return [Hit(documents[id], float(scores[id])) for id in best]
+    best = sorted(scores, key=lambda document_id: (-scores[document_id], documents[document_id]))[
+        :topk
+    ]
+    return [Hit(documents[document_id], float(scores[document_id])) for document_id in best]
 
 
 class HybridSearch(DocumentSearch):
@@ -62,13 +64,16 @@ class HybridSearch(DocumentSearch):
             FileNotFoundError, PermissionError, ValueError: See the two engines.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
-        vectors = DenseSearch(**dense, progress=progress)  # first: errors name its corpus
-        words = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
-        self._engines: tuple[DocumentSearch, ...] = (words, vectors)
-        self.documents = vectors.documents
+        dense_search = DenseSearch(**dense, progress=progress)  # first: errors name its corpus
+        bm25 = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
+        self._engines: tuple[DocumentSearch, ...] = (bm25, dense_search)
+        self.documents = dense_search.documents
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the documents that rank high in either engine."""
         count = max(topk, self._candidates)
         rankings = [engine.retrieve(queries, count) for engine in self._engines]
-        return [fuse(each, k=self._k, topk=topk) for each in zip(*rankings, strict=True)]
+        return [
+            fuse(query_rankings, k=self._k, topk=topk)
+            for query_rankings in zip(*rankings, strict=True)
+        ]

@@ -49,8 +49,8 @@ def search_bytes(
         query_rows=dense.query_rows,
     )
     weights, activations = encoder_bytes(model, dense.encoder_dtype, dense.query_batch_tokens)
-    held = {"search index": sizes["passages"], "search encoder": weights}
-    return held, {"searching": sizes["search"] + activations}
+    resident = {"search index": sizes["passages"], "search encoder": weights}
+    return resident, {"searching": sizes["search"] + activations}
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,8 +1,8 @@
 """Exact inner-product search over passages that are split over devices.
 
-Each device scores its passages block by block and keeps the best score of every `GROUP` of them.
-The best groups contain the best passages, also with tied scores, so a device rescores and ranks
-only their passages. The host merges the candidates of all devices, which do not communicate.
+Each device scores its passages block by block and keeps the best score of every `GROUP_SIZE` of
+them. The best groups contain the best passages, also with tied scores, so a device rescores and
+ranks only their passages. The host merges the candidates of all devices, which do not communicate.
 
 Devices only select candidates. The host rescores these in float64 from the vectors in the file, so
 results depend neither on the dtype on the devices nor on the number of devices. The rounding error
@@ -25,13 +25,13 @@ from jax.sharding import PartitionSpec as P
 
 DTYPES = ("float32", "bfloat16", "int8")
 
-GROUP = 32
+GROUP_SIZE = 32
 """Number of passages that share one best score."""
 
 MAX_BLOCK = 65_536
 """Maximum number of passages that a device scores at a time."""
 
-CPU_BLOCK = 2_048
+MAX_CPU_BLOCK = 2_048
 """The same on a CPU; a block of this size fits into its cache."""
 
 LOAD_ROWS = 4_096
@@ -40,18 +40,18 @@ LOAD_ROWS = 4_096
 MAX_CANDIDATES = 1_600
 """Limit on candidates. At this limit the search accepts the best of them without proof."""
 
-_DEVIATIONS = 6.0
+_NUM_STDDEVS = 6.0
 """Number of standard deviations of int8 rounding taken as a bound on all errors in a corpus."""
 
 
 def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
     """Return the number of blocks per device (minimal) and the number of passages per block.
 
-    All blocks have the same size, a multiple of `GROUP`.
+    All blocks have the same size, a multiple of `GROUP_SIZE`.
     """
     per_device = -(-num_passages // num_devices)
-    num_blocks = -(-per_device // (CPU_BLOCK if platform == "cpu" else MAX_BLOCK))
-    return num_blocks, -(-per_device // (num_blocks * GROUP)) * GROUP
+    num_blocks = -(-per_device // (MAX_CPU_BLOCK if platform == "cpu" else MAX_BLOCK))
+    return num_blocks, -(-per_device // (num_blocks * GROUP_SIZE)) * GROUP_SIZE
 
 
 def device_bytes(
@@ -77,12 +77,12 @@ def device_bytes(
     """
     num_blocks, block = split_blocks(num_passages, num_devices, platform)
     size, itemsize = num_blocks * block, jnp.dtype(dtype).itemsize
-    groups = size // GROUP
+    groups = size // GROUP_SIZE
     return {
         "passages": size * (width * itemsize + 4 * (dtype == "int8")),
         "search": query_rows * 4 * (block + 2 * groups)
         + block * width * itemsize
-        + min(max(candidates, MAX_CANDIDATES), groups) * GROUP * width * (itemsize + 4),
+        + min(max(candidates, MAX_CANDIDATES), groups) * GROUP_SIZE * width * (itemsize + 4),
     }
 
 
@@ -148,7 +148,7 @@ def _search(
             index, rows, row_scales = numbered
             is_padding = index * block + jnp.arange(block) >= count[0]
             scores = jnp.where(is_padding, -jnp.inf, score(queries, rows, row_scales))
-            return None, scores.reshape(Q, -1, GROUP).max(axis=2)
+            return None, scores.reshape(Q, -1, GROUP_SIZE).max(axis=2)
 
         blocks = passages.reshape(-1, block, D)
         block_scales = None if scales is None else scales.reshape(-1, block)
@@ -158,15 +158,15 @@ def _search(
         groups = jnp.sort(jax.lax.top_k(best, min(num, best.shape[1]))[1], axis=1)
 
         def score_groups(query: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-            positions = (groups[:, None] * GROUP + jnp.arange(GROUP)).reshape(-1)
+            positions = (groups[:, None] * GROUP_SIZE + jnp.arange(GROUP_SIZE)).reshape(-1)
             row_scales = None if scales is None else scales[positions]
             scores = score(query[None], passages[positions], row_scales)[0]
             scores = jnp.where(positions < count[0], scores, -jnp.inf)
             largest, where = jax.lax.top_k(scores, min(num, len(positions)))
             return largest, positions[where]
 
-        found = jax.lax.map(lambda one: score_groups(*one), (queries, groups))
-        return jax.tree.map(lambda array: array[None], found)
+        results = jax.lax.map(lambda args: score_groups(*args), (queries, groups))
+        return jax.tree.map(lambda array: array[None], results)
 
     split = P(*mesh.axis_names)
     specs = (split, split, split, P())
@@ -179,7 +179,7 @@ def _search(
 _write_rows = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
 
-class Passages:
+class PassageIndex:
     """The vectors of a corpus on devices, with exact search.
 
     Attributes:
@@ -274,25 +274,25 @@ class Passages:
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
         # Repeat with four times as many candidates for queries whose result is not proven.
-        left, num = np.arange(len(queries)), max(self._candidates, 4 * topk)
-        while len(left):
+        remaining, num = np.arange(len(queries)), max(self._candidates, 4 * topk)
+        while len(remaining):
             num = min(num, len(self.vectors))
             is_last = num >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
-            unsure = []
-            for start in range(0, len(left), self._query_rows):
-                block = left[start : start + self._query_rows]
-                found = self._find_candidates(queries[block], num)
-                for row, candidates, weakest in zip(block, *found, strict=True):
+            unproven = []
+            for start in range(0, len(remaining), self._query_rows):
+                block = remaining[start : start + self._query_rows]
+                results = self._find_candidates(queries[block], num)
+                for row, candidates, weakest in zip(block, *results, strict=True):
                     query, ordered = queries[row].astype(np.float64), np.sort(candidates)
                     # Sum each row separately and in the same order, so that equal vectors have
                     # equal scores. Sorted candidates make the file reads sequential.
                     exact = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
                     best = np.lexsort((ordered, -exact))[:topk]
                     positions[row], scores[row] = ordered[best], exact[best]
-                    bound = weakest + self._rounding(query)
+                    bound = weakest + self._rounding_bound(query)
                     if not is_last and scores[row, -1] <= bound:
-                        unsure.append(row)
-            left, num = np.array(unsure, np.int64), 4 * num
+                        unproven.append(row)
+            remaining, num = np.array(unproven, np.int64), 4 * num
         return positions, scores
 
     def _find_candidates(
@@ -331,7 +331,7 @@ class Passages:
             weakest.append(float(scores[best[-1]]) * float(query_scales[row]))
         return candidates, weakest
 
-    def _rounding(self, query: np.ndarray) -> float:
+    def _rounding_bound(self, query: np.ndarray) -> float:
         """Return a bound on the error of a device's scores."""
         norms = float(np.linalg.norm(query)) * self._max_norm
         summed = len(query) * float(np.finfo(np.float32).eps) * norms
@@ -339,5 +339,5 @@ class Passages:
             # Rounding errors are uniform over a step of the scale, with variance step^2 / 12.
             of_passages = float(np.linalg.norm(query)) * self._max_scale
             of_query = self._max_norm * float(_int8_scales(query[None])[0])
-            return summed + _DEVIATIONS * float(np.hypot(of_passages, of_query)) / 12**0.5
+            return summed + _NUM_STDDEVS * float(np.hypot(of_passages, of_query)) / 12**0.5
         return summed + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)

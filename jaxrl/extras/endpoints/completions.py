@@ -11,7 +11,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ReplayOnly, ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool
-from jaxrl.utils.http_client import Bounds, JsonClient, Request, key_of
+from jaxrl.utils.http_client import ClientLimits, JsonClient, Request, read_api_key
 
 MAX_REPLY_MIB = 4.0
 _MAX_SHOWN = 200  # characters of a reply that an error shows
@@ -33,11 +33,11 @@ class Endpoint(Tool):
             ValueError: The key's environment variable is not set.
         """
         self.settings, self.key = settings, key
-        secret = key_of(f"{key}.key_env", settings.key_env) if settings.key_env else ""
+        secret = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
         address = urlsplit(settings.url)  # with parameters, such as Azure's api-version
         self._url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
         self._client = JsonClient(
-            Bounds(
+            ClientLimits(
                 timeout_s=settings.deadline_s,
                 connections=settings.max_concurrent,
                 max_mib=MAX_REPLY_MIB,
@@ -51,7 +51,7 @@ class Endpoint(Tool):
         Raises:
             ToolError: The request failed.
         """
-        [answer] = self._client.ask([Request(url=self._url, body=dict(body))])
+        [answer] = self._client.send_all([Request(url=self._url, body=dict(body))])
         if isinstance(answer, ToolError):
             raise answer
         return answer

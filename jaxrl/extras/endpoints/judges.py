@@ -23,7 +23,7 @@ from jaxrl.envs.rewards.combiner import Call, Measured
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import Answer
 from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
-from jaxrl.utils.http_client import check_url, plain_text
+from jaxrl.utils.http_client import check_url, fix_surrogates
 
 _PLACE = re.compile(r"\{(question|response|answers)\}")
 SCORE = (
@@ -136,7 +136,7 @@ class JudgeEndpoint(Endpoint):
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         body = {
             "model": settings.model,
-            "messages": [*system, {"role": "user", "content": plain_text(call)}],
+            "messages": [*system, {"role": "user", "content": fix_surrogates(call)}],
             "temperature": settings.temperature,
             "max_tokens": settings.max_tokens,
             **settings.options,

@@ -30,15 +30,15 @@ from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
 from jaxrl.extras.endpoints.keys import KEYS
 from jaxrl.extras.endpoints.sent_images import sent_image, url_of
-from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule, StartError
-from jaxrl.sampling.interfaces import Processor, Sampling
-from jaxrl.sampling.rollout import LOOK_S, check_stop
-from jaxrl.sampling.step_results import failed_step, images_of
+from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, StartError, TokenLimits
+from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
+from jaxrl.sampling.step_results import get_images, make_failed_step
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import MAX_ERROR, in_thread, started
-from jaxrl.utils.http_client import check_url, plain_text, shown_url
-from jaxrl.utils.text import writable
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_all
+from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
+from jaxrl.utils.text import replace_surrogates
 
 GO_ON = "Continue."
 """User message if the environment returns no observation and the model must continue."""
@@ -99,9 +99,9 @@ class ChatModel:
         )
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Return the model's name and address for messages."""
-        return f"{self.settings.model} at {shown_url(self.settings.url)}"
+        return f"{self.settings.model} at {redact_url(self.settings.url)}"
 
     def rollout(self, *arguments: Any) -> ChatRollout:
         """Return a rollout with this model; other arguments are those of `ChatRollout`."""
@@ -130,11 +130,11 @@ class ChatModel:
         for message in messages:
             content: Any = message["content"]
             if isinstance(content, str):
-                content = plain_text(content)
+                content = fix_surrogates(content)
             else:
                 images += [part for part in content if isinstance(part, Picture)]
                 content = [_content_part(part) for part in content]
-            role = plain_text(message["role"])
+            role = fix_surrogates(message["role"])
             chat.append({**message, "role": role, "content": content, **_tool_calls(message)})
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
         [answer] = self._guard.answer_all([Pictured(json.dumps(body), images)])
@@ -158,7 +158,7 @@ class ChatModel:
 def _content_part(part: str | Picture) -> dict[str, Any]:
     """Return a message part, with images as digests, so that a recording holds no images."""
     if isinstance(part, str):
-        return {"type": "text", "text": plain_text(part)}
+        return {"type": "text", "text": fix_surrogates(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
 
 
@@ -264,7 +264,7 @@ def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-class ChatRollout(EpisodePlayer):
+class ChatRollout(BaseRollout):
     """Rollout of groups of episodes with a model behind an endpoint."""
 
     def __init__(
@@ -272,17 +272,17 @@ class ChatRollout(EpisodePlayer):
         model: ChatModel,
         env: Env,
         tokenizer: Tokenizer,
-        limits: Limits,
-        schedule: Schedule,
-        pay: Pay,
+        limits: TokenLimits,
+        schedule: ReplySchedule,
+        reward_fn: RewardFn,
         processor: Processor | None = None,
     ):
-        """Add the model to an `EpisodePlayer`; a blank processor sends blank images.
+        """Add the model to an `BaseRollout`; a blank processor sends blank images.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
         """
-        super().__init__(env, tokenizer, limits, schedule, pay, processor)
+        super().__init__(env, tokenizer, limits, schedule, reward_fn, processor)
         if self._tools:
             raise ValueError(
                 "config.policy.name is 'openai', and the environment describes its tools through "
@@ -295,7 +295,7 @@ class ChatRollout(EpisodePlayer):
     def __call__(
         self,
         draws: Sequence[Draw],
-        sampling: Sampling,
+        sampling: SamplingConfig,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -315,13 +315,13 @@ class ChatRollout(EpisodePlayer):
             for i, sample in enumerate(samples)
             if sample.episode.outcome is None
         ]
-        episodes = started(playing, max_threads=self._model.settings.max_concurrent)
+        episodes = start_all(playing, max_threads=self._model.settings.max_concurrent)
         try:
             left, total = set(episodes), len(samples)
             while left:
                 check_stop(should_stop)
                 progress(total - len(left), total)
-                done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
+                done, left = wait(left, timeout=IDLE_POLL_S, return_when=FIRST_EXCEPTION)
                 for episode in done:
                     episode.result()
             progress(total, total)
@@ -330,10 +330,10 @@ class ChatRollout(EpisodePlayer):
             for episode in episodes:
                 episode.cancel()
             raise
-        return self._score(samples, sampling)
+        return self._score_groups(samples, sampling)
 
     def _play(
-        self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
+        self, sample: Sample, draw: Draw, sampling: SamplingConfig, is_over: threading.Event
     ) -> None:
         """Play an episode to its end, or until `is_over` is set."""
         prompt: list[Mapping[str, Any]] = []
@@ -344,20 +344,20 @@ class ChatRollout(EpisodePlayer):
             except OutageError:
                 raise
             except (ToolError, StartError, UnreadableError) as error:
-                turn = Turn(text="", error=writable(str(error))[:MAX_ERROR])
-                self._end(sample, turn, Outcome.ENVIRONMENT_ERROR)
+                turn = Turn(text="", error=replace_surrogates(str(error))[:MAX_ERROR_CHARS])
+                self._end_episode(sample, turn, Outcome.ENVIRONMENT_ERROR)
                 return
-            text = writable(written.text)
+            text = replace_surrogates(written.text)
             sample.usage = {k: sample.usage.get(k, 0) + n for k, n in written.usage.items()}
             sample.append_unknown(self._tokenizer.encode_plain(text), sampling.policy_version)
             if written.is_cut:
-                self._end(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
+                self._end_episode(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
             else:
-                self._take(sample, text, self._answer(sample, text))
+                self._apply_step_result(sample, text, self._answer(sample, text))
 
     def _opening_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
         """Return the first messages of an episode, with the task's images at their marks."""
-        opening, images = self._start(draw.task), self._sent(draw.task.images)
+        opening, images = self._start_episode(draw.task), self._sent(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
             content: Content = message["content"]
@@ -375,14 +375,14 @@ class ChatRollout(EpisodePlayer):
         prompt: Sequence[Mapping[str, Any]],
         sample: Sample,
         draw: Draw,
-        sampling: Sampling,
+        sampling: SamplingConfig,
     ) -> Written:
         """Request the next turn of an episode."""
         episode = sample.episode
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": self._budget(sample),
+            "max_tokens": self._remaining_budget(sample),
             "seed": _seed(sampling, draw, sample),
         }
         messages = list(prompt)
@@ -410,24 +410,24 @@ class ChatRollout(EpisodePlayer):
 
     def _answer(self, sample: Sample, text: str) -> StepResult:
         """Return the environment's reply to a turn, within its deadline."""
-        reply = in_thread(lambda: self._step([sample.episode], [text]))
+        reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
-            return self._give_up()
+            return self._make_timeout_result()
         [result] = reply.result()
         problem = ""
         if isinstance(result.observation, ToolResults):
             problem = (
                 "gave results of tools; a model behind an endpoint is shown messages of the user"
             )
-        elif images_of(result.observation) and self._model.settings.continues_message:
+        elif get_images(result.observation) and self._model.settings.continues_message:
             problem = (
                 "shows an image, which endpoints do not take within the model's own message; set "
                 "config.policy.openai.continues_message to False"
             )
-        return failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
+        return make_failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
 
 
-def _seed(sampling: Sampling, draw: Draw, sample: Sample) -> int:
+def _seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
     """Return a 31-bit seed, hashed from the turn's position so that turns differ."""
     seeds = sampling.seeds
     parts = (

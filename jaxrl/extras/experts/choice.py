@@ -14,29 +14,35 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl.extras.experts.dispatch import Experts
-from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
-from jaxrl.models.kernel_check import Choice, Trial, excluded, select_kernel, takes
-from jaxrl.runtime.sharding import PIECES
+from jaxrl.extras.experts.dispatch import ExpertKernels
+from jaxrl.extras.experts.products import grouped_matmul, grouped_matmul_static
+from jaxrl.models.kernel_check import (
+    SelectedKernel,
+    Trial,
+    explain_excluded,
+    select_kernel,
+    supports_dtype,
+)
+from jaxrl.runtime.sharding import PIECE_AXES
 
 KERNELS = {
     "gpu": {
-        "mosaic_gpu": "jaxrl.extras.experts.tokamax:grouped_product",
-        "triton": "jaxrl.extras.experts.gpu:grouped_product",
+        "mosaic_gpu": "jaxrl.extras.experts.tokamax:grouped_matmul",
+        "triton": "jaxrl.extras.experts.gpu:grouped_matmul",
     },
-    "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_product"},
+    "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_matmul"},
 }
 """Platform-specific kernels, by platform, in order of preference."""
 
 
-def choose(
+def select_kernels(
     name: str,
     mesh: Mesh,
     width: int = 0,
     expert_width: int = 0,
     check_dtype: DTypeLike | None = None,
-) -> Experts:
-    """Return the kernels of `config.model.experts` for a mesh; see `decide`.
+) -> ExpertKernels:
+    """Return the kernels of `config.model.experts` for a mesh; see `resolve_kernel_name`.
 
     Args:
         name: One of `config.EXPERTS`.
@@ -51,35 +57,40 @@ def choose(
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
-    first, reason = decide(name, device.platform, dtype)
-    chosen = _checked(name, device, width, expert_width, dtype)
-    return Experts(
-        name=chosen.name,
-        reason=reason if chosen.name == first else f"where {first} failed its check",
-        product=chosen.function,
+    first, reason = resolve_kernel_name(name, device.platform, dtype)
+    selected = _select_cached(name, device, width, expert_width, dtype)
+    return ExpertKernels(
+        name=selected.name,
+        reason=reason if selected.name == first else f"where {first} failed its check",
+        product=selected.function,
         mesh=mesh,
-        batch=PIECES,
-        kernel_checks=chosen.kernel_checks,
+        batch=PIECE_AXES,
+        kernel_checks=selected.kernel_checks,
     )
 
 
 @functools.cache
-def _checked(name: str, device: jax.Device, width: int, expert_width: int, dtype: Any) -> Choice:
+def _select_cached(
+    name: str, device: jax.Device, width: int, expert_width: int, dtype: Any
+) -> SelectedKernel:
     """Select the kernels, once for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
-    line = {"auto": [one for one in kernels if takes(one, dtype)], "xla": []}.get(name, [name])
+    candidates = {
+        "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],
+        "xla": [],
+    }.get(name, [name])
     # With a loop of unknown length the host would wait for a GPU at every product.
     on_gpu = device.platform == "gpu"
     return select_kernel(
-        lambda _: [] if dtype is None else [trial_of(width, expert_width, dtype, device)],
+        lambda _: [] if dtype is None else [make_trial(width, expert_width, dtype, device)],
         # Import lazily: a process never needs the kernels of other platforms.
-        {one: partial(pkgutil.resolve_name, kernels[one]) for one in line},
-        grouped_product_of_known_length if on_gpu else grouped_product,
-        named_by="" if name == "auto" else "config.model.experts",
+        {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
+        grouped_matmul_static if on_gpu else grouped_matmul,
+        config_key="" if name == "auto" else "config.model.experts",
     )
 
 
-def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
+def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
     """Build the trial: expert products, forward and backward; rows beyond all groups are ignored.
 
     Args:
@@ -90,7 +101,7 @@ def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device
     """
     rng = np.random.default_rng(0)
     sizes = np.array([130, 0, 7, 61, 256, 1, 0, 33], np.int32)
-    num_rows, taken = 512, int(sizes.sum())
+    num_rows, num_valid = 512, int(sizes.sum())
     rows = rng.normal(size=(num_rows, width)).astype(np.float32)
     weights = rng.normal(size=(len(sizes), width, expert_width)).astype(np.float32)
     gradient = rng.normal(size=(num_rows, expert_width)).astype(np.float32)
@@ -100,21 +111,23 @@ def trial_of(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device
         gradient: jax.Array,
     ) -> Sequence[jax.Array]:  # fmt: skip
         out, backward = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
-        of_rows, of_weights = backward(gradient.astype(out.dtype))
-        return out[:taken], of_rows[:taken], of_weights
+        drows, dweights = backward(gradient.astype(out.dtype))
+        return out[:num_valid], drows[:num_valid], dweights
 
     return Trial(
         operation="products of experts",
         names=("outputs", "gradient of rows", "gradient of weights"),
         run=run,
         arrays=(rows, weights, sizes, gradient),
-        reference=grouped_product_of_known_length,
+        reference=grouped_matmul_static,
         dtype=dtype,
         device=device,
     )
 
 
-def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[str, str]:
+def resolve_kernel_name(
+    name: str, platform: str, dtype: DTypeLike | None = None
+) -> tuple[str, str]:
     """Resolve `config.model.experts` to a kernel name other than `auto`, and the reason.
 
     Raises:
@@ -122,15 +135,17 @@ def decide(name: str, platform: str, dtype: DTypeLike | None = None) -> tuple[st
     """
     kernels = KERNELS.get(platform, {})
     if name == "auto":
-        line = (one for one in kernels if takes(one, dtype))
-        return (*line, "xla")[0], f"since the devices are {platform}s{excluded(kernels, dtype)}"
+        candidates = (kernel for kernel in kernels if supports_dtype(kernel, dtype))
+        return (*candidates, "xla")[
+            0
+        ], f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
     if name != "xla" and name not in kernels:
-        places = " and ".join(f"{place}s" for place in KERNELS if name in KERNELS[place])
+        platforms = " and ".join(f"{key}s" for key in KERNELS if name in KERNELS[key])
         raise ValueError(
-            f"config.model.experts is {name!r}, whose kernels are for {places}, but the devices "
+            f"config.model.experts is {name!r}, whose kernels are for {platforms}, but the devices "
             f"are {platform}s; set it to 'auto' or 'xla'."
         )
-    if not takes(name, dtype):
+    if not supports_dtype(name, dtype):
         raise ValueError(
             f"config.model.experts is {name!r}, whose kernels multiply 16-bit floats, but "
             f"config.model.dtype is '{dtype}'; set the first to 'auto' or 'xla'."

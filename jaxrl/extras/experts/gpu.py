@@ -17,32 +17,32 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import differentiable, find_tiles, sum_up, tile_rows
+from jaxrl.extras.experts.products import cumsum, find_tiles, make_differentiable, tile_rows
 
-LEAST = 16
+MIN_TILE = 16
 """Minimum tile along each axis of the matrix units; arrays are padded to it."""
 
 
-def grouped_product(
+def grouped_matmul(
     rows: Float[Array, "A D"],
     weights: Float[Array, "G D F"],
     sizes: Int[Array, " G"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `Product` with forward and backward kernels; float32 sums, in the rows' dtype.
+    """Compute a `GroupedMatmul` with forward and backward kernels, accumulating in float32.
 
     Widths that are not multiples of 16 are padded, which copies the weights.
     """
     F = weights.shape[-1]
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % LEAST)))
-    weights = jnp.pad(weights, ((0, 0), *((0, -size % LEAST) for size in weights.shape[1:])))
-    product = differentiable(_by_tiles, _of_weights, interpret=interpret)
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % MIN_TILE)))
+    weights = jnp.pad(weights, ((0, 0), *((0, -size % MIN_TILE) for size in weights.shape[1:])))
+    product = make_differentiable(_multiply_tiles, _weights_gradient, interpret=interpret)
     return product(rows, weights, sizes)[:, :F]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
+class BlockSizes:
     """Block sizes of a program, small enough for three stages in an Ampere chip's shared memory."""
 
     rows: int
@@ -50,24 +50,24 @@ class Blocks:
     inner: int  # of the contracted axis
 
     @classmethod
-    def of(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> Blocks:
+    def fit(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> BlockSizes:
         """Return the largest powers of two that divide each axis, up to a limit."""
         is_short = jnp.dtype(dtype).itemsize == 2
-        most, most_inner = (128, 64) if is_short else (64, 32)
+        limit, inner_limit = (128, 64) if is_short else (64, 32)
         return cls(
-            rows=min(rows & -rows, most),
-            columns=min(columns & -columns, most),
-            inner=min(inner & -inner, most_inner),
+            rows=min(rows & -rows, limit),
+            columns=min(columns & -columns, limit),
+            inner=min(inner & -inner, inner_limit),
         )
 
     @property
-    def settings(self) -> triton.CompilerParams:
+    def compiler_params(self) -> triton.CompilerParams:
         """Return settings with enough warps to hold the output in registers."""
         num_warps = 8 if self.rows * self.columns >= 128 * 128 else 4
         return triton.CompilerParams(num_warps=num_warps, num_stages=3)
 
 
-def _by_tiles(
+def _multiply_tiles(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
     """Multiply rows by their group's weights, or by the transpose.
@@ -76,26 +76,26 @@ def _by_tiles(
     """
     (A, inner), (G, *shape) = rows.shape, weights.shape
     columns = shape[0 if is_transposed else 1]
-    blocks = Blocks.of(tile_rows(A, G, least=LEAST), columns, inner, rows.dtype)
+    blocks = BlockSizes.fit(tile_rows(A, G, min_rows=MIN_TILE), columns, inner, rows.dtype)
     tiles = find_tiles(sizes, A, blocks.rows)
     if is_transposed:
         weights_spec = pl.BlockSpec((G, blocks.columns, inner), lambda c, t: (0, c, 0))
     else:
         weights_spec = pl.BlockSpec((G, inner, blocks.columns), lambda c, t: (0, 0, c))
-    of_tiles = pl.BlockSpec(tiles.start.shape, lambda c, t: (0,))
+    tile_spec = pl.BlockSpec(tiles.start.shape, lambda c, t: (0,))
     return pl.pallas_call(
         partial(_rows_kernel, blocks=blocks, is_transposed=is_transposed),
         grid=(columns // blocks.columns, len(tiles.start)),
         in_specs=[
-            of_tiles,
-            of_tiles,
-            of_tiles,
+            tile_spec,
+            tile_spec,
+            tile_spec,
             pl.BlockSpec(rows.shape, lambda c, t: (0, 0)),
             weights_spec,
         ],
         out_specs=pl.BlockSpec((A, blocks.columns), lambda c, t: (0, c)),
         out_shape=jax.ShapeDtypeStruct((A, columns), rows.dtype),
-        compiler_params=blocks.settings,
+        compiler_params=blocks.compiler_params,
         interpret=interpret,
         name="experts_rows_backward" if is_transposed else "experts_rows",
     )(tiles.start, tiles.group, tiles.size, rows, weights)
@@ -103,16 +103,16 @@ def _by_tiles(
 
 def _rows_kernel(
     starts_ref: Any, groups_ref: Any, sizes_ref: Any, rows_ref: Any, weights_ref: Any,
-    out_ref: Any, *, blocks: Blocks, is_transposed: bool,
+    out_ref: Any, *, blocks: BlockSizes, is_transposed: bool,
 ) -> None:  # fmt: skip
     tile = pl.program_id(1)
     start, group, size = starts_ref[tile], groups_ref[tile], sizes_ref[tile]
-    places = pl.ds(start, blocks.rows)
-    is_own = (jnp.arange(blocks.rows) < size)[:, None]
+    row_slice = pl.ds(start, blocks.rows)
+    is_in_group = (jnp.arange(blocks.rows) < size)[:, None]
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
         inner = pl.ds(step * blocks.inner, blocks.inner)
-        x = triton.load(rows_ref.at[places, inner], mask=is_own, other=0.0)
+        x = triton.load(rows_ref.at[row_slice, inner], mask=is_in_group, other=0.0)
         if is_transposed:
             return total + _dot(x, weights_ref[group, :, inner], (1, 1))
         return total + _dot(x, weights_ref[group, inner, :], (1, 0))
@@ -121,10 +121,10 @@ def _rows_kernel(
     def _() -> None:
         total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
         total = jax.lax.fori_loop(0, rows_ref.shape[1] // blocks.inner, add, total)
-        triton.store(out_ref.at[places, :], total.astype(out_ref.dtype), mask=is_own)
+        triton.store(out_ref.at[row_slice, :], total.astype(out_ref.dtype), mask=is_in_group)
 
 
-def _of_weights(
+def _weights_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the weights; 0 for a group without rows.
@@ -133,38 +133,38 @@ def _of_weights(
     is written once, and the order of summation is fixed.
     """
     (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
-    blocks = Blocks.of(D, F, 64, rows.dtype)
-    of_groups = pl.BlockSpec((G,), lambda c, d, g: (0,))
+    blocks = BlockSizes.fit(D, F, 64, rows.dtype)
+    group_spec = pl.BlockSpec((G,), lambda c, d, g: (0,))
     return pl.pallas_call(
         partial(_weights_kernel, blocks=blocks),
         grid=(F // blocks.columns, D // blocks.rows, G),
         in_specs=[
-            of_groups,
-            of_groups,
+            group_spec,
+            group_spec,
             pl.BlockSpec((A, blocks.rows), lambda c, d, g: (0, d)),
             pl.BlockSpec((A, blocks.columns), lambda c, d, g: (0, c)),
         ],
         out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda c, d, g: (g, d, c)),
         out_shape=jax.ShapeDtypeStruct((G, D, F), dtype),
-        compiler_params=blocks.settings,
+        compiler_params=blocks.compiler_params,
         interpret=interpret,
         name="experts_weights_backward",
-    )(sum_up(sizes) - sizes, sizes, rows, gradient)
+    )(cumsum(sizes) - sizes, sizes, rows, gradient)
 
 
 def _weights_kernel(
     starts_ref: Any, sizes_ref: Any, rows_ref: Any, gradient_ref: Any, out_ref: Any,
-    *, blocks: Blocks,
+    *, blocks: BlockSizes,
 ) -> None:  # fmt: skip
     group = pl.program_id(2)
     start, size = starts_ref[group], sizes_ref[group]
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
         first = step * blocks.inner
-        places = pl.ds(start + first, blocks.inner)
-        is_own = (first + jnp.arange(blocks.inner) < size)[:, None]
+        row_slice = pl.ds(start + first, blocks.inner)
+        is_in_group = (first + jnp.arange(blocks.inner) < size)[:, None]
         x, dy = (
-            triton.load(ref.at[places, :], mask=is_own, other=0.0)
+            triton.load(ref.at[row_slice, :], mask=is_in_group, other=0.0)
             for ref in (rows_ref, gradient_ref)
         )
         return total + _dot(x, dy, (0, 0))

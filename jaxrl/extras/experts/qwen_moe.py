@@ -27,20 +27,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl.extras.experts import routing
-from jaxrl.extras.experts.choice import choose, decide
-from jaxrl.extras.experts.dispatch import XLA, Experts
-from jaxrl.extras.experts.routing import ROUTED, Found
-from jaxrl.models.architecture import Fused, KernelCheck, MemoryTerms
-from jaxrl.models.aux_arrays import AuxArrays, TokenArray
+from jaxrl.extras.experts.choice import resolve_kernel_name, select_kernels
+from jaxrl.extras.experts.dispatch import XLA, ExpertKernels
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS, RoutingResults
+from jaxrl.models.architecture import FusedTensor, KernelCheck, MemoryTerms
+from jaxrl.models.aux_arrays import AuxArrays, TokenArraySpec
 from jaxrl.models.decoder import (
+    drop_nulls,
     project,
-    whole_number,
-    without_nulls,
+    read_positive_int,
 )
-from jaxrl.models.defaults import completed
+from jaxrl.models.defaults import with_hf_defaults
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.runtime.compilation import joined
+from jaxrl.runtime.compilation import join_keys
 from jaxrl.types import Params
 
 _EXPERT = "model.layers.{}.mlp.experts.{}."
@@ -58,14 +58,14 @@ _SIZES = (
     "decoder_sparse_step",
 )
 
-_MOST_EXPERTS = 1_000_000
+_MAX_EXPERTS = 1_000_000
 """Limit over all layers: each expert has its own tensors, which are looked up by name."""
 
-Carried = tuple[jax.Array, Found]
+RoutingState = tuple[jax.Array, RoutingResults]
 """Index of the next layer with experts, and the routing results of the layers before."""
 
 
-class Kernels(nnx.Module):
+class ExpertLinear(nnx.Module):
     """One matrix per expert."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, rngs: nnx.Rngs):
@@ -79,9 +79,9 @@ class MoE(nnx.Module):
     def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
         E, D, F = config.num_experts, config.width, config.expert_width
         self.router = nnx.Linear(D, E, use_bias=False, rngs=rngs)
-        self.gate = Kernels(E, D, F, rngs=rngs)
-        self.up = Kernels(E, D, F, rngs=rngs)
-        self.down = Kernels(E, F, D, rngs=rngs)
+        self.gate = ExpertLinear(E, D, F, rngs=rngs)
+        self.up = ExpertLinear(E, D, F, rngs=rngs)
+        self.down = ExpertLinear(E, F, D, rngs=rngs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +94,15 @@ class QwenMoeConfig(QwenConfig):
 
     expert_width: int
     num_experts: int
-    num_chosen: int  # experts per token
-    normalises_shares: bool  # a token's shares add up to 1
+    top_k: int  # experts per token
+    renormalize: bool  # a token's shares add up to 1
     expert_layers: tuple[int, ...]  # sorted indices of the layers with experts
-    experts: Experts = field(default=XLA, compare=False)  # models are equal on every mesh
+    experts: ExpertKernels = field(default=XLA, compare=False)  # models are equal on every mesh
 
     @property
     def program_key(self) -> Hashable:
         """See `Architecture.program_key`."""
-        return joined(super().program_key, self.experts)
+        return join_keys(super().program_key, self.experts)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
@@ -117,22 +117,22 @@ class QwenMoeConfig(QwenConfig):
                 "'qwen3_moe'."
             )
         # The dense decoder is Qwen3's.
-        given, complete = fields, completed(fields, "qwen3_moe", source=source)
+        given, complete = fields, with_hf_defaults(fields, "qwen3_moe", source=source)
         if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
             complete.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
-        fields = without_nulls(complete)
-        sizes = {name: whole_number(fields, name, source) for name in _SIZES}
-        # transformers 5 renames this field, and `completed` adds a default under the new name.
+        fields = drop_nulls(complete)
+        sizes = {name: read_positive_int(fields, name, source) for name in _SIZES}
+        # transformers 5 renames this field, and `with_hf_defaults` adds a default under the new
+        # name.
         is_old = given.get("num_local_experts") is None and "num_experts" in fields
         name = "num_experts" if is_old else "num_local_experts"
-        sizes["num_experts"] = whole_number(fields, name, source)
-        num_experts, num_chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
-        if num_chosen > num_experts:
+        sizes["num_experts"] = read_positive_int(fields, name, source)
+        num_experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
+        if top_k > num_experts:
             raise ValueError(
-                f"{source}: 'num_experts_per_tok' is {num_chosen}, but there are {num_experts} "
-                "experts."
+                f"{source}: 'num_experts_per_tok' is {top_k}, but there are {num_experts} experts."
             )
         # Every `step`-th layer has experts, except those listed as dense.
         dense_layers, step = fields["mlp_only_layers"], sizes["decoder_sparse_step"]
@@ -143,17 +143,17 @@ class QwenMoeConfig(QwenConfig):
                 f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
                 "with experts; a dense model has the model_type 'qwen3'."
             )
-        if len(expert_layers) * num_experts > _MOST_EXPERTS:
+        if len(expert_layers) * num_experts > _MAX_EXPERTS:
             raise ValueError(
                 f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
-                f"at most {_MOST_EXPERTS:,} in all."
+                f"at most {_MAX_EXPERTS:,} in all."
             )
         return cls(
             **vars(dense),
             expert_width=sizes["moe_intermediate_size"],
             num_experts=num_experts,
-            num_chosen=num_chosen,
-            normalises_shares=bool(fields["norm_topk_prob"]),
+            top_k=top_k,
+            renormalize=bool(fields["norm_topk_prob"]),
             expert_layers=expert_layers,
         )
 
@@ -165,8 +165,8 @@ class QwenMoeConfig(QwenConfig):
             "model_type": "qwen3_moe",
             "moe_intermediate_size": self.expert_width,
             "num_experts": self.num_experts,
-            "num_experts_per_tok": self.num_chosen,
-            "norm_topk_prob": self.normalises_shares,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": self.renormalize,
             "decoder_sparse_step": 1,
             "mlp_only_layers": self._dense_layers,
         }
@@ -188,11 +188,11 @@ class QwenMoeConfig(QwenConfig):
 
     def feed_forward_axes(self) -> dict[str, Any]:
         """Split experts over `expert` and each like an MLP; routers only along the width."""
-        outwards = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
+        gate_up = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
-            "gate": outwards,
-            "up": outwards,
+            "gate": gate_up,
+            "up": gate_up,
             "down": {"kernel": ("layer", "expert", "mlp", "width of an expert")},
         }
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
@@ -208,26 +208,26 @@ class QwenMoeConfig(QwenConfig):
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property
-    def recorded(self) -> Mapping[str, TokenArray]:
+    def recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the array of each token's chosen experts; unknown ones hold an invalid index."""
         dtype = routing.recorded_dtype(self.num_experts)
-        shape = len(self.expert_layers), self.num_chosen
-        return {ROUTED: TokenArray(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
+        shape = len(self.expert_layers), self.top_k
+        return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
 
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> QwenMoeConfig:
         """See `Architecture`."""
         return replace(
-            self, experts=choose(experts, mesh, self.width, self.expert_width, check_dtype)
+            self, experts=select_kernels(experts, mesh, self.width, self.expert_width, check_dtype)
         )
 
     def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
         """See `Architecture`."""
-        decide(experts, platform, dtype)
+        resolve_kernel_name(experts, platform, dtype)
 
     @property
-    def shown_kernels(self) -> str:
+    def kernel_summary(self) -> str:
         """Return the expert kernels and the reason for them."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
@@ -241,65 +241,65 @@ class QwenMoeConfig(QwenConfig):
         """Return the statistics of expert usage."""
         return routing.RouterStatistics()
 
-    def begin_layers(self, beside: AuxArrays, num_tokens: int) -> Carried:
+    def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> RoutingState:
         """Return the index of the first layer with experts, and empty routing results."""
-        noted = routing.begin(
-            beside,
+        results = routing.init_results(
+            aux,
             num_layers=len(self.expert_layers),
             num_tokens=num_tokens,
-            num_chosen=self.num_chosen,
+            top_k=self.top_k,
             num_experts=self.num_experts,
         )
-        return jnp.zeros((), jnp.int32), noted
+        return jnp.zeros((), jnp.int32), results
 
-    def end_layers(self, beside: AuxArrays, carried: Carried) -> None:
-        """Store the chosen experts and their usage in `beside`."""
-        routing.end(beside, carried[1])
+    def store_extra_state(self, aux: AuxArrays, extra_state: RoutingState) -> None:
+        """Store the chosen experts and their usage in `aux`."""
+        routing.store_results(aux, extra_state[1])
 
-    def feed_forward_beside(
-        self, layer: Params, x: Float[Array, "M D"], carried: Carried, beside: AuxArrays
-    ) -> tuple[Float[Array, "M D"], Carried]:
+    def feed_forward_with_aux(
+        self, layer: Params, x: Float[Array, "M D"], extra_state: RoutingState, aux: AuxArrays
+    ) -> tuple[Float[Array, "M D"], RoutingState]:
         """Apply the experts if the layer has some, else the MLP."""
         if "moe" not in layer:
-            return self.feed_forward(layer, x), carried
-        number, noted = carried
+            return self.feed_forward(layer, x), extra_state
+        number, results = extra_state
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
         choice = routing.route(
             checkpoint_name(logits, "router"),
-            num_chosen=self.num_chosen,
-            normalises=self.normalises_shares,
-            given=routing.given_in(beside, number),
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            replayed_ids=routing.get_replayed(aux, number),
         )
-        added = self.experts(x, kernels, choice.chosen, choice.shares)
-        return added, (number + 1, routing.note(beside, noted, number, choice))
+        added = self.experts(x, kernels, choice.topk_ids, choice.topk_weights)
+        return added, (number + 1, routing.add_layer(aux, results, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
         """Return the names of the MLP and of the experts."""
         return {**super().feed_forward_names(), **HF_NAMES}
 
-    def hf_fused(self) -> dict[str, Fused]:
+    def hf_fused_tensors(self) -> dict[str, FusedTensor]:
         """Return a layer's experts as transformers 5 fuses them."""
         E, D, F = self.num_experts, self.width, self.expert_width
         fused = {}
         for layer in self.expert_layers:
             base = f"model.layers.{layer}.mlp.experts."
-            outwards = {
+            gate_up = {
                 f"{base}{expert}.{name}_proj.weight": (expert, rows)
                 for expert in range(E)
                 for name, rows in (("gate", range(F)), ("up", range(F, 2 * F)))
             }
-            back = {f"{base}{expert}.down_proj.weight": (expert, range(D)) for expert in range(E)}
-            fused[f"{base}gate_up_proj"] = Fused(shape=(E, 2 * F, D), parts=outwards)
-            fused[f"{base}down_proj"] = Fused(shape=(E, D, F), parts=back)
+            down = {f"{base}{expert}.down_proj.weight": (expert, range(D)) for expert in range(E)}
+            fused[f"{base}gate_up_proj"] = FusedTensor(shape=(E, 2 * F, D), slices=gate_up)
+            fused[f"{base}down_proj"] = FusedTensor(shape=(E, D, F), slices=down)
         return fused
 
     @property
-    def num_idle(self) -> int:
+    def num_inactive_params(self) -> int:
         """Return the number of expert parameters that a token does not use."""
-        of_one = 3 * self.width * self.expert_width
-        return len(self.expert_layers) * (self.num_experts - self.num_chosen) * of_one
+        params_per_expert = 3 * self.width * self.expert_width
+        return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """Return the dense model's terms, with an MLP only if some layers have one."""
@@ -309,8 +309,8 @@ class QwenMoeConfig(QwenConfig):
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
         """Count values for the capacity of token-expert pairs, and for the device's own pairs."""
-        rows = expert * min(self.num_chosen, self.num_experts // expert)
-        pairs = expert * self.num_chosen
+        rows = expert * min(self.top_k, self.num_experts // expert)
+        pairs = expert * self.top_k
         width = self.expert_width
         inner = width if width % tensor else width // tensor
         computed = rows * (2 * self.width + 3 * inner)
@@ -322,7 +322,7 @@ class QwenMoeConfig(QwenConfig):
                 "names": 2 * rows * inner + 2 * self.num_experts,
             },
             # A forward pass holds one array of pairs at full width and two at the inner width.
-            read_activations=rows * (self.width + 2 * inner),
+            prefill_activations=rows * (self.width + 2 * inner),
             # Of six arrays at full and six at inner width, a GPU holds five and four, a TPU fewer.
-            reused=rows * (self.width + 2 * inner),
+            reused_activations=rows * (self.width + 2 * inner),
         )

@@ -13,15 +13,15 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxrl.models.aux_arrays import AuxArrays
 
-ROUTED = "routed_experts"
+ROUTED_EXPERTS = "routed_experts"
 """Name of the per-token array of chosen experts, `[layers, k]`."""
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """Experts chosen for M tokens in one layer."""
 
-    chosen: jax.Array  # int32 [M, k], experts
-    shares: jax.Array  # float32 [M, k], weights of the chosen experts' outputs
+    topk_ids: jax.Array  # int32 [M, k], experts
+    topk_weights: jax.Array  # float32 [M, k], weights of the chosen experts' outputs
     log_probabilities: jax.Array  # float32 [M, E], of all experts, in nats
     differs: jax.Array | None = None  # bool [M], the given experts are not the top k
 
@@ -29,37 +29,37 @@ class Choice(NamedTuple):
 def route(
     logits: Float[Array, "M E"],
     *,
-    num_chosen: int,
-    normalises: bool,
-    given: Integer[Array, "M k"] | None = None,
-) -> Choice:
+    top_k: int,
+    renormalize: bool,
+    replayed_ids: Integer[Array, "M k"] | None = None,
+) -> Routing:
     """Choose the top-k experts of each token, by a softmax over all experts.
 
     Args:
         logits: Router logits, float32.
-        num_chosen: Experts per token.
-        normalises: True if a token's shares add up to 1; otherwise they are the probabilities.
-        given: Experts to use instead of the top k, with shares computed here
+        top_k: Experts per token.
+        renormalize: True if a token's shares add up to 1; otherwise they are the probabilities.
+        replayed_ids: Experts to use instead of the top k, with shares computed here
             (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
     """
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     probabilities = jnp.exp(log_probabilities)
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_chosen)
+    _, topk_ids = jax.lax.top_k(jax.lax.stop_gradient(probabilities), top_k)
     differs = None
-    if given is not None:
-        is_known = is_recorded(given, logits.shape[-1])
-        is_likely = (chosen[:, :, None] == given[:, None]).any(axis=-1).all(axis=-1)
-        differs = is_known & ~is_likely
-        chosen = jnp.where(is_known[:, None], given.astype(jnp.int32), chosen)
-    shares = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    if normalises:
-        shares = shares / shares.sum(axis=-1, keepdims=True)
-    return Choice(chosen, shares, log_probabilities, differs)
+    if replayed_ids is not None:
+        is_known = is_recorded(replayed_ids, logits.shape[-1])
+        is_top_k = (topk_ids[:, :, None] == replayed_ids[:, None]).any(axis=-1).all(axis=-1)
+        differs = is_known & ~is_top_k
+        topk_ids = jnp.where(is_known[:, None], replayed_ids.astype(jnp.int32), topk_ids)
+    topk_weights = jnp.take_along_axis(probabilities, topk_ids, axis=-1)
+    if renormalize:
+        topk_weights = topk_weights / topk_weights.sum(axis=-1, keepdims=True)
+    return Routing(topk_ids, topk_weights, log_probabilities, differs)
 
 
-def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
+def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
     """Return True for tokens with recorded experts; the others hold invalid indices."""
-    return (given < num_experts).all(axis=-1)
+    return (replayed_ids < num_experts).all(axis=-1)
 
 
 def recorded_dtype(num_experts: int) -> np.dtype:
@@ -68,7 +68,7 @@ def recorded_dtype(num_experts: int) -> np.dtype:
 
 
 @struct.dataclass
-class Usage:
+class ExpertUsage:
     """Usage of the experts of L layers: weighted sums over counted tokens, float32."""
 
     num_tokens: Any  # scalar
@@ -93,11 +93,11 @@ def balance_loss(
         num_tokens: Number of counted tokens.
     """
     rows = num_tokens * len(probabilities)
-    shares = jax.lax.stop_gradient(counts).sum(axis=0) / rows
-    return probabilities.shape[-1] * (shares * probabilities.sum(axis=0) / rows).sum()
+    topk_weights = jax.lax.stop_gradient(counts).sum(axis=0) / rows
+    return probabilities.shape[-1] * (topk_weights * probabilities.sum(axis=0) / rows).sum()
 
 
-def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
+def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
     """Compute routing metrics.
 
     `entropy` is the mean over layers, in nats. `load_max` and `load_min` are an expert's load
@@ -123,81 +123,91 @@ def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
 
 
 class RouterStatistics:
-    """Metrics of `Usage`, and the balance loss with the counts of a complete mini-batch."""
+    """Metrics of `ExpertUsage`, and the balance loss with the counts of a complete mini-batch."""
 
-    def metrics(self, sums: Usage) -> dict[str, jax.Array]:
-        """Return `usage_metrics` as `router/...`."""
-        return {f"router/{name}": value for name, value in usage_metrics(sums).items()}
+    def metrics(self, sums: ExpertUsage) -> dict[str, jax.Array]:
+        """Return `compute_usage_metrics` as `router/...`."""
+        return {f"router/{name}": value for name, value in compute_usage_metrics(sums).items()}
 
-    def balance_weights(self, sums: Usage, coef: jax.Array) -> jax.Array:
+    def balance_weights(self, sums: ExpertUsage, coef: jax.Array) -> jax.Array:
         """Return float32 [E], to be multiplied by token probabilities summed over layers."""
         num_layers, num_experts = sums.counts.shape
         rows = sums.num_tokens * num_layers
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
-    def balance_loss(self, weights: jax.Array, sums: Usage) -> jax.Array:
+    def balance_loss(self, weights: jax.Array, sums: ExpertUsage) -> jax.Array:
         """Compute the share of `balance_loss`; equal to it if the sums cover the mini-batch."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 
-Found = tuple[jax.Array | None, Usage | None]
+RoutingResults = tuple[jax.Array | None, ExpertUsage | None]
 """Routing results of the layers so far: the chosen experts `[L, M, k]`, and their usage."""
 
 
-def begin(
-    beside: AuxArrays, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
-) -> Found:
+def init_results(
+    aux: AuxArrays, *, num_layers: int, num_tokens: int, top_k: int, num_experts: int
+) -> RoutingResults:
     """Return empty routing results for what the pass is asked to compute."""
-    chosen = usage = None
-    if beside.records:
+    topk_ids = usage = None
+    if aux.records:
         dtype = recorded_dtype(num_experts)
-        chosen = jnp.zeros((num_layers, num_tokens, num_chosen), dtype)
-    if beside.counted is not None:
+        topk_ids = jnp.zeros((num_layers, num_tokens, top_k), dtype)
+    if aux.statistics_weights is not None:
         table = jnp.zeros((num_layers, num_experts), jnp.float32)
-        usage = Usage(
-            num_tokens=beside.counted.sum(),
+        usage = ExpertUsage(
+            num_tokens=aux.statistics_weights.sum(),
             counts=table,
             probabilities=table,
             entropies=table[:, 0],
         )
-        if (given := beside.given.get(ROUTED)) is not None:
-            num_replayed = (beside.counted * is_recorded(given[:, 0], num_experts)).sum()
+        if (replayed_ids := aux.inputs.get(ROUTED_EXPERTS)) is not None:
+            num_replayed = (
+                aux.statistics_weights * is_recorded(replayed_ids[:, 0], num_experts)
+            ).sum()
             usage = replace(usage, num_replayed=num_replayed, differences=table[:, 0])
-    return chosen, usage
+    return topk_ids, usage
 
 
-def given_in(beside: AuxArrays, number: Any) -> jax.Array | None:
+def get_replayed(aux: AuxArrays, number: Any) -> jax.Array | None:
     """Return the given experts `[M, k]` of layer `number` among those with experts."""
-    return None if (given := beside.given.get(ROUTED)) is None else given[:, number]
+    return (
+        None
+        if (replayed_ids := aux.inputs.get(ROUTED_EXPERTS)) is None
+        else replayed_ids[:, number]
+    )
 
 
-def note(beside: AuxArrays, noted: Found, number: Any, choice: Choice) -> Found:
+def add_layer(
+    aux: AuxArrays, results: RoutingResults, number: Any, routing_result: Routing
+) -> RoutingResults:
     """Add a layer's choice to the routing results."""
-    chosen, usage = noted
-    if chosen is not None:
-        chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
-    if usage is not None and beside.counted is not None:
-        probabilities = jnp.exp(choice.log_probabilities)
+    topk_ids, usage = results
+    if topk_ids is not None:
+        topk_ids = topk_ids.at[number].set(routing_result.topk_ids.astype(topk_ids.dtype))
+    if usage is not None and aux.statistics_weights is not None:
+        probabilities = jnp.exp(routing_result.log_probabilities)
         num_experts = probabilities.shape[-1]
-        weights = jnp.repeat(beside.counted, choice.chosen.shape[-1])
-        counts = jnp.zeros(num_experts).at[choice.chosen.reshape(-1)].add(weights)
-        entropies = -(probabilities * choice.log_probabilities).sum(axis=-1)
-        if choice.differs is not None:
-            count = (beside.counted * choice.differs).sum()
+        weights = jnp.repeat(aux.statistics_weights, routing_result.topk_ids.shape[-1])
+        counts = jnp.zeros(num_experts).at[routing_result.topk_ids.reshape(-1)].add(weights)
+        entropies = -(probabilities * routing_result.log_probabilities).sum(axis=-1)
+        if routing_result.differs is not None:
+            count = (aux.statistics_weights * routing_result.differs).sum()
             usage = replace(usage, differences=usage.differences.at[number].set(count))
         usage = replace(
             usage,
             counts=usage.counts.at[number].set(counts),
-            probabilities=usage.probabilities.at[number].set(beside.counted @ probabilities),
+            probabilities=usage.probabilities.at[number].set(
+                aux.statistics_weights @ probabilities
+            ),
             entropies=usage.entropies.at[number].set(
-                jax.lax.stop_gradient(beside.counted @ entropies)
+                jax.lax.stop_gradient(aux.statistics_weights @ entropies)
             ),
         )
-    return chosen, usage
+    return topk_ids, usage
 
 
-def end(beside: AuxArrays, noted: Found) -> None:
+def store_results(aux: AuxArrays, results: RoutingResults) -> None:
     """Store the requested results after the last layer."""
-    chosen, beside.statistics = noted
-    if chosen is not None:
-        beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)
+    topk_ids, aux.statistics = results
+    if topk_ids is not None:
+        aux.recorded[ROUTED_EXPERTS] = jnp.moveaxis(topk_ids, 1, 0)

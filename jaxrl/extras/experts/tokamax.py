@@ -13,27 +13,27 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import differentiable
-from jaxrl.models.kernel_check import tokamax_part
+from jaxrl.extras.experts.products import make_differentiable
+from jaxrl.models.kernel_check import import_tokamax
 
-ROWS = 8
+ROW_MULTIPLE = 8
 """Rows are padded to multiples of this, the granularity of copies to the chip."""
 
-WIDTH = 64
+WIDTH_MULTIPLE = 64
 """Widths are padded to multiples of this, which copies the weights if they are not multiples."""
 
 TILE = 128
 """Both widths are padded to multiples of this in the gradient of weights."""
 
 
-def grouped_product(
+def grouped_matmul(
     rows: Float[Array, "A D"],
     weights: Float[Array, "G D F"],
     sizes: Int[Array, " G"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `Product` with forward and backward kernels; float32 sums, in the rows' dtype.
+    """Compute a `GroupedMatmul` with forward and backward kernels, accumulating in float32.
 
     Args:
         rows: Rows sorted by group.
@@ -51,13 +51,13 @@ def grouped_product(
             "float16; set config.model.dtype to 'bfloat16'."
         )
     (A, D), F = rows.shape, weights.shape[2]
-    rows = jnp.pad(rows, ((0, -A % ROWS), (0, -D % WIDTH)))
-    weights = jnp.pad(weights, ((0, 0), (0, -D % WIDTH), (0, -F % WIDTH)))
-    product = differentiable(_of_rows, _of_weights, interpret=interpret)
+    rows = jnp.pad(rows, ((0, -A % ROW_MULTIPLE), (0, -D % WIDTH_MULTIPLE)))
+    weights = jnp.pad(weights, ((0, 0), (0, -D % WIDTH_MULTIPLE), (0, -F % WIDTH_MULTIPLE)))
+    product = make_differentiable(_multiply_rows, _weights_gradient, interpret=interpret)
     return product(rows, weights, sizes)[:A, :F]
 
 
-def _of_rows(
+def _multiply_rows(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
     """Multiply rows by their group's weights, or by the transpose."""
@@ -72,8 +72,8 @@ def _of_rows(
             rows, weights, sizes, numbers, preferred_element_type=jnp.float32
         )
         return summed.astype(rows.dtype)
-    multiply = tokamax_part("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot(
-        config=_settings(len(rows) // len(weights))
+    multiply = import_tokamax("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot(
+        config=_kernel_config(len(rows) // len(weights))
     )
     product: jax.Array = multiply(
         rows, weights, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
@@ -81,14 +81,14 @@ def _of_rows(
     return product
 
 
-def _settings(rows_of_group: int) -> Any:
+def _kernel_config(rows_per_group: int) -> Any:
     """Return the block sizes that were fastest in tokamax's H100 timings at these group sizes.
 
     Programs are persistent over tiles if groups fill tiles. With few rows, each tile has its own
     program.
     """
-    kernels = tokamax_part("ragged_dot.pallas_mosaic_gpu")
-    has_tiles = rows_of_group >= 128
+    kernels = import_tokamax("ragged_dot.pallas_mosaic_gpu")
+    has_tiles = rows_per_group >= 128
     return kernels.Config(
         block_m=128 if has_tiles else 64,
         block_n=64,
@@ -101,14 +101,14 @@ def _settings(rows_of_group: int) -> Any:
     )
 
 
-def _of_weights(
+def _weights_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the weights; 0 for a group without rows."""
     # The kernel multiplies other groups' rows in a group's first and last block by 0, so they must
     # be finite.
-    is_taken = (jnp.arange(len(rows)) < sizes.sum())[:, None]
-    rows, gradient = (jnp.where(is_taken, x, 0) for x in (rows, gradient))
+    is_filled = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+    rows, gradient = (jnp.where(is_filled, x, 0) for x in (rows, gradient))
     if interpret:
         numbers = jax.lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(([0], [0]), ([], [])),

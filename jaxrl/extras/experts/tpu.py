@@ -14,14 +14,14 @@ MAX_TILE = 512
 """Largest tile along the other two axes, in multiples of the 128 lanes."""
 
 
-def grouped_product(
+def grouped_matmul(
     rows: Float[Array, "A D"],
     weights: Float[Array, "G D F"],
     sizes: Int[Array, " G"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "A F"]:
-    """Compute a `Product` with JAX's megablox kernels, forward and backward."""
+    """Compute a `GroupedMatmul` with JAX's megablox kernels, forward and backward."""
     padded = jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
     inner, outer = (min(-(-size // 128) * 128, MAX_TILE) for size in weights.shape[1:])
     tiling = (TILE_ROWS, inner, outer)

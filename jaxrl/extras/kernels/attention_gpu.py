@@ -16,19 +16,19 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.kernels.readers import last_readers
+from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import (
-    FLOOR,
-    LOWEST,
-    by_key_head,
-    by_query,
-    in_blocks,
+    EMPTY_LSE,
+    MASK_VALUE,
+    find_key_blocks,
+    group_by_kv_head,
     is_read,
-    key_blocks,
+    pad_to_blocks,
+    ungroup_queries,
 )
 
 
-def train(
+def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -36,7 +36,7 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.train` in kernels that keep scores on the chip.
+    """Compute `reference.attend_packed` in kernels that keep scores on the chip.
 
     A program processes a block of queries of one head, or a block of keys of one key head, in a
     loop over the relevant blocks of the other kind: for queries, those of a shared prompt and from
@@ -44,15 +44,15 @@ def train(
     Tokens are padded to full blocks, heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
-    hows = Hows.of(H, q.dtype, interpret)
-    q, k, v, reads = in_blocks(q, k, v, reads, hows.forward.block)
+    configs = KernelConfigs.of(H, q.dtype, interpret)
+    q, k, v, reads = pad_to_blocks(q, k, v, reads, configs.forward.block)
     pad = ((0, 0), (0, 0), (0, 0), (0, pl.next_power_of_2(H) - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    return _attend(q, k, v, reads, hows)[:, :Q, :, :H]
+    return _attend(q, k, v, reads, configs)[:, :Q, :, :H]
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class KernelConfig:
     """Settings of one pass's kernels."""
 
     block: int  # tokens of a program's block
@@ -63,18 +63,18 @@ class How:
     interpret: bool
     first: int = 0  # index of the first query among the keys, a multiple of `block`
 
-    def of(self, q: jax.Array, k: jax.Array) -> How:
+    def of(self, q: jax.Array, k: jax.Array) -> KernelConfig:
         """Return the settings for queries of the last tokens."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def queries(self, index: Any, size: int) -> jax.Array:
         """Return the positions of the queries of block `index`, with `size` queries per block."""
-        return self.first + _places(index, size)
+        return self.first + _positions(index, size)
 
     def call(self, kernel: Any, name: str, **settings: Any) -> Any:
         """Return the kernel as a function of arrays."""
         return pl.pallas_call(
-            partial(kernel, how=self),
+            partial(kernel, config=self),
             compiler_params=triton.CompilerParams(
                 num_warps=self.num_warps, num_stages=self.num_stages
             ),
@@ -85,48 +85,50 @@ class How:
 
 
 @dataclass(frozen=True)
-class Hows:
+class KernelConfigs:
     """Settings of both passes; the forward block size is a multiple of the backward one."""
 
-    forward: How
-    backward: How
+    forward: KernelConfig
+    backward: KernelConfig
 
     @classmethod
-    def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> Hows:
+    def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
         """Return block sizes that fit a Hopper chip's shared memory and registers."""
         scale = head_dim**-0.5 * math.log2(math.e)
-        make = partial(How, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
+        make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
             return cls(make(block=128, step=64), make(block=64, step=64))
         return cls(make(block=64, step=32), make(block=32, step=32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows) -> jax.Array:
-    return _forward(q, k, v, reads, hows)[0]
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
+) -> jax.Array:
+    return _forward(q, k, v, reads, configs)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs, and residuals for the backward pass with the log-sum-exp to base 2."""
-    how = hows.forward.of(q, k)
+    config = configs.forward.of(q, k)
     R, Q, N, _ = q.shape
-    queries, keys, tokens, numbers = _query_specs(q, k, how)
+    queries, keys, tokens, numbers = _query_specs(q, k, config)
     lse = jax.ShapeDtypeStruct((R, N, Q), jnp.float32)
-    out, lse = how.call(
+    out, lse = config.call(
         _forward_kernel,
         "attention_forward",
-        grid=(Q // how.block, N, R),
+        grid=(Q // config.block, N, R),
         in_specs=[queries, keys, keys, tokens],
         out_specs=[queries, numbers],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
-    )(q, k, v, reads[:, :, how.first :])
+    )(q, k, v, reads[:, :, config.first :])
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
 
-def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
+def _query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
     """Return the block specs of a program over (block of queries, query head, row).
 
     For queries the block, for keys the complete row, for `[R, 3, Q]` and `[R, N, Q]` the block.
@@ -134,10 +136,10 @@ def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ..
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
     return (
-        pl.BlockSpec((None, how.block, None, H), lambda i, n, r: (r, i, n, 0)),
+        pl.BlockSpec((None, config.block, None, H), lambda i, n, r: (r, i, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda i, n, r: (r, 0, n // groups, 0)),
-        pl.BlockSpec((None, 3, how.block), lambda i, n, r: (r, 0, i)),
-        pl.BlockSpec((None, None, how.block), lambda i, n, r: (r, n, i)),
+        pl.BlockSpec((None, 3, config.block), lambda i, n, r: (r, 0, i)),
+        pl.BlockSpec((None, None, config.block), lambda i, n, r: (r, n, i)),
     )
 
 
@@ -152,33 +154,44 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     )
 
 
-def _places(index: jax.Array, size: int) -> jax.Array:
+def _positions(index: jax.Array, size: int) -> jax.Array:
     """Return the positions of a block's tokens."""
     return index * size + jnp.arange(size)
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, reads_ref: Any, out_ref: Any, lse_ref: Any, *, how: How
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    reads_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    config: KernelConfig,
 ) -> None:
-    q, reads, queries = q_ref[...], _reads_at(reads_ref), how.queries(pl.program_id(0), how.block)
-    count, block_at = _blocks_of_keys(reads, how)
+    q, reads, queries = (
+        q_ref[...],
+        _load_reads(reads_ref),
+        config.queries(pl.program_id(0), config.block),
+    )
+    count, block_at = _find_key_blocks(reads, config)
 
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         j = block_at(i)
-        keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
+        keys, block = _positions(j, config.step), pl.ds(j * config.step, config.step)
         mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
-        scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * how.scale, LOWEST)
-        # Sums of masked blocks before a query's segment are finite, and `fade` later reduces them
-        # to 0.
+        scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
+        # Sums of masked blocks before a query's segment are finite, and `rescale` later reduces
+        # them to 0.
         new = jnp.maximum(highest, scores.max(axis=1))
-        weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         values = v_ref[block, :]
         average = _dot(weights.astype(values.dtype), values, (1, 0))
-        return new, total * fade + weights.sum(axis=1), out * fade[:, None] + average
+        return new, total * rescale + weights.sum(axis=1), out * rescale[:, None] + average
 
-    zeros = jnp.zeros(how.block, jnp.float32)
-    sums = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
+    zeros = jnp.zeros(config.block, jnp.float32)
+    sums = zeros + MASK_VALUE, zeros, jnp.zeros(q.shape, jnp.float32)
     highest, total, out = jax.lax.fori_loop(0, count, add, sums)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = highest + jnp.log2(total)
@@ -188,53 +201,55 @@ Reads = tuple[jax.Array, ...]
 """The three numbers of `kernels.find_reads` for a block's tokens."""
 
 
-def _reads_at(ref: Any, block: Any = slice(None)) -> Reads:
+def _load_reads(ref: Any, block: Any = slice(None)) -> Reads:
     return tuple(ref[number, block] for number in range(3))
 
 
 def _columns(reads: Reads) -> Reads:
-    return tuple(one[:, None] for one in reads)
+    return tuple(x[:, None] for x in reads)
 
 
-def _blocks_of_keys(reads: Reads, how: How) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _find_key_blocks(
+    reads: Reads, config: KernelConfig
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return the number of key blocks that a program's queries read, and a map to their indices."""
-    first = how.first // how.step + pl.program_id(0) * (how.block // how.step)
-    shared, num_shared, own = key_blocks(reads, first, how.step)
-    count = num_shared + first + how.block // how.step - own
+    first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
+    shared, num_shared, own = find_key_blocks(reads, first, config.step)
+    count = num_shared + first + config.block // config.step - own
     return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
 
 
 def _backward(
-    hows: Hows, saved: tuple[jax.Array, ...], gradient: jax.Array
+    configs: KernelConfigs, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, reads, out, lse = saved
-    how = hows.backward.of(q, k)
+    q, k, v, reads, out, lse = residuals
+    config = configs.backward.of(q, k)
     (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
-    own_reads = reads[:, :, how.first :]
+    query_reads = reads[:, :, config.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
-    queries, keys, tokens, numbers = _query_specs(q, k, how)
-    of_queries = how.call(
+    queries, keys, tokens, numbers = _query_specs(q, k, config)
+    dq = config.call(
         _backward_queries_kernel,
         "attention_backward_queries",
-        grid=(Q // how.block, N, R),
+        grid=(Q // config.block, N, R),
         in_specs=[queries, keys, keys, tokens, queries, numbers, numbers],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(q, k, v, own_reads, gradient, lse, delta)
-    block = pl.BlockSpec((None, how.block, None, H), lambda j, k, r: (r, j, k, 0))
-    tokens = pl.BlockSpec((None, how.block), lambda j, k, r: (r, j))
+    )(q, k, v, query_reads, gradient, lse, delta)
+    block = pl.BlockSpec((None, config.block, None, H), lambda j, k, r: (r, j, k, 0))
+    tokens = pl.BlockSpec((None, config.block), lambda j, k, r: (r, j))
     heads = pl.BlockSpec((None, Q, N // K, H), lambda j, k, r: (r, 0, k, 0))
     numbers = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
     row = pl.BlockSpec((None, 3, Q), lambda j, k, r: (r, 0, 0))
-    of_keys, of_values = how.call(
+    dk, dv = config.call(
         _backward_keys_kernel,
         "attention_backward_keys",
-        grid=(T // how.block, K, R),
+        grid=(T // config.block, K, R),
         in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, own_reads, last_readers(reads), gradient, lse, delta)
-    return of_queries, of_keys, of_values, None
+    )(q, k, v, query_reads, find_last_readers(reads), gradient, lse, delta)
+    return dq, dk, dv, None
 
 
 def _backward_queries_kernel(
@@ -247,25 +262,29 @@ def _backward_queries_kernel(
     delta_ref: Any,
     out_ref: Any,
     *,
-    how: How,
+    config: KernelConfig,
 ) -> None:
-    q, reads, queries = q_ref[...], _reads_at(reads_ref), how.queries(pl.program_id(0), how.block)
+    q, reads, queries = (
+        q_ref[...],
+        _load_reads(reads_ref),
+        config.queries(pl.program_id(0), config.block),
+    )
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
-    count, block_at = _blocks_of_keys(reads, how)
+    count, block_at = _find_key_blocks(reads, config)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         j = block_at(i)
-        keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
+        keys, block = _positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
         mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
-        scores = jnp.where(mask, _dot(q, k, (1, 1)) * how.scale, LOWEST)
-        of_weights = _dot(gradient, v_ref[block, :], (1, 1))
-        of_scores = jnp.exp2(scores - lse[:, None]) * (of_weights - delta[:, None])
-        return total + _dot(of_scores.astype(k.dtype), k, (1, 0))
+        scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
+        d_weights = _dot(gradient, v_ref[block, :], (1, 1))
+        d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
+        return total + _dot(d_scores.astype(k.dtype), k, (1, 0))
 
     total = jax.lax.fori_loop(0, count, add, jnp.zeros(q.shape, jnp.float32))
-    # `how.scale` includes the base-2 conversion; the gradient needs the plain scale.
-    out_ref[...] = (total * (how.scale * math.log(2))).astype(out_ref.dtype)
+    # `config.scale` includes the base-2 conversion; the gradient needs the plain scale.
+    out_ref[...] = (total * (config.scale * math.log(2))).astype(out_ref.dtype)
 
 
 def _backward_keys_kernel(
@@ -277,35 +296,35 @@ def _backward_keys_kernel(
     gradient_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
-    of_keys_ref: Any,
-    of_values_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
     *,
-    how: How,
+    config: KernelConfig,
 ) -> None:
-    k, v, keys = k_ref[...], v_ref[...], _places(pl.program_id(0), how.block)
+    k, v, keys = k_ref[...], v_ref[...], _positions(pl.program_id(0), config.block)
     # Query blocks are counted from the first query, which may come after these keys.
-    before = how.first // how.step
-    first = jnp.maximum(pl.program_id(0) * (how.block // how.step) - before, 0)
-    count = jnp.maximum(pl.cdiv(ends_ref[...].max(), how.step) - before - first, 0)
+    before = config.first // config.step
+    first = jnp.maximum(pl.program_id(0) * (config.block // config.step) - before, 0)
+    count = jnp.maximum(pl.cdiv(ends_ref[...].max(), config.step) - before - first, 0)
 
     def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         head, i = index // count, first + index % count
-        queries, block = how.queries(i, how.step), pl.ds(i * how.step, how.step)
+        queries, block = config.queries(i, config.step), pl.ds(i * config.step, config.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Transposed scores (keys by queries), so the two sums need no transpose.
-        reads = _reads_at(reads_ref, block)
+        reads = _load_reads(reads_ref, block)
         mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
-        scores = jnp.where(mask, _dot(k, q, (1, 1)) * how.scale, LOWEST)
+        scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
         weights = jnp.exp2(scores - lse_ref[head, block])
-        of_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])
-        of_keys, of_values = sums
-        of_keys += _dot(of_scores.astype(q.dtype), q, (1, 0))
-        return of_keys, of_values + _dot(weights.astype(gradient.dtype), gradient, (1, 0))
+        d_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])
+        dk, dv = sums
+        dk += _dot(d_scores.astype(q.dtype), q, (1, 0))
+        return dk, dv + _dot(weights.astype(gradient.dtype), gradient, (1, 0))
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    of_keys, of_values = jax.lax.fori_loop(0, q_ref.shape[1] * count, add, (zeros, zeros))
-    of_keys_ref[...] = (of_keys * (how.scale * math.log(2))).astype(of_keys_ref.dtype)
-    of_values_ref[...] = of_values.astype(of_values_ref.dtype)
+    dk, dv = jax.lax.fori_loop(0, q_ref.shape[1] * count, add, (zeros, zeros))
+    dk_ref[...] = (dk * (config.scale * math.log(2))).astype(dk_ref.dtype)
+    dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
 _attend.defvjp(_forward, _backward)
@@ -332,7 +351,7 @@ def attend_pages(
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
-    merged, below = by_key_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
+    merged, below = group_by_kv_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
     rows = min(merged.shape[2], MAX_ROWS)
     pages = pl.BlockSpec((P, None, page, H), lambda b, k, i: (0, k, 0, 0))
     queries = pl.BlockSpec((None, None, rows, H), lambda b, k, i: (b, k, i, 0))
@@ -355,7 +374,7 @@ def attend_pages(
         interpret=interpret,
         name="attention_pages",
     )(merged, keys, values, tables, below)
-    return by_query(out, lse, q.shape)
+    return ungroup_queries(out, lse, q.shape)
 
 
 def _pages_kernel(
@@ -368,30 +387,31 @@ def _pages_kernel(
 
     def add(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, out = sums
-        place, is_read = tables_ref[j], _places(j, page) < limits[:, None]
+        page_id, is_read = tables_ref[j], _positions(j, page) < limits[:, None]
         products = [
-            _dot(q, k_ref[place, :, part], (1, 1)) for q, part in zip(queries, parts, strict=True)
+            _dot(q, k_ref[page_id, :, part], (1, 1)) for q, part in zip(queries, parts, strict=True)
         ]
-        scores = jnp.where(is_read, sum(products[1:], products[0]) * scale, LOWEST)
+        scores = jnp.where(is_read, sum(products[1:], products[0]) * scale, MASK_VALUE)
         new = jnp.maximum(highest, scores.max(axis=1))
-        weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         out = tuple(
-            one * fade[:, None] + _dot(weights.astype(v_ref.dtype), v_ref[place, :, part], (1, 0))
-            for one, part in zip(out, parts, strict=True)
+            x * rescale[:, None]
+            + _dot(weights.astype(v_ref.dtype), v_ref[page_id, :, part], (1, 0))
+            for x, part in zip(out, parts, strict=True)
         )
-        return new, total * fade + weights.sum(axis=1), out
+        return new, total * rescale + weights.sum(axis=1), out
 
     zeros = jnp.zeros(limits.shape, jnp.float32)
-    outs = tuple(jnp.zeros(one.shape, jnp.float32) for one in queries)
-    sums = zeros + FLOOR, zeros, outs
-    highest, total, outs = jax.lax.fori_loop(0, num_live(limits, page), add, sums)
+    outs = tuple(jnp.zeros(x.shape, jnp.float32) for x in queries)
+    sums = zeros + EMPTY_LSE, zeros, outs
+    highest, total, outs = jax.lax.fori_loop(0, count_live_pages(limits, page), add, sums)
     total = jnp.where(total > 0, total, 1.0)
-    for one, part in zip(outs, parts, strict=True):
-        out_ref[:, part] = one / total[:, None]
+    for x, part in zip(outs, parts, strict=True):
+        out_ref[:, part] = x / total[:, None]
     lse_ref[...] = (highest + jnp.log2(total)) * math.log(2)
 
 
-def num_live(limits: jax.Array, page: int) -> jax.Array:
+def count_live_pages(limits: jax.Array, page: int) -> jax.Array:
     """Return the number of pages that a program reads, the first ones of its table."""
     return (limits.max() + page - 1) // page
 

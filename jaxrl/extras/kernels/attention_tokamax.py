@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.reference import in_blocks
-from jaxrl.models.kernel_check import tokamax_part
+from jaxrl.models.attention.reference import pad_to_blocks
+from jaxrl.models.kernel_check import import_tokamax
 
 BLOCK = 128
 """Tokens are padded to multiples of this: two warpgroups process 64 each, without bounds checks."""
@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 128
 """Maximum head size for the registers of `gradients_hopper`."""
 
 
-def train(
+def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -33,7 +33,7 @@ def train(
     interpret: bool = False,
     shares_prompts: bool = True,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.train` with kernels that support one range of keys per query.
+    """Compute `reference.attend_packed` with kernels that support one range of keys per query.
 
     Each query has two ranges, its own segment and a shared prompt. So there are two passes over the
     keys, merged by their log-sum-exp, each of which skips blocks that no query reads. Tokamax's
@@ -59,14 +59,14 @@ def train(
             "float16; set config.model.dtype to 'bfloat16'."
         )
     Q, H = q.shape[1], q.shape[3]
-    q, k, v, reads = in_blocks(q, k, v, reads, BLOCK)
+    q, k, v, reads = pad_to_blocks(q, k, v, reads, BLOCK)
     pad = ((0, 0), (0, 0), (0, 0), (0, -H % HEAD_MULTIPLE))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    kernels = Dense(H**-0.5) if interpret else Tokamax(H**-0.5)
+    kernels = XlaKernels(H**-0.5) if interpret else TokamaxKernels(H**-0.5)
     return _attend(q, k, v, reads, kernels, shares_prompts)[:, :Q, :, :H]
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """Range of keys that each query reads: from `start`, before `end`, and causal."""
 
     start: jax.Array  # int32 [R, Q]
@@ -74,7 +74,7 @@ class Keys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dense:
+class XlaKernels:
     """XLA substitute for the kernels.
 
     Attributes:
@@ -84,7 +84,7 @@ class Dense:
     scale: float
 
     def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
         """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf without keys."""
         R, Q, N, _ = q.shape
@@ -94,7 +94,7 @@ class Dense:
         return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
 
     def backward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Compute the gradients of queries, keys and values through the keys in this range."""
@@ -102,19 +102,19 @@ class Dense:
         by_group = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
         weights = jnp.exp(self._scores(q, k, keys) - lse[..., None])
-        of_out = gradient.astype(jnp.float32).reshape(by_group)
-        delta = (of_out * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
-        of_weights = jnp.einsum("rtkgh,rskh->rkgts", of_out, v.astype(jnp.float32))
-        of_scores = weights * (of_weights - delta[..., None]) * self.scale
-        of_queries = self._by_query("rkgts,rskh->rtkgh", of_scores, k, q)
-        of_keys = jnp.einsum("rkgts,rtkgh->rskh", of_scores, q.reshape(by_group))
-        of_values = jnp.einsum("rkgts,rtkgh->rskh", weights, of_out)
-        return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype)
+        d_out = gradient.astype(jnp.float32).reshape(by_group)
+        delta = (d_out * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
+        d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
+        d_scores = weights * (d_weights - delta[..., None]) * self.scale
+        dq = self._by_query("rkgts,rskh->rtkgh", d_scores, k, q)
+        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(by_group))
+        dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     def _by_query(self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
         return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
 
-    def _scores(self, q: jax.Array, k: jax.Array, keys: Keys) -> jax.Array:
+    def _scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
         (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
         products = jnp.einsum(
             "rtkgh,rskh->rkgts",
@@ -123,12 +123,12 @@ class Dense:
             preferred_element_type=jnp.float32,
         )
         ends = _ends(keys, T)
-        places = jnp.arange(T)
-        is_read = (places >= keys.start[..., None]) & (places < ends[..., None])
+        positions = jnp.arange(T)
+        is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
         return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
-def _ends(keys: Keys, T: int) -> jax.Array:
+def _ends(keys: KeyRange, T: int) -> jax.Array:
     """Return the end of each query's range of keys."""
     if keys.end is not None:
         return keys.end
@@ -137,7 +137,7 @@ def _ends(keys: Keys, T: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Tokamax:
+class TokamaxKernels:
     """Tokamax's kernels, with its default block sizes, not autotuned.
 
     Attributes:
@@ -147,10 +147,10 @@ class Tokamax:
     scale: float
 
     def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute `Dense.forward`."""
-        attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        """Compute `XlaKernels.forward`."""
+        attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
         attention = attention.replace(config=config)
@@ -158,11 +158,11 @@ class Tokamax:
         return out, highest + jnp.log(total)
 
     def backward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: Keys,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute `Dense.backward`, over all blocks before the diagonal, or over all blocks."""
-        attention = tokamax_part("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
+        """Compute `XlaKernels.backward` over the blocks before the diagonal or over all blocks."""
+        attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
         # With the log-sum-exp as the maximum score, the softmax sum is 1.
@@ -174,12 +174,12 @@ class Tokamax:
 
     def is_hopper(self) -> bool:
         """Return True on Hopper GPUs, which `gradients_hopper` requires."""
-        return bool(tokamax_part("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
+        return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
-    def _settings(self, q: jax.Array, k: jax.Array, keys: Keys) -> dict[str, Any]:
+    def _settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
         """Return scale and mask; a causal mask skips blocks after the diagonal."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
-        mask = tokamax_part("attention.base").Mask(
+        mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,
             k_start=keys.start[:, None],
             k_end=None if is_causal else _ends(keys, k.shape[1])[:, None],
@@ -187,49 +187,49 @@ class Tokamax:
         return {"mask": mask, "logits_scale": self.scale}
 
 
-def _ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[Keys]:
+def _key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
     starts, *shared = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
-    return [Keys(starts, None), Keys(*shared)][: 1 + shares_prompts]
+    return [KeyRange(starts, None), KeyRange(*shared)][: 1 + shares_prompts]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
-    kernels: Dense | Tokamax, shares_prompts: bool,
+    kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> jax.Array:  # fmt: skip
     return _forward(q, k, v, reads, kernels, shares_prompts)[0]
 
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
-    kernels: Dense | Tokamax, shares_prompts: bool,
+    kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """Return the outputs, and residuals for the backward pass with the log-sum-exp `[R, N, Q]`."""
-    ranges = _ranges(q, reads, shares_prompts)
-    outs, sums = zip(*[kernels.forward(q, k, v, one) for one in ranges], strict=True)
+    ranges = _key_ranges(q, reads, shares_prompts)
+    outs, sums = zip(*[kernels.forward(q, k, v, part) for part in ranges], strict=True)
     out, lse = outs[0], sums[0]
     if shares_prompts:
         lse = jnp.logaddexp(*sums)
-        shares = [jnp.exp(one - lse).swapaxes(1, 2)[..., None] for one in sums]
-        out = sum(one * share for one, share in zip(outs, shares, strict=True)).astype(q.dtype)
+        shares = [jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in sums]
+        out = sum(part * share for part, share in zip(outs, shares, strict=True)).astype(q.dtype)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
 
 def _backward(
-    kernels: Dense | Tokamax,
+    kernels: XlaKernels | TokamaxKernels,
     shares_prompts: bool,
-    saved: tuple[jax.Array, ...],
+    residuals: tuple[jax.Array, ...],
     gradient: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, reads, out, lse = saved
-    if isinstance(kernels, Tokamax) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
+    q, k, v, reads, out, lse = residuals
+    if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
         from jaxrl.extras.kernels.gradients_hopper import gradients
 
         return *gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
-    ranges = _ranges(q, reads, shares_prompts)
-    parts = [kernels.backward(q, k, v, one, out, lse, gradient) for one in ranges]
-    return *(sum(of_range[1:], of_range[0]) for of_range in zip(*parts, strict=True)), None
+    ranges = _key_ranges(q, reads, shares_prompts)
+    parts = [kernels.backward(q, k, v, part, out, lse, gradient) for part in ranges]
+    return *(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)

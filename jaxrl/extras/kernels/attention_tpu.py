@@ -16,11 +16,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attention.reference import (
-    FLOOR,
-    LOWEST,
-    by_key_head,
-    by_query,
-    in_blocks,
+    EMPTY_LSE,
+    MASK_VALUE,
+    group_by_kv_head,
+    pad_to_blocks,
+    ungroup_queries,
 )
 
 LANES = 128
@@ -30,7 +30,7 @@ MAX_BLOCK = 512
 """Maximum tokens of a block of queries or keys."""
 
 
-def train(
+def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -38,7 +38,7 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.train` with JAX's splash attention, for segments without shared prompts.
+    """Compute `reference.attend_packed` with splash attention, without shared prompts.
 
     Tokens are padded to full blocks and heads to lanes. The scale is applied to the queries. The
     backward pass uses two kernels: the fused one would write a partial query gradient for each
@@ -48,7 +48,7 @@ def train(
     # Blocks of equal size, a multiple of the lanes.
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // (num_blocks * LANES)) * LANES
-    q, k, v, reads = in_blocks(q, k, v, reads, size)
+    q, k, v, reads = pad_to_blocks(q, k, v, reads, size)
     num_queries, length = q.shape[1], k.shape[1]
     blocks = splash.BlockSizes(
         block_q=size,
@@ -107,13 +107,15 @@ def attend_pages(
     share a query matrix; in its product with each head's keys, the rows of other heads are
     discarded.
     """
-    call = pages_call(q, keys, tables, limits)
-    merged, below = by_key_head(q, limits, keys.shape[1] // call.joined, call.num_rows)
+    call = make_pages_call(q, keys, tables, limits)
+    merged, below = group_by_kv_head(
+        q, limits, keys.shape[1] // call.heads_per_matrix, call.num_rows
+    )
     out, lse = pl.pallas_call(
         partial(
             _pages_kernel,
             scale=q.shape[3] ** -0.5,
-            joined=call.joined,
+            heads_per_matrix=call.heads_per_matrix,
             groups=q.shape[2] // keys.shape[1],
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -130,9 +132,9 @@ def attend_pages(
         interpret=interpret,
         name="attention_pages",
     )(*call.steps, merged, below[:, :, None], keys, values)
-    out, lse = by_query(out, lse[..., 0], q.shape)
+    out, lse = ungroup_queries(out, lse[..., 0], q.shape)
     reads = (limits > 0)[:, :, None]  # blocks without steps are not written
-    return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, FLOOR)
+    return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, EMPTY_LSE)
 
 
 class Steps(NamedTuple):
@@ -173,42 +175,42 @@ class PagesCall(NamedTuple):
     queries: pl.BlockSpec  # of queries and outputs
     limits: pl.BlockSpec
     numbers: pl.BlockSpec  # of the log-sum-exp
-    pages: pl.BlockSpec  # left in HBM; see `copied`
+    pages: pl.BlockSpec  # left in HBM; see `list_copied_pages`
     scratch: list[Any]
     width: int  # pages of a step
-    joined: int  # key heads that share a query matrix
+    heads_per_matrix: int  # key heads that share a query matrix
     num_rows: int  # of this matrix
 
-    def copied(self, step: int) -> list[int]:
+    def list_copied_pages(self, step: int) -> list[int]:
         """Return the pages whose keys and values are copied for a step."""
         pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
-        return [int(self.steps.tables[place]) for place, is_live in pages if is_live]
+        return [int(self.steps.tables[table_index]) for table_index, is_live in pages if is_live]
 
 
-def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
+def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     """Lay out the steps of `attend_pages`; of `q` and `keys`, only shapes and dtypes matter."""
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     # As many pages per step and steps in flight as fit the buffer.
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
-    room = max(BUFFER_BYTES // page_bytes, 2)
-    width = max(min(room // 2, STEP_PAGES, tables.shape[1]), 1)
-    slots = min(room // width, NUM_SLOTS)
+    max_pages = max(BUFFER_BYTES // page_bytes, 2)
+    width = max(min(max_pages // 2, STEP_PAGES, tables.shape[1]), 1)
+    slots = min(max_pages // width, NUM_SLOTS)
     steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
     # Join as many key heads in one query matrix as fit its minimum rows.
-    fitting = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
-    joined = max(fitting, default=1)
-    num_rows = -(-Q * N // K * joined // SUBLANES) * SUBLANES
-    heads = K // joined
+    valid_sizes = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
+    heads_per_matrix = max(valid_sizes, default=1)
+    num_rows = -(-Q * N // K * heads_per_matrix // SUBLANES) * SUBLANES
+    heads = K // heads_per_matrix
 
-    def of_block(step: Any, *steps: Any) -> tuple[Any, ...]:
+    def block_index_map(step: Any, *steps: Any) -> tuple[Any, ...]:
         return Steps(*steps).blocks[step], 0, 0, 0
 
     return PagesCall(
         grid=(jnp.maximum(num_steps, 1),),
         steps=steps,
-        queries=pl.BlockSpec((1, heads, num_rows, H), of_block),
-        limits=pl.BlockSpec((1, num_rows, 1), lambda *step: of_block(*step)[:3]),
-        numbers=pl.BlockSpec((1, heads, num_rows, LANES), of_block),
+        queries=pl.BlockSpec((1, heads, num_rows, H), block_index_map),
+        limits=pl.BlockSpec((1, num_rows, 1), lambda *step: block_index_map(*step)[:3]),
+        numbers=pl.BlockSpec((1, heads, num_rows, LANES), block_index_map),
         pages=pl.BlockSpec(memory_space=pl.ANY),
         scratch=[
             *[pltpu.VMEM((slots, width, K, page, H), keys.dtype)] * 2,
@@ -216,7 +218,7 @@ def pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
             *[pltpu.VMEM((heads, num_rows, LANES), jnp.float32)] * 2,
         ],
         width=width,
-        joined=joined,
+        heads_per_matrix=heads_per_matrix,
         num_rows=num_rows,
     )
 
@@ -225,7 +227,7 @@ def _pages_kernel(
     tables_ref: Any, num_pages_ref: Any, starts_ref: Any, blocks_ref: Any, q_ref: Any,
     limits_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, lse_ref: Any, keys_ref: Any,
     values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
-    joined: int, groups: int,
+    heads_per_matrix: int, groups: int,
 ) -> None:  # fmt: skip
     """Add a step's pages to a block's softmax; outputs hold the sums until the last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
@@ -234,19 +236,19 @@ def _pages_kernel(
     block, first = steps.first(step, width)
 
     # Start the copies of a step's live pages, or wait for them.
-    def copy(step: Any, *, waits: bool) -> None:
+    def copy(step: Any, *, should_wait: bool) -> None:
         slot = jax.lax.rem(step, slots)
         for index in range(width):
-            place, is_live = steps.page(step, index, width)
+            table_index, is_live = steps.page(step, index, width)
 
             @pl.when(is_live)
-            def _(index: int = index, place: Any = place) -> None:
-                page = tables_ref[place]
+            def _(index: int = index, table_index: Any = table_index) -> None:
+                page = tables_ref[table_index]
                 for source, target in ((k_ref, keys_ref), (v_ref, values_ref)):
-                    one = pltpu.make_async_copy(
+                    dma = pltpu.make_async_copy(
                         source.at[page], target.at[slot, index], arrived_ref.at[slot]
                     )
-                    one.wait() if waits else one.start()
+                    dma.wait() if should_wait else dma.start()
 
     @pl.when(step == 0)
     def _() -> None:
@@ -255,54 +257,54 @@ def _pages_kernel(
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
         for early in range(slots - 1):
-            pl.when(early < num_steps)(partial(copy, early, waits=False))
+            pl.when(early < num_steps)(partial(copy, early, should_wait=False))
 
     # Prefetch a later step's pages into the slot that the previous step has freed.
-    ahead = step + slots - 1
-    pl.when(ahead < num_steps)(partial(copy, ahead, waits=False))
+    prefetch_step = step + slots - 1
+    pl.when(prefetch_step < num_steps)(partial(copy, prefetch_step, should_wait=False))
 
     @pl.when(first == 0)
     def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
-        highest_ref[...] = jnp.full(highest_ref.shape, FLOOR, jnp.float32)
+        highest_ref[...] = jnp.full(highest_ref.shape, EMPTY_LSE, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
     # Wait for this step's pages. Find the positions that each row reads, and the row's key head.
-    copy(step, waits=True)
+    copy(step, should_wait=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)
     is_read = first * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
     row = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
-    of_row = jax.lax.div(jax.lax.rem(row, joined * groups), groups)
+    head_of_row = jax.lax.div(jax.lax.rem(row, heads_per_matrix * groups), groups)
 
-    def of_head(ref: Any, head: int) -> jax.Array:
+    def load_head(ref: Any, head: int) -> jax.Array:
         return ref[slot, :, head].reshape(width * page, H)
 
-    def only(index: int, new: jax.Array, others: Any) -> jax.Array:
-        return new if joined == 1 else jnp.where(of_row == index, new, others)
+    def select_head(index: int, new: jax.Array, others: Any) -> jax.Array:
+        return new if heads_per_matrix == 1 else jnp.where(head_of_row == index, new, others)
 
     # Online softmax: output, maximum and total accumulate over the block's steps.
     for head in range(q_ref.shape[1]):
         product = jnp.zeros(shape, jnp.float32)
-        for index in range(joined):
+        for index in range(heads_per_matrix):
             own = jax.lax.dot_general(
                 q_ref[0, head],
-                of_head(keys_ref, head * joined + index),
+                load_head(keys_ref, head * heads_per_matrix + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            product = only(index, own, product)
-        scores = jnp.where(is_read, product * scale, LOWEST)
+            product = select_head(index, own, product)
+        scores = jnp.where(is_read, product * scale, MASK_VALUE)
         highest = highest_ref[head, :, :1]
         new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
-        weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
+        weights, rescale = jnp.exp(scores - new), jnp.exp(highest - new)
         added = jnp.zeros(out_ref.shape[2:], jnp.float32)
-        for index in range(joined):
-            own = only(index, weights, 0.0).astype(values_ref.dtype)
-            values = of_head(values_ref, head * joined + index)
+        for index in range(heads_per_matrix):
+            own = select_head(index, weights, 0.0).astype(values_ref.dtype)
+            values = load_head(values_ref, head * heads_per_matrix + index)
             added += jnp.dot(own, values, preferred_element_type=jnp.float32)
-        out_ref[0, head] = out_ref[0, head] * fade + added
-        total = total_ref[head, :, :1] * fade + weights.sum(axis=1, keepdims=True)
+        out_ref[0, head] = out_ref[0, head] * rescale + added
+        total = total_ref[head, :, :1] * rescale + weights.sum(axis=1, keepdims=True)
         highest_ref[head] = jnp.broadcast_to(new, highest_ref.shape[1:])
         total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 

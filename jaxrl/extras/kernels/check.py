@@ -15,37 +15,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.architecture import KernelCheck
-from jaxrl.models.kernel_check import Choice, Trial
+from jaxrl.models.kernel_check import SelectedKernel, Trial
 from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
 
-LEAST_ERROR = {2: 0.005, 4: 0.001}
+ERROR_FLOOR = {2: 0.005, 4: 0.001}
 """Relative errors that always pass, by bytes per value: the rounding of bfloat16 and of TF32."""
 
-LEAST_WORST = 0.05
-"""Like `LEAST_ERROR`, for the worst vector."""
+WORST_ERROR_FLOOR = 0.05
+"""Like `ERROR_FLOOR`, for the worst vector."""
 
-LEAST_OF_PIECE = {2: 0.009, 4: 0.002}
-"""Like `LEAST_ERROR`, for each piece. Over many random inputs, our kernels' bfloat16 error was at
+PIECE_ERROR_FLOOR = {2: 0.009, 4: 0.002}
+"""Like `ERROR_FLOOR`, for each piece. Over many random inputs, our kernels' bfloat16 error was at
 most 0.41%; other valid orders of summation reached 0.46%.
 """
 
-MAX_ALONE = 128
+MAX_UNSPLIT = 128
 """Maximum length of an axis, such as heads, of which each index is a piece."""
 
-CUTS = 16
+NUM_PIECES = 16
 """Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels are off by up to
 0.45%, since gradients of a segment's first tokens nearly cancel; with 8, an error in only the late
 keys hardly shows.
 """
 
-LEAST_LENGTH = 0.01
+MIN_RELATIVE_NORM = 0.01
 """Minimum vector length assumed for a piece, relative to the average; a piece may be all zeros."""
 
-LATE_S = 120.0
+SLOW_CHECK_S = 120.0
 """Seconds after which a warning reports that a check is still running: a kernel may hang."""
 
-UNTUNED: dict[str, str | bool] = {
+NO_AUTOTUNE_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
 }
@@ -54,48 +54,48 @@ UNTUNED: dict[str, str | bool] = {
 
 def select_kernel(
     make_trials: Callable[[str], Sequence[Trial]],
-    line: Mapping[str, Callable[[], Callable[..., Any]]],
+    candidates: Mapping[str, Callable[[], Callable[..., Any]]],
     reference: Callable[..., Any],
     *,
-    named_by: str = "",
-) -> Choice:
+    config_key: str = "",
+) -> SelectedKernel:
     """Try the candidate kernels in order; see `models.kernel_check.select_kernel`."""
     kernel_checks: list[KernelCheck] = []
-    for name, load in line.items():
+    for name, load in candidates.items():
         for trial in make_trials(name):
-            with _told_when_late(trial, name):
-                is_sound, finding = _examine(trial, load)
+            with _warn_when_slow(trial, name):
+                is_sound, finding = _check_kernel(trial, load)
             if distributed.any_process(not is_sound) and is_sound:
                 is_sound, finding = False, "fails in another process of this run"
-            verdict = KernelCheck(
+            check = KernelCheck(
                 operation=trial.operation, kernel=name, is_sound=is_sound, finding=finding
             )
-            kernel_checks.append(verdict)
+            kernel_checks.append(check)
             if not is_sound:
                 break
         if not kernel_checks or kernel_checks[-1].is_sound:
-            return Choice(name=name, function=load(), kernel_checks=tuple(kernel_checks))
-        if named_by:
+            return SelectedKernel(name=name, function=load(), kernel_checks=tuple(kernel_checks))
+        if config_key:
             raise ValueError(
-                f"{named_by} is {name!r}, which fails its check before the run: "
+                f"{config_key} is {name!r}, which fails its check before the run: "
                 f"{kernel_checks[-1].operation}: {kernel_checks[-1].finding}. Set it to 'auto', "
                 "which takes the next kernel that passes, or to 'xla'."
             )
-    return Choice(name="xla", function=reference, kernel_checks=tuple(kernel_checks))
+    return SelectedKernel(name="xla", function=reference, kernel_checks=tuple(kernel_checks))
 
 
 @contextlib.contextmanager
-def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
-    def tell() -> None:
+def _warn_when_slow(trial: Trial, kernel: str) -> Iterator[None]:
+    def warn() -> None:
         print(
-            f"warning: {trial.operation}: the check of {kernel} still runs after {LATE_S:.0f} s. "
-            "A kernel that hangs cannot be stopped: if this continues, end the run and set "
-            "config.model.attention or config.model.experts to 'xla'.",
+            f"warning: {trial.operation}: the check of {kernel} still runs after "
+            f"{SLOW_CHECK_S:.0f} s. A kernel that hangs cannot be stopped: if this continues, end "
+            "the run and set config.model.attention or config.model.experts to 'xla'.",
             file=sys.stderr,
             flush=True,
         )
 
-    timer = threading.Timer(LATE_S, tell)
+    timer = threading.Timer(SLOW_CHECK_S, warn)
     timer.daemon = True
     timer.start()
     try:
@@ -104,56 +104,56 @@ def _told_when_late(trial: Trial, kernel: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _results(
-    trial: Trial, function: Callable[..., Any], *, widens: bool = False
+def _run_trial(
+    trial: Trial, function: Callable[..., Any], *, use_float32: bool = False
 ) -> list[np.ndarray]:
-    """Compile and run the operation; `widens` runs it in float32 on the same rounded values."""
-    placed = []
+    """Compile and run the operation, in float32 on the same rounded values if `use_float32`."""
+    arrays = []
     for x in trial.arrays:
         is_wide = x.dtype == np.float32
         rounded = jax.device_put(x.astype(trial.dtype) if is_wide else x, trial.device)
-        placed.append(rounded.astype(jnp.float32) if widens and is_wide else rounded)
-    program = jax.jit(partial(trial.run, function)).lower(*placed)
-    results = program.compile(compiler_options=UNTUNED)(*placed)
+        arrays.append(rounded.astype(jnp.float32) if use_float32 and is_wide else rounded)
+    program = jax.jit(partial(trial.run, function)).lower(*arrays)
+    results = program.compile(compiler_options=NO_AUTOTUNE_OPTIONS)(*arrays)
     return [np.asarray(x, np.float64) for x in results]
 
 
-def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
+def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
     """Return whether a kernel agrees with XLA, and the measurements."""
     # A kernel that fails to compile or run is not used; one that breaks the device ends the run.
-    begin = time.monotonic()
+    start = time.monotonic()
     try:
-        results = _results(trial, load())
+        results = _run_trial(trial, load())
     except Interrupted:
         raise
     except Exception as error:
-        _expect_sound_device(trial, error)
+        _check_device(trial, error)
         return False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - start
     # Errors are relative to XLA in float32. XLA's rounding in the run's dtype sets the bounds.
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
-        in_float32 = _results(trial, trial.reference, widens=True)
-    rounded = _results(trial, trial.reference)  # the rounding error that any kernel may have
+        in_float32 = _run_trial(trial, trial.reference, use_float32=True)
+    rounded = _run_trial(trial, trial.reference)  # the rounding error that any kernel may have
     errors = []
-    for name, got, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
-        if got.shape != exact.shape:
-            return False, f"{name}: of shape {got.shape}, where XLA's is {exact.shape}"
-        if not np.isfinite(got).all():
-            return False, f"{name}: {np.sum(~np.isfinite(got))} of {got.size} are not finite"
+    for name, actual, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
+        if actual.shape != exact.shape:
+            return False, f"{name}: of shape {actual.shape}, where XLA's is {exact.shape}"
+        if not np.isfinite(actual).all():
+            return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
         # A kernel may err twice as much in total and in each piece, four times in one vector.
-        off, rounding = Errors.of(got, exact), Errors.of(usual, exact)
-        bound = max(2 * rounding.whole, LEAST_ERROR[itemsize])
+        off, rounding = RelativeErrors.of(actual, exact), RelativeErrors.of(usual, exact)
+        bound = max(2 * rounding.whole, ERROR_FLOOR[itemsize])
         if off.whole > bound:
             return False, f"{name}: off by {off.whole:.2%}, where at most {bound:.2%} is rounding"
-        bound = max(4 * rounding.worst, LEAST_WORST)
+        bound = max(4 * rounding.worst, WORST_ERROR_FLOOR)
         if off.worst > bound:
             return False, (
                 f"{name}: one vector is off by {off.worst:.1%}, where at most {bound:.1%} is "
                 "rounding"
             )
-        bounds = {k: max(2 * one, LEAST_OF_PIECE[itemsize]) for k, one in rounding.pieces.items()}
-        piece = max(bounds, key=lambda one: off.pieces[one] - bounds[one])
+        bounds = {k: max(2 * x, PIECE_ERROR_FLOOR[itemsize]) for k, x in rounding.pieces.items()}
+        piece = max(bounds, key=lambda x: off.pieces[x] - bounds[x])
         if off.pieces[piece] > bounds[piece]:
             return False, (
                 f"{name}[{piece}]: off by {off.pieces[piece]:.2%}, where at most "
@@ -163,7 +163,7 @@ def _examine(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool
     return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
 
 
-class Errors(NamedTuple):
+class RelativeErrors(NamedTuple):
     """Relative errors of vectors `[..., values]`."""
 
     whole: float  # of the complete array
@@ -171,27 +171,27 @@ class Errors(NamedTuple):
     pieces: dict[str, float]  # per axis, relative to the piece's length; keys are NumPy slices
 
     @classmethod
-    def of(cls, got: np.ndarray, exact: np.ndarray) -> Errors:
+    def of(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
         """Compute the errors, also by piece: one of ten heads or late keys hardly affect the total.
 
         Late keys have short gradients, since few queries read them.
         """
-        off, square = (np.square(x).sum(axis=-1) for x in (got - exact, exact))
+        off, square = (np.square(x).sum(axis=-1) for x in (actual - exact, exact))
         usual = square.mean() or 1.0
         pieces = {}
         for axis, size in enumerate(off.shape):
-            places, offs, squares = (
-                np.array_split(x, size if size <= MAX_ALONE else CUTS)
+            index_ranges, offs, squares = (
+                np.array_split(x, size if size <= MAX_UNSPLIT else NUM_PIECES)
                 for x in (np.arange(size), *(np.moveaxis(x, axis, 0) for x in (off, square)))
             )
-            for place, one, own in zip(places, offs, squares, strict=True):
-                length = max(own.mean(), LEAST_LENGTH**2 * usual)
-                piece = f"{':, ' * axis}{place[0]}:{place[-1] + 1}"
-                pieces[piece] = float(np.sqrt(one.mean() / length))
+            for indices, x, magnitude in zip(index_ranges, offs, squares, strict=True):
+                length = max(magnitude.mean(), MIN_RELATIVE_NORM**2 * usual)
+                piece = f"{':, ' * axis}{indices[0]}:{indices[-1] + 1}"
+                pieces[piece] = float(np.sqrt(x.mean() / length))
         return cls(float(np.sqrt(off.mean() / usual)), float(np.sqrt(off.max() / usual)), pieces)
 
 
-def _expect_sound_device(trial: Trial, failure: Exception) -> None:
+def _check_device(trial: Trial, failure: Exception) -> None:
     """Raise if a kernel has broken its device, as an out-of-bounds write can on a GPU."""
     try:
         np.asarray(jax.device_put(np.ones(2), trial.device) + 1)

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.kernels.readers import last_readers
-from jaxrl.models.attention.reference import key_blocks
+from jaxrl.extras.kernels.readers import find_last_readers
+from jaxrl.models.attention.reference import find_key_blocks
 
 GROUPS = 2
 """Warpgroups of a program that compute; one more copies their operands to the chip."""
@@ -60,7 +60,7 @@ def gradients(
     *,
     scale: float,
 ) -> tuple[Float[Array, "R Q N H"], Float[Array, "R T K H"], Float[Array, "R T K H"]]:
-    """Compute the gradients of `reference.train` for queries, keys and values; sums in float32.
+    """Compute the gradients of `reference.attend_packed`, accumulating in float32.
 
     A program processes a tile of queries of one head, or a tile of keys of one key head, in a loop
     over the relevant blocks of the other kind, as in `attention_gpu`. Masks are computed only for
@@ -78,7 +78,7 @@ def gradients(
     """
     # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
-    how = How(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
+    config = GradientConfig(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
     # Both kernels take the log-sum-exp to base 2, and the dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
@@ -89,33 +89,33 @@ def gradients(
         thread_name="group",
         compiler_params=mosaic.CompilerParams(approx_math=True),
     )
-    of_queries = call(
-        partial(_queries_kernel, how=how),
+    dq = call(
+        partial(_queries_kernel, config=config),
         grid=(Q // TILE, R, N),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=[
-            _on_chip(q),
-            _on_chip(q),
+            _alloc_smem(q),
+            _alloc_smem(q),
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_queries",
-    )(*arrays, *_blocks_of_keys(reads, how))
-    of_keys, of_values = call(
-        partial(_keys_kernel, how=how),
+    )(*arrays, *_find_key_blocks(reads, config))
+    dk, dv = call(
+        partial(_keys_kernel, config=config),
         grid=(T // TILE, R, K),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         scratch_types=[
-            _on_chip(k),
-            _on_chip(k),
+            _alloc_smem(k),
+            _alloc_smem(k),
             mosaic.Barrier(num_barriers=GROUPS, num_arrivals=2),
         ],
         kernel_name="attention_backward_keys",
-    )(*arrays, *_blocks_of_queries(reads, how))
-    return of_queries, of_keys, of_values
+    )(*arrays, *_find_query_blocks(reads, config))
+    return dq, dk, dv
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class GradientConfig:
     """Compile-time settings of the kernels."""
 
     scale: float
@@ -132,13 +132,13 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
     )
 
 
-def _on_chip(x: jax.Array) -> Any:
+def _alloc_smem(x: jax.Array) -> Any:
     """Allocate shared memory for one block per warpgroup."""
     shape = GROUPS, BLOCK, x.shape[-1]
     return mosaic.SMEM(shape, x.dtype, transforms=_transforms(x.dtype))
 
 
-def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
     """Compute the key blocks of each query tile, and the first key from which a block reads all.
 
     Returns:
@@ -146,16 +146,16 @@ def _blocks_of_keys(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
         blocks, int32 `[R, Q / TILE, 4]`. Then per block the first key, int32 `[R, Q / BLOCK]`.
     """
     R = len(reads)
-    own_reads = reads[..., how.first :].reshape(R, 3, -1, TILE)
-    indices = how.first // BLOCK + jnp.arange(how.num_queries // TILE) * GROUPS
-    find = jax.vmap(jax.vmap(partial(key_blocks, size=BLOCK), (1, 0)), (0, None))
-    shared, num_shared, own = find(own_reads, indices)
+    query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
+    indices = config.first // BLOCK + jnp.arange(config.num_queries // TILE) * GROUPS
+    find = jax.vmap(jax.vmap(partial(find_key_blocks, size=BLOCK), (1, 0)), (0, None))
+    shared, num_shared, own = find(query_reads, indices)
     count = num_shared + indices + GROUPS - own
-    whole = own_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
+    whole = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
     return jnp.stack([shared, num_shared, own, count], axis=2).astype(jnp.int32), whole
 
 
-def _blocks_of_queries(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
     """Compute the query blocks of each key tile, and the token before which all read each block.
 
     Returns:
@@ -163,24 +163,24 @@ def _blocks_of_queries(reads: jax.Array, how: How) -> tuple[jax.Array, jax.Array
         token before which all later tokens read all of it, int32 `[R, T / BLOCK]`.
     """
     R, _, T = reads.shape
-    ends = last_readers(reads)
+    ends = find_last_readers(reads)
     tiles = jnp.arange(T // TILE) * TILE
-    first = jnp.maximum(tiles - how.first, 0) // BLOCK
-    last = -(-(ends.reshape(R, -1, TILE).max(axis=2) - how.first) // BLOCK)
+    first = jnp.maximum(tiles - config.first, 0) // BLOCK
+    last = -(-(ends.reshape(R, -1, TILE).max(axis=2) - config.first) // BLOCK)
     blocks = jnp.stack(jnp.broadcast_arrays(first, jnp.maximum(last - first, 1)), axis=2)
     starts = reads[:, 0].reshape(R, -1, BLOCK)
-    is_one = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
-    whole = jnp.where(is_one, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
+    is_single_segment = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
+    whole = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
     return blocks.astype(jnp.int32), whole
 
 
-def _is_read(reads: Any, keys: jax.Array, queries: jax.Array, spread: Callable[..., Any]) -> Any:
-    starts, shared_starts, shared_ends = (spread(one) for one in reads)
+def _is_read(reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]) -> Any:
+    starts, shared_starts, shared_ends = (broadcast(x) for x in reads)
     own = (keys >= starts) & (keys <= queries)
     return own | ((keys >= shared_starts) & (keys < shared_ends))
 
 
-def _places(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+def _positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
     return first + mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=mosaic.Layout.WGMMA)
 
 
@@ -194,36 +194,38 @@ SCORES = (BLOCK, BLOCK)
 
 def _queries_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, own_q: Any, own_gradient: Any,
-    arrived: Any, *, how: How,
+    reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
+    load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
-    place, row, head = (jax.lax.axis_index(name) for name in GRID)
+    tile_index, row, head = (jax.lax.axis_index(name) for name in GRID)
     # The last tiles start first; see `GRID`.
-    tile = how.num_queries // TILE - 1 - place
+    tile = config.num_queries // TILE - 1 - tile_index
     group = jax.lax.axis_index("group")
-    key_head = jax.lax.div(head, jnp.int32(how.groups))
+    key_head = jax.lax.div(head, jnp.int32(config.groups))
     shared, num_shared, own, count = (blocks_ref[row, tile, i] for i in range(4))
-    mine = pl.ds(tile * TILE + group * BLOCK, BLOCK)
-    query = how.first + tile * TILE + group * BLOCK
+    block_slice = pl.ds(tile * TILE + group * BLOCK, BLOCK)
+    query = config.first + tile * TILE + group * BLOCK
 
     def block_at(i: Any) -> Any:
         return jnp.where(i < num_shared, shared + i, own - num_shared + i)
 
     # Load the warpgroup's queries and gradients, run the pipeline, and write the result.
     def compute(run: Any) -> None:
-        here, barrier = own_q.at[group], arrived.at[group]
-        mosaic.copy_gmem_to_smem(q_ref.at[row, mine, head], here, barrier)
-        mosaic.copy_gmem_to_smem(gradient_ref.at[row, mine, head], own_gradient.at[group], barrier)
-        lse, delta = (_load(ref.at[row, head, mine], ROWS) for ref in (lse_ref, delta_ref))
+        q_block, barrier = q_smem.at[group], load_barriers.at[group]
+        mosaic.copy_gmem_to_smem(q_ref.at[row, block_slice, head], q_block, barrier)
+        mosaic.copy_gmem_to_smem(
+            gradient_ref.at[row, block_slice, head], gradient_smem.at[group], barrier
+        )
+        lse, delta = (_load(ref.at[row, head, block_slice], ROWS) for ref in (lse_ref, delta_ref))
         whole = whole_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
         total = pl.run_scoped(
             lambda total: (run((total, lse, delta, whole)), total[...])[1],
-            mosaic.ACC(here.shape, jnp.float32),
+            mosaic.ACC(q_block.shape, jnp.float32),
         )
-        here[...] = (total * how.scale).astype(here.dtype)
+        q_block[...] = (total * config.scale).astype(q_block.dtype)
         mosaic.commit_smem()
-        mosaic.copy_smem_to_gmem(here, out_ref.at[row, mine, head])
+        mosaic.copy_smem_to_gmem(q_block, out_ref.at[row, block_slice, head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of keys.
@@ -231,31 +233,31 @@ def _queries_kernel(
         total, lse, delta, whole = carry
         key = block_at(index[0]) * BLOCK
 
-        def multiply(scores: Any, of_weights: Any) -> Any:
-            mosaic.wgmma(of_weights, own_gradient.at[group], v.T)
-            mosaic.wgmma(scores, own_q.at[group], k.T)
+        def multiply(scores: Any, d_weights: Any) -> Any:
+            mosaic.wgmma(d_weights, gradient_smem.at[group], v.T)
+            mosaic.wgmma(scores, q_smem.at[group], k.T)
             mosaic.wgmma_wait(1)
             mosaic.barrier_arrive(v_done)
-            return scores[...], of_weights[...]
+            return scores[...], d_weights[...]
 
-        room = mosaic.ACC(SCORES, jnp.float32)
-        scores, of_weights = pl.run_scoped(multiply, room, room)
+        acc = mosaic.ACC(SCORES, jnp.float32)
+        scores, d_weights = pl.run_scoped(multiply, acc, acc)
 
-        def spread(x: jax.Array) -> jax.Array:
+        def broadcast(x: jax.Array) -> jax.Array:
             return jax.lax.broadcast_in_dim(x, SCORES, [0])
 
-        weights = jnp.exp2(scores * (how.scale * math.log2(math.e)) - spread(lse))
+        weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(lse))
 
         def masked() -> jax.Array:
-            reads = [_load(reads_ref.at[row, i, mine], ROWS) for i in range(3)]
-            places = _places(key, SCORES, 1), _places(query, SCORES, 0)
-            return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
+            reads = [_load(reads_ref.at[row, i, block_slice], ROWS) for i in range(3)]
+            positions = _positions(key, SCORES, 1), _positions(query, SCORES, 0)
+            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
 
         # Mask only blocks that are not read completely.
         is_whole = (key >= whole) & (key + BLOCK <= query)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
-        of_scores = weights * (of_weights - spread(delta))
-        mosaic.wgmma(total, of_scores.astype(k.dtype), k)
+        d_scores = weights * (d_weights - broadcast(delta))
+        mosaic.wgmma(total, d_scores.astype(k.dtype), k)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(k_done)
         return total, lse, delta, whole
@@ -280,81 +282,81 @@ def _queries_kernel(
 
 def _keys_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, of_keys_ref: Any, of_values_ref: Any,
-    own_k: Any, own_v: Any, arrived: Any, *, how: How,
+    reads_ref: Any, blocks_ref: Any, whole_ref: Any, dk_ref: Any, dv_ref: Any,
+    k_smem: Any, v_smem: Any, load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
     tile, row, key_head = (jax.lax.axis_index(name) for name in GRID)
     group = jax.lax.axis_index("group")
     first, count = blocks_ref[row, tile, 0], blocks_ref[row, tile, 1]
     key = tile * TILE + group * BLOCK
-    mine = pl.ds(key, BLOCK)
+    block_slice = pl.ds(key, BLOCK)
 
     # Load the warpgroup's keys and values, run the pipeline, and write both gradients.
     def compute(run: Any) -> None:
-        keys, values, barrier = own_k.at[group], own_v.at[group], arrived.at[group]
-        mosaic.copy_gmem_to_smem(k_ref.at[row, mine, key_head], keys, barrier)
-        mosaic.copy_gmem_to_smem(v_ref.at[row, mine, key_head], values, barrier)
+        keys, values, barrier = k_smem.at[group], v_smem.at[group], load_barriers.at[group]
+        mosaic.copy_gmem_to_smem(k_ref.at[row, block_slice, key_head], keys, barrier)
+        mosaic.copy_gmem_to_smem(v_ref.at[row, block_slice, key_head], values, barrier)
         whole = whole_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
 
-        def both(of_keys: Any, of_values: Any) -> Any:
-            run((of_keys, of_values, whole))
-            return of_keys[...], of_values[...]
+        def run_both(dk: Any, dv: Any) -> Any:
+            run((dk, dv, whole))
+            return dk[...], dv[...]
 
-        room = mosaic.ACC(keys.shape, jnp.float32)
-        of_keys, of_values = pl.run_scoped(both, room, room)
-        keys[...] = (of_keys * how.scale).astype(keys.dtype)
-        values[...] = of_values.astype(values.dtype)
+        acc = mosaic.ACC(keys.shape, jnp.float32)
+        dk, dv = pl.run_scoped(run_both, acc, acc)
+        keys[...] = (dk * config.scale).astype(keys.dtype)
+        values[...] = dv.astype(values.dtype)
         mosaic.commit_smem()
-        mosaic.copy_smem_to_gmem(keys, of_keys_ref.at[row, mine, key_head])
-        mosaic.copy_smem_to_gmem(values, of_values_ref.at[row, mine, key_head])
+        mosaic.copy_smem_to_gmem(keys, dk_ref.at[row, block_slice, key_head])
+        mosaic.copy_smem_to_gmem(values, dv_ref.at[row, block_slice, key_head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of queries of one head.
     def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
         q_done, gradient_done, lse_done, delta_done, carry = others
-        of_keys, of_values, whole = carry
+        dk, dv, whole = carry
         queries = (first + index[1]) * BLOCK
-        query = how.first + queries
+        query = config.first + queries
 
-        def spread(x: jax.Array) -> jax.Array:
+        def broadcast(x: jax.Array) -> jax.Array:
             return jax.lax.broadcast_in_dim(x, SCORES, [1])
 
-        def multiply(room: Any) -> Any:
-            mosaic.wgmma(room, own_k.at[group], q.T)
+        def multiply(acc: Any) -> Any:
+            mosaic.wgmma(acc, k_smem.at[group], q.T)
             numbers = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
             mosaic.barrier_arrive(lse_done)
             mosaic.barrier_arrive(delta_done)
-            return room[...], *numbers
+            return acc[...], *numbers
 
-        room = mosaic.ACC(SCORES, jnp.float32)
-        scores, sums, deltas = pl.run_scoped(multiply, room)
-        weights = jnp.exp2(scores * (how.scale * math.log2(math.e)) - spread(sums))
+        acc = mosaic.ACC(SCORES, jnp.float32)
+        scores, sums, deltas = pl.run_scoped(multiply, acc)
+        weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(sums))
 
         def masked() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
-            places = _places(key, SCORES, 0), _places(query, SCORES, 1)
-            return jnp.where(_is_read(reads, *places, spread), weights, 0.0)
+            positions = _positions(key, SCORES, 0), _positions(query, SCORES, 1)
+            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
 
         # Mask only blocks that are not read completely.
         is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
 
-        def multiply_values(room: Any) -> jax.Array:
-            mosaic.wgmma(room, own_v.at[group], gradient.T)
-            mosaic.wgmma(of_values, weights.astype(gradient.dtype), gradient)
+        def multiply_values(acc: Any) -> jax.Array:
+            mosaic.wgmma(acc, v_smem.at[group], gradient.T)
+            mosaic.wgmma(dv, weights.astype(gradient.dtype), gradient)
             # The second product runs while the first one's result is used.
-            return mosaic.wgmma_accumulator_load(room, wait_n=1)
+            return mosaic.wgmma_accumulator_load(acc, wait_n=1)
 
-        of_scores = weights * (pl.run_scoped(multiply_values, room) - spread(deltas))
-        mosaic.wgmma(of_keys, of_scores.astype(q.dtype), q)
+        d_scores = weights * (pl.run_scoped(multiply_values, acc) - broadcast(deltas))
+        mosaic.wgmma(dk, d_scores.astype(q.dtype), q)
         mosaic.wgmma_wait(1)
         mosaic.barrier_arrive(gradient_done)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(q_done)
-        return of_keys, of_values, whole
+        return dk, dv, whole
 
-    head = key_head * how.groups
+    head = key_head * config.groups
     # Each block is visited once for every query head of the key head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
@@ -364,7 +366,7 @@ def _keys_kernel(
     numbers = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
     mosaic.emit_pipeline_warp_specialized(
         add,
-        grid=(how.groups, count),
+        grid=(config.groups, count),
         in_specs=[tokens, tokens, numbers, numbers],
         max_concurrent_steps=STAGES,
         num_compute_wgs=GROUPS,

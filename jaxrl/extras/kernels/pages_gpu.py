@@ -21,9 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query
+from jaxrl.models.attention.reference import (
+    EMPTY_LSE,
+    MASK_VALUE,
+    group_by_kv_head,
+    ungroup_queries,
+)
 
-PROGRAMS = 132
+NUM_PROGRAMS = 132
 """Number of programs: the multiprocessors of an H100 or H200, each of which holds one program."""
 
 MAX_PARTS = 16
@@ -58,7 +63,7 @@ def attend_pages(
     K, page = keys.shape[1:3]
     if not interpret:
         _check(q.dtype, H, page)
-    merged, below = by_key_head(q, limits, K)
+    merged, below = group_by_kv_head(q, limits, K)
     R = merged.shape[2]
     rows = min(pl.cdiv(R, 8) * 8, ROWS)
     num_blocks = pl.cdiv(R, rows)
@@ -68,13 +73,13 @@ def attend_pages(
     merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
     below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
     highest = limits if num_blocks == 1 else below
-    work = share_out(highest.max(axis=1), page, K)
+    work = partition_work(highest.max(axis=1), page, K)
     out, lse = _attend(merged, keys, values, tables, below, work, interpret)
     filled = min(R, rows)
     out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
     out = out.reshape(B, num_blocks, K, filled, H).swapaxes(1, 2).reshape(B, K, -1, H)
     lse = lse.reshape(B, num_blocks, K, filled).swapaxes(1, 2).reshape(B, K, -1)
-    return by_query(out, lse, q.shape)
+    return ungroup_queries(out, lse, q.shape)
 
 
 def _check(dtype: Any, head_dim: int, page: int) -> None:
@@ -93,7 +98,7 @@ def _check(dtype: Any, head_dim: int, page: int) -> None:
     )
 
 
-class Work(NamedTuple):
+class WorkPartition(NamedTuple):
     """Units of work and their assignment to programs. F query matrices, each with every key head.
 
     The units of a matrix are the start of its first key head, then that head's pages, then the
@@ -103,7 +108,7 @@ class Work(NamedTuple):
     Attributes:
         pages: Pages per key head, int32 [F].
         ends: Cumulative units, including the matrix's own, int32 [F].
-        following: Next matrix that has units, int32 [F].
+        next_live: Next matrix that has units, int32 [F].
         programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, key head and page, number
             of spans (see `next_span`), number of pages, and the last program with pages of the key
             head in which its own units end.
@@ -112,13 +117,13 @@ class Work(NamedTuple):
 
     pages: jax.Array
     ends: jax.Array
-    following: jax.Array
+    next_live: jax.Array
     programs: jax.Array
     num_programs: jax.Array
 
 
-def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Work:
-    """Divide the pages below each limit, for each key head, among `PROGRAMS`.
+def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> WorkPartition:
+    """Divide the pages below each limit, for each key head, among `NUM_PROGRAMS`.
 
     The programs' numbers of units differ by at most one. Fewer programs are used if the longest row
     would be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a
@@ -133,36 +138,36 @@ def share_out(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> Wor
     width = jnp.where(is_live, pages + 1, 0)  # units of one key head
     ends = jnp.where(is_after, 0, width).sum(axis=1) * num_heads
     rank = (~is_after & is_live).sum(axis=1)
-    following = jnp.where(is_after & is_live, order, F).min(axis=1)
+    next_live = jnp.where(is_after & is_live, order, F).min(axis=1)
 
     # Use fewer programs if a row would otherwise be split among too many.
     total = jnp.maximum(ends[-1], 1)
-    least = jnp.maximum(pl.cdiv(width.max(), MAX_PARTS - 1), 1)
-    num_programs = jnp.clip(total // least, 1, PROGRAMS)
-    bounds = jnp.minimum(jnp.arange(PROGRAMS + 1) * total // num_programs, ends[-1])
+    min_units = jnp.maximum(pl.cdiv(width.max(), MAX_PARTS - 1), 1)
+    num_programs = jnp.clip(total // min_units, 1, NUM_PROGRAMS)
+    bounds = jnp.minimum(jnp.arange(NUM_PROGRAMS + 1) * total // num_programs, ends[-1])
 
     def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
-        within = unit - (ends - width * num_heads)[matrix]
-        of_head = jnp.maximum(width[matrix], 1)
-        return matrix, within // of_head, within % of_head
+        offset = unit - (ends - width * num_heads)[matrix]
+        units_per_head = jnp.maximum(width[matrix], 1)
+        return matrix, offset // units_per_head, offset % units_per_head
 
-    matrix, head, place = at(bounds)
-    start = jnp.maximum(place - 1, 0)
+    matrix, head, cursor = at(bounds)
+    start = jnp.maximum(cursor - 1, 0)
     # Units are pages and starts; there is one start per key head.
     before = ends - width * num_heads - (rank - is_live) * num_heads
     num_before = before[matrix] + head * pages[matrix] + start
     num_pages = jnp.diff(num_before)
-    last_matrix, last_head, place = at(jnp.maximum(bounds[1:] - 1, 0))
-    last_head -= place == 0  # the previous key head, even if it is another matrix's
+    last_matrix, last_head, cursor = at(jnp.maximum(bounds[1:] - 1, 0))
+    last_head -= cursor == 0  # the previous key head, even if it is another matrix's
     last_end = ends[last_matrix] - width[last_matrix] * (num_heads - 1 - last_head)
     matrix, head, start = (x[:-1] for x in (matrix, head, start))
     num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
     num_spans = jnp.where(num_pages > 0, num_spans, 0)
     last = (last_end * num_programs - 1) // total
     programs = jnp.stack([matrix, head, start, num_spans, num_pages, last], axis=1)
-    arrays = pages, ends, following, programs, num_programs
-    return Work(*(x.astype(jnp.int32) for x in arrays))
+    arrays = pages, ends, next_live, programs, num_programs
+    return WorkPartition(*(x.astype(jnp.int32) for x in arrays))
 
 
 class Span(NamedTuple):
@@ -185,20 +190,22 @@ class Span(NamedTuple):
     slot: Any
 
 
-Place = tuple[Any, Any, Any, Any]
+Cursor = tuple[Any, Any, Any, Any]
 """Matrix, key head and page of a program's next unit, and the number of units left."""
 
 
-def next_span(place: Place, program: Any, pages: Any, following: Any, K: int) -> tuple[Span, Place]:
+def next_span(
+    cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
+) -> tuple[Span, Cursor]:
     """Return a program's next span, and the state after it."""
-    matrix, head, start, left = place
+    matrix, head, start, left = cursor
     width = pages[matrix]
     count = jnp.minimum(width - start, left)
     parts = pages.shape[0] * K + 2 * program
     whole = jnp.where(count < width, parts + 1, matrix * K + head)
     span = Span(matrix, head, start, count, jnp.where(start > 0, parts, whole))
     is_last = head == K - 1
-    after = jnp.where(is_last, following[matrix], matrix), jnp.where(is_last, 0, head + 1)
+    after = jnp.where(is_last, next_live[matrix], matrix), jnp.where(is_last, 0, head + 1)
     return span, (*after, 0 * start, left - count)
 
 
@@ -208,7 +215,7 @@ def _attend(
     values: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],
     limits: Int[Array, "F rows"],
-    work: Work,
+    work: WorkPartition,
     interpret: bool,
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
     """Compute each span's output and log-sum-exp at its slot; other slots are not written.
@@ -223,18 +230,18 @@ def _attend(
     num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
     ring = plgpu.SMEM((num_stages, page, H), keys.dtype)
     barriers = plgpu.Barrier(num_barriers=num_stages)
-    shared = Shared(
+    shared = SharedMemory(
         queries=plgpu.SMEM((ROWS, H), q.dtype),
         limits=plgpu.SMEM((ROWS,), jnp.int32),
         rings=(ring, ring),
         weights=plgpu.SMEM((ROWS, page), keys.dtype),
         out=plgpu.SMEM((ROWS, width), jnp.float32),
         lse=plgpu.SMEM((ROWS,), jnp.float32),
-        are_queries=plgpu.Barrier(num_arrivals=2),
-        are_full=(barriers, barriers),
-        are_free=(barriers, barriers),
+        query_barrier=plgpu.Barrier(num_arrivals=2),
+        full_barriers=(barriers, barriers),
+        free_barriers=(barriers, barriers),
     )
-    slots = F * K + 2 * PROGRAMS
+    slots = F * K + 2 * NUM_PROGRAMS
     call = plgpu.kernel(
         partial(_kernel, matrices_per_row=F // len(tables), scale=H**-0.5 * math.log2(math.e)),
         out_type=(
@@ -242,7 +249,7 @@ def _attend(
             jax.ShapeDtypeStruct((slots, rows), jnp.float32),
         ),
         scratch_types=shared,
-        grid=(PROGRAMS,),
+        grid=(NUM_PROGRAMS,),
         grid_names=("program",),
         num_threads=2,
         thread_name="role",
@@ -255,10 +262,10 @@ def _attend(
         kernel_name="attention_pages",
     )
     limits = jnp.pad(limits, ((0, 0), (0, ROWS - rows)))
-    return call(q, keys, values, tables, limits, work.pages, work.following, work.programs)
+    return call(q, keys, values, tables, limits, work.pages, work.next_live, work.programs)
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """Shared memory of a program, and the barriers that guard it.
 
     The ring buffers of keys and values hold the pages in flight. Each of their pages has one
@@ -271,24 +278,24 @@ class Shared(NamedTuple):
     weights: Any
     out: Any
     lse: Any
-    are_queries: Any
-    are_full: Any
-    are_free: Any
+    query_barrier: Any
+    full_barriers: Any
+    free_barriers: Any
 
 
 def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
-    q, keys, values, tables, limits, pages, following, programs, out, lse = refs[:10]
-    shared = Shared(*refs[10:])
+    q, keys, values, tables, limits, pages, next_live, programs, out, lse = refs[:10]
+    shared = SharedMemory(*refs[10:])
     program = jax.lax.axis_index("program")
 
-    def walk(visit: Callable[[Span, jax.Array], None]) -> None:
+    def for_each_span(visit: Callable[[Span, jax.Array], None]) -> None:
         """Visit the program's spans, each with the number of pages before it."""
 
-        def step(_: jax.Array, carry: tuple[Place, jax.Array]) -> tuple[Place, jax.Array]:
-            place, num_before = carry
-            span, place = next_span(place, program, pages, following, q.shape[1])
+        def step(_: jax.Array, carry: tuple[Cursor, jax.Array]) -> tuple[Cursor, jax.Array]:
+            cursor, num_before = carry
+            span, cursor = next_span(cursor, program, pages, next_live, q.shape[1])
             visit(span, num_before)
-            return place, num_before + span.count
+            return cursor, num_before + span.count
 
         matrix, head, start, num_spans, num_units = (programs[program, i] for i in range(5))
         begin = (matrix, head, start, num_units), jnp.int32(0)
@@ -296,18 +303,18 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
 
     @pl.when(jax.lax.axis_index("role") == 0)
     def _() -> None:
-        walk(partial(_multiply, (q, limits, out, lse), shared, scale=scale))
+        for_each_span(partial(_multiply, (q, limits, out, lse), shared, scale=scale))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(jax.lax.axis_index("role") == 1)
     def _() -> None:
-        walk(partial(_fetch, (keys, values), tables, shared, matrices_per_row))
+        for_each_span(partial(_fetch, (keys, values), tables, shared, matrices_per_row))
 
 
 def _fetch(
     arrays: tuple[Any, Any],
     tables: Any,
-    shared: Shared,
+    shared: SharedMemory,
     matrices_per_row: int,
     span: Span,
     num_before: Any,
@@ -319,20 +326,22 @@ def _fetch(
     def copy(i: jax.Array, _: None) -> None:
         page = tables[row, span.start + i]
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
-        each = zip(arrays, shared.rings, shared.are_full, shared.are_free, strict=True)
-        for array, ring, is_full, is_free in each:
+        buffers = zip(arrays, shared.rings, shared.full_barriers, shared.free_barriers, strict=True)
+        for array, ring, full_barrier, free_barrier in buffers:
 
             @pl.when(num_before + i >= num_stages)
-            def _(is_free: Any = is_free) -> None:
-                plgpu.barrier_wait(is_free.at[stage])
+            def _(free_barrier: Any = free_barrier) -> None:
+                plgpu.barrier_wait(free_barrier.at[stage])
 
-            plgpu.copy_gmem_to_smem(array.at[page, span.head], ring.at[stage], is_full.at[stage])
+            plgpu.copy_gmem_to_smem(
+                array.at[page, span.head], ring.at[stage], full_barrier.at[stage]
+            )
 
     jax.lax.fori_loop(0, span.count, copy, None)
 
 
 def _multiply(
-    arrays: tuple[Any, ...], shared: Shared, span: Span, num_before: Any, *, scale: float
+    arrays: tuple[Any, ...], shared: SharedMemory, span: Span, num_before: Any, *, scale: float
 ) -> None:
     """Process a span's pages as they arrive, and copy the result to its slot."""
     q, all_limits, all_out, all_lse = arrays
@@ -341,42 +350,42 @@ def _multiply(
     num_stages, page, _ = keys.shape
     # Load the span's queries and limits.
     filled = shared.queries.at[pl.ds(0, rows)]
-    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], filled, shared.are_queries)
-    plgpu.copy_gmem_to_smem(all_limits.at[span.matrix], shared.limits, shared.are_queries)
-    plgpu.barrier_wait(shared.are_queries)
+    plgpu.copy_gmem_to_smem(q.at[span.matrix, span.head], filled, shared.query_barrier)
+    plgpu.copy_gmem_to_smem(all_limits.at[span.matrix], shared.limits, shared.query_barrier)
+    plgpu.barrier_wait(shared.query_barrier)
     limits = shared.limits[...]
     width = shared.out.shape[1]
     parts = [pl.ds(start, width) for start in range(0, H, width)]
 
     # Online softmax in base 2 over one page; keys and values are released as soon as possible.
     def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        highest, total, averages = sums
+        highest, total, accumulators = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
-        plgpu.barrier_wait(shared.are_full[0].at[stage])
+        plgpu.barrier_wait(shared.full_barriers[0].at[stage])
         scores = _product(shared.queries, keys.at[stage].T)
-        plgpu.barrier_arrive(shared.are_free[0].at[stage])
+        plgpu.barrier_arrive(shared.free_barriers[0].at[stage])
         tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(tokens < _columns(limits, scores), scores * scale, LOWEST)
+        scores = jnp.where(tokens < _columns(limits, scores), scores * scale, MASK_VALUE)
         new = jnp.maximum(highest, scores.max(axis=1))
-        fade, weights = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
+        rescale, weights = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
         shared.weights[...] = weights.astype(values.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_wait(shared.are_full[1].at[stage])
-        averages = tuple(
-            one * _columns(fade, one) + _product(shared.weights, values.at[stage, :, part])
-            for one, part in zip(averages, parts, strict=True)
+        plgpu.barrier_wait(shared.full_barriers[1].at[stage])
+        accumulators = tuple(
+            acc * _columns(rescale, acc) + _product(shared.weights, values.at[stage, :, part])
+            for acc, part in zip(accumulators, parts, strict=True)
         )
-        plgpu.barrier_arrive(shared.are_free[1].at[stage])
-        return new, total * fade + weights.sum(axis=1), averages
+        plgpu.barrier_arrive(shared.free_barriers[1].at[stage])
+        return new, total * rescale + weights.sum(axis=1), accumulators
 
-    averages = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
-    sums = jnp.full(ROWS, FLOOR, jnp.float32), jnp.zeros(ROWS, jnp.float32), averages
-    highest, total, averages = jax.lax.fori_loop(0, span.count, add, sums)
+    accumulators = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
+    sums = jnp.full(ROWS, EMPTY_LSE, jnp.float32), jnp.zeros(ROWS, jnp.float32), accumulators
+    highest, total, accumulators = jax.lax.fori_loop(0, span.count, add, sums)
     # Normalize, convert the log-sum-exp to nats, and write the output part by part.
     total = jnp.where(total > 0, total, 1.0)
     shared.lse[...] = highest * math.log(2) + jnp.log(total)
-    for one, part in zip(averages, parts, strict=True):
-        shared.out[...] = one / _columns(total, one)
+    for acc, part in zip(accumulators, parts, strict=True):
+        shared.out[...] = acc / _columns(total, acc)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -400,7 +409,7 @@ def _columns(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _merge(
-    out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: Work, K: int
+    out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: WorkPartition, K: int
 ) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
     """Collect the results of all key heads, merging those that several programs share.
 
@@ -414,17 +423,17 @@ def _merge(
     total = jnp.maximum(work.ends[-1], 1)
     first, last = (((x + 1) * work.num_programs - 1) // total for x in (ends - pages, ends - 1))
     is_live, is_shared = pages > 0, (pages > 0) & (last > first)
-    turns = jnp.arange(MAX_PARTS)
-    others = jnp.arange(PROGRAMS)[:, None] + turns
+    offsets = jnp.arange(MAX_PARTS)
+    others = jnp.arange(NUM_PROGRAMS)[:, None] + offsets
     is_part = others <= work.programs[:, 5:]
-    slots = F * K + 2 * jnp.where(is_part, others, 0) + (turns == 0)
-    part_lse = jnp.where(is_part[..., None], lse[slots], FLOOR)
+    slots = F * K + 2 * jnp.where(is_part, others, 0) + (offsets == 0)
+    part_lse = jnp.where(is_part[..., None], lse[slots], EMPTY_LSE)
     highest = part_lse.max(axis=1)
     weights = jnp.exp(part_lse - highest[:, None])
     part_out = jnp.where(is_part[..., None, None], out[slots], 0)
     merged = (weights[..., None] * part_out).sum(axis=1) / weights.sum(axis=1)[..., None]
     merged_lse = highest + jnp.log(weights.sum(axis=1))
-    leader = jnp.minimum(first, PROGRAMS - 1)
+    leader = jnp.minimum(first, NUM_PROGRAMS - 1)
     out = jnp.where(is_shared[:, None, None], merged[leader], out[: F * K])
     lse = jnp.where(is_shared[:, None], merged_lse[leader], lse[: F * K])
-    return jnp.where(is_live[:, None, None], out, 0), jnp.where(is_live[:, None], lse, FLOOR)
+    return jnp.where(is_live[:, None, None], out, 0), jnp.where(is_live[:, None], lse, EMPTY_LSE)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
+def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     """Return, for each token, the first later token from which on no token reads it.
 
     This is the end of the token's segment or, in a shared prompt, of the last segment that shares
@@ -18,19 +18,19 @@ def last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     """
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = starts.shape[1]
-    places = jnp.arange(T)
+    positions = jnp.arange(T)
 
     def next_after(begins: jax.Array) -> jax.Array:
         following = jnp.pad(
-            jnp.where(begins, places, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
+            jnp.where(begins, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
         )
         return jax.lax.cummin(following, axis=1, reverse=True)
 
-    ends = next_after(starts == places)
+    ends = next_after(starts == positions)
     # Segments that share a prompt follow it consecutively, and share equally much of it.
     following = jnp.minimum(ends, T - 1)
     of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
     next_start, next_end = of_next
-    is_shared = (ends < T) & (next_start == starts) & (places < next_end)
+    is_shared = (ends < T) & (next_start == starts) & (positions < next_end)
     # Without a shared prompt the end is 0, also in padded and shifted rows.
-    return jnp.where(is_shared, next_after((starts == places) & (shared_ends == 0)), ends)
+    return jnp.where(is_shared, next_after((starts == positions) & (shared_ends == 0)), ends)

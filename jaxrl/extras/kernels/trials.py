@@ -57,11 +57,16 @@ def of_train(
     reads = np.asarray(find_reads(jnp.asarray(ids), jnp.asarray(positions)))
 
     def run(
-        train: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
-        gradient: jax.Array, is_there: jax.Array,
-    ) -> Sequence[jax.Array]:  # fmt: skip
+        attend_packed: Callable[..., Any],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        reads: jax.Array,
+        gradient: jax.Array,
+        is_token: jax.Array,
+    ) -> Sequence[jax.Array]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.where(is_there[..., None, None], train(q, k, v, reads), 0)
+            return jnp.where(is_token[..., None, None], attend_packed(q, k, v, reads), 0)
 
         out, backward = jax.vjp(attend, q, k, v)
         return out, *backward(gradient)
@@ -71,7 +76,7 @@ def of_train(
         names=("outputs", "gradient of queries", "gradient of keys", "gradient of values"),
         run=run,
         arrays=(q, k, v, reads, gradient, ids > 0),
-        reference=XLA.train,
+        reference=XLA.attend_packed,
         dtype=dtype,
         device=device,
     )
@@ -101,8 +106,8 @@ def of_pages(
     rng = np.random.default_rng(0)
     ends = np.array([0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 5 * page_tokens + 7,
                      9 * page_tokens, 3 * page_tokens])  # fmt: skip
-    num_pages, most = 24, 10
-    tables = np.full((len(ends), most), num_pages, np.int32)  # "no page" past a row's pages
+    num_pages, max_pages = 24, 10
+    tables = np.full((len(ends), max_pages), num_pages, np.int32)  # "no page" past a row's pages
     for row, end in enumerate(ends):
         count = -(-end // page_tokens)
         tables[row, :count] = rng.permutation(num_pages)[:count]  # some rows share pages

@@ -7,8 +7,9 @@ LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer of weights W [in
 and trains only A and B. The second s is rsLoRA's (https://arxiv.org/abs/2312.03732), with which a
 learning rate transfers between ranks. B is initialized to zero, so a new adapter changes nothing.
 
-The parameters of a policy are one tree of two parts, joined by `join` and separated by `split`: the
-architecture's parameters (the base), and next to the `kernel` of each layer with an adapter
+The parameters of a policy are one tree of two parts, joined by `merge_params` and separated by
+`split`: the architecture's parameters (the base), and next to the `kernel` of each layer with an
+adapter
 
     blocks/.../kernel_a    float32 [L, in, r]
     blocks/.../kernel_b    float32 [L, r, out]
@@ -32,8 +33,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.hf_weights import Progress
-from jaxrl.models.params import ParamSpec, join, only, split_params
+from jaxrl.models.hf_weights import ProgressCallback
+from jaxrl.models.params import ParamSpec, merge_params, select_params, split_params
 from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
@@ -44,23 +45,23 @@ ALL_LINEAR = "all-linear"
 TRAINED = ("kernel_a", "kernel_b")
 """Last path names of an adapter's parameters."""
 
-QUANTISED = ("kernel", "kernel_scale")
+QUANTIZED = ("kernel", "kernel_scale")
 """Arrays of an int8 layer."""
 
 
-def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize weights `[in, out]` to int8; a scale per output maps its largest value to 127."""
-    scale = scales(kernel)
-    return rounded(kernel, scale), scale
+    scale = compute_scales(kernel)
+    return round_to_int8(kernel, scale), scale
 
 
-def scales(kernel: np.ndarray) -> np.ndarray:
+def compute_scales(kernel: np.ndarray) -> np.ndarray:
     """Compute the scale of each output of weights `[in, out]`, float32; 1 if all are zero."""
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
-def rounded(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def round_to_int8(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Round weights `[in, out]` to int8 multiples of their output's scale."""
     return np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127).astype(np.int8)
 
@@ -74,7 +75,7 @@ class Adapter(WrappedArchitecture):
         rank: Rank r.
         alpha: Numerator of s.
         targets: Layers with an adapter, such as `blocks/attention/q`; see `find_targets`.
-        is_rank_stabilised: True to divide alpha by the square root of the rank.
+        use_rslora: True to divide alpha by the square root of the rank.
         base_dtype: Dtype of the base: a float dtype, or int8 for its linear layers.
         other_dtype: Dtype of an int8 base's other weights.
         is_merged: True if the sampler uses `W + s A B` instead of base and adapter separately.
@@ -85,7 +86,7 @@ class Adapter(WrappedArchitecture):
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    is_rank_stabilised: bool = False
+    use_rslora: bool = False
     base_dtype: str = "float32"
     other_dtype: str = "float32"
     is_merged: bool = False
@@ -94,9 +95,9 @@ class Adapter(WrappedArchitecture):
     @property
     def scaling(self) -> float:
         """Return the factor s."""
-        return self.alpha / (self.rank**0.5 if self.is_rank_stabilised else self.rank)
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
-    def parts(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
+    def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
         """Return the specs of the adapter's parameters and of the base's, which are all frozen."""
         return split_params(self, lambda path: path[-1] in TRAINED)
 
@@ -118,20 +119,20 @@ class Adapter(WrappedArchitecture):
         if self.path:
             files.check_adapter(self.path, self)
 
-    def load_base(self, folder: str | Path, mesh: Mesh, progress: Progress) -> Params:
+    def load_base(self, folder: str | Path, mesh: Mesh, progress: ProgressCallback) -> Params:
         """See `files.load_base`."""
         from jaxrl.extras.lora import files
 
         return files.load_base(folder, mesh, self, progress)
 
-    def begin(self, mesh: Mesh, seed: int) -> Params:
+    def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
         """Load the adapter of `path`, or initialize a new one from `seed`."""
         from jaxrl.extras.lora import files
 
         if self.path:
             return files.load_adapter(self.path, self, mesh)
-        layouts = param_shardings(mesh, self.parts()[0])
-        return jax.jit(self.init, out_shardings=layouts)(jax.random.key(seed))
+        shardings = param_shardings(mesh, self.param_specs()[0])
+        return jax.jit(self.init, out_shardings=shardings)(jax.random.key(seed))
 
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
         """Write the adapter in PEFT format to `adapter`, and the merged model to `export`."""
@@ -140,44 +141,46 @@ class Adapter(WrappedArchitecture):
         files.save_adapter(params, self, parent / "adapter", source=source)
         files.save_merged(params, self, parent / "export", source=source)
 
-    def is_quantised(self, path: tuple[str, ...]) -> bool:
+    def is_quantized(self, path: tuple[str, ...]) -> bool:
         """Return True if a parameter of the model is stored as int8."""
         is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.linear_layers()
         return is_kernel and self.base_dtype == "int8"
 
     def abstract_params(self) -> Params:
         """Return the parameters of base and adapter."""
-        plain = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
+        float_dtype = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
         shapes = {}
         for path, leaf in flatten_dict(self.model.abstract_params()).items():
-            is_quantised, where = self.is_quantised(path), path[:-1]
-            dtype = "int8" if is_quantised else plain
+            is_quantized, layer_path = self.is_quantized(path), path[:-1]
+            dtype = "int8" if is_quantized else float_dtype
             shapes[path] = jax.ShapeDtypeStruct(leaf.shape, dtype)
             added = {}
-            if is_quantised:
+            if is_quantized:
                 added["kernel_scale"] = leaf.shape[-1:]
-            if path[-1] == "kernel" and "/".join(where) in self.targets:
+            if path[-1] == "kernel" and "/".join(layer_path) in self.targets:
                 added["kernel_a"] = (leaf.shape[-2], self.rank)
                 added["kernel_b"] = (self.rank, leaf.shape[-1])
             for name, shape in added.items():
-                shapes[*where, name] = jax.ShapeDtypeStruct((leaf.shape[0], *shape), jnp.float32)
+                shapes[*layer_path, name] = jax.ShapeDtypeStruct(
+                    (leaf.shape[0], *shape), jnp.float32
+                )
         return unflatten_dict(shapes)
 
     def logical_axes(self) -> dict[str, Any]:
         """Split an adapter's matrices like the weights that they change; the rank is not split."""
-        return self._with_own_axes(self.model.logical_axes())
+        return self._add_adapter_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
         """Return the axis names of `decode_weights`."""
-        axes = self._with_own_axes(self.model.decode_axes())
+        axes = self._add_adapter_axes(self.model.decode_axes())
 
-        def is_there(path: tuple[str, ...]) -> bool:
+        def is_included(path: tuple[str, ...]) -> bool:
             is_kernel = path[-1] not in (*TRAINED, "kernel_scale")
             return is_kernel or not (self.is_merged and "/".join(path[:-1]) in self.targets)
 
-        return only(axes, is_there)
+        return select_params(axes, is_included)
 
-    def _with_own_axes(self, axes: dict[str, Any]) -> dict[str, Any]:
+    def _add_adapter_axes(self, axes: dict[str, Any]) -> dict[str, Any]:
         flat = flatten_dict(axes)
         for path in flatten_dict(self.abstract_params()):
             if path[-1] in (*TRAINED, "kernel_scale"):
@@ -191,60 +194,62 @@ class Adapter(WrappedArchitecture):
 
     def init(self, key: jax.Array) -> Params:
         """Initialize a new adapter: A uniform within 1 / sqrt(in), as in PEFT, and B zero."""
-        drawn = {}
+        params = {}
         for number, (path, leaf) in enumerate(
-            flatten_dict(self.parts()[0].abstract_params()).items()
+            flatten_dict(self.param_specs()[0].abstract_params()).items()
         ):
-            drawn[path] = jnp.zeros(leaf.shape, leaf.dtype)
+            params[path] = jnp.zeros(leaf.shape, leaf.dtype)
             if path[-1] == "kernel_a":
                 bound = leaf.shape[-2] ** -0.5
-                its_key = jax.random.fold_in(key, number)
-                drawn[path] = jax.random.uniform(its_key, leaf.shape, leaf.dtype, -bound, bound)
-        return unflatten_dict(drawn)
+                subkey = jax.random.fold_in(key, number)
+                params[path] = jax.random.uniform(subkey, leaf.shape, leaf.dtype, -bound, bound)
+        return unflatten_dict(params)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
         """Return the model's weights; int8 weights and their scales keep their dtypes."""
-        return self._cast(self.model.train_weights, self._scaled(policy), dtype)
+        return self._cast(self.model.train_weights, self._scale(policy), dtype)
 
     def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
         """Return the model's weights, merged or not; int8 weights and scales keep their dtypes."""
-        weights = self._merged(policy, dtype) if self.is_merged else self._scaled(policy)
+        weights = self._merge(policy, dtype) if self.is_merged else self._scale(policy)
         return self._cast(self.model.decode_weights, weights, dtype)
 
     def _cast(
         self, cast: Callable[[Params, DTypeLike], Params], weights: Params, dtype: DTypeLike
     ) -> Params:
-        quantised = {path[:-1] for path in flatten_dict(weights) if path[-1] == "kernel_scale"}
+        quantized = {path[:-1] for path in flatten_dict(weights) if path[-1] == "kernel_scale"}
 
-        def is_kept(path: tuple[str, ...]) -> bool:
-            return path[:-1] in quantised and path[-1] in QUANTISED
+        def keeps_dtype(path: tuple[str, ...]) -> bool:
+            return path[:-1] in quantized and path[-1] in QUANTIZED
 
-        floats = cast(only(weights, lambda path: not is_kept(path)), dtype)
-        return join(floats, only(weights, is_kept))
+        floats = cast(select_params(weights, lambda path: not keeps_dtype(path)), dtype)
+        return merge_params(floats, select_params(weights, keeps_dtype))
 
-    def _scaled(self, policy: Params) -> Params:
+    def _scale(self, policy: Params) -> Params:
         """Multiply B by s, so that a layer's weights are self-contained."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
-    def _merged(self, policy: Params, dtype: DTypeLike) -> Params:
+    def _merge(self, policy: Params, dtype: DTypeLike) -> Params:
         """Merge the adapter into the weights of its targets, in the given dtype."""
-        flat = flatten_dict(self._scaled(policy))
+        flat = flatten_dict(self._scale(policy))
         for path in [path for path in flat if path[-1] == "kernel_a"]:
-            where = path[:-1]
+            layer_path = path[:-1]
             layer = {
-                name: flat.pop((*where, name))
-                for name in (*QUANTISED, *TRAINED)
-                if (*where, name) in flat
+                name: flat.pop((*layer_path, name))
+                for name in (*QUANTIZED, *TRAINED)
+                if (*layer_path, name) in flat
             }
             # One layer at a time: the float32 product of all layers would need much memory.
-            flat[*where, "kernel"] = jax.lax.map(lambda one: merged(one).astype(dtype), layer)
+            flat[*layer_path, "kernel"] = jax.lax.map(
+                lambda one: merge_layer(one).astype(dtype), layer
+            )
         return unflatten_dict(flat)
 
 
-def merged(layer: Params) -> jax.Array:
+def merge_layer(layer: Params) -> jax.Array:
     """Merge a layer's adapter, with B scaled by s, into weights `[in, out]`, float32."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
@@ -263,44 +268,45 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: A name matches no layer.
     """
-    layers = {layer: module_of(model, layer) for layer in model.linear_layers()}
+    layers = {layer: hf_module_name(model, layer) for layer in model.linear_layers()}
     if not layers:
         raise ValueError(
             "config.model.lora.rank requires an adapter, but the architecture "
             f"{type(model).__name__} lists no layers that support one (linear_layers)."
         )
-    chosen = set()
+    selected = set()
     for name in names:
-        meant = {
+        matches = {
             layer
             for layer, module in layers.items()
             if name == ALL_LINEAR
             or f"/{layer}".endswith(f"/{name}")
             or f".{module}".endswith(f".{name}")
         }
-        if not meant:
+        if not matches:
             known = sorted({layer.rpartition("/")[2] for layer in layers})
-            theirs = sorted({module.rpartition(".")[2] for module in layers.values()})
+            module_names = sorted({module.rpartition(".")[2] for module in layers.values()})
             raise ValueError(
                 f"config.model.lora.targets has {name!r}, which is no linear layer of the model; "
-                f"expected {ALL_LINEAR}, some of {', '.join(known)}, or of {', '.join(theirs)}."
+                f"expected {ALL_LINEAR}, some of {', '.join(known)}, or of "
+                f"{', '.join(module_names)}."
             )
-        chosen |= meant
-    return tuple(layer for layer in layers if layer in chosen)
+        selected |= matches
+    return tuple(layer for layer in layers if layer in selected)
 
 
-def module_of(model: Architecture, layer: str) -> str:
+def hf_module_name(model: Architecture, layer: str) -> str:
     """Return a layer's HF module with `{}` for its number: `model.layers.{}.self_attn.q_proj`."""
     return model.hf_names()[f"{layer}/kernel"].removesuffix(".weight")
 
 
-def modules_of(model: Architecture, layer: str) -> list[str]:
+def hf_module_names(model: Architecture, layer: str) -> list[str]:
     """Return the HF modules of a layer, in the order of its leading axis."""
     numbers = model.stacks.get(layer.split("/")[1]) or range(model.num_layers)
-    return [module_of(model, layer).format(number) for number in numbers]
+    return [hf_module_name(model, layer).format(number) for number in numbers]
 
 
-def around(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
+def wrap_with_lora(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
     """Wrap a model with the adapter of the config section `model.lora`.
 
     Args:
@@ -316,7 +322,7 @@ def around(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
         rank=keys["rank"],
         alpha=keys["alpha"],
         targets=find_targets(model, keys["targets"]),
-        is_rank_stabilised=keys["rslora"],
+        use_rslora=keys["rslora"],
         base_dtype=keys["base_dtype"],
         other_dtype=dtype,
         is_merged=keys["sampler"] == "merged",

@@ -17,18 +17,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
-from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
+from jaxrl.extras.lora.adapter import Adapter, hf_module_name, hf_module_names, quantize
 from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
-    Progress,
-    host_array,
-    known_name,
-    load_stored,
-    open_checked,
+    ProgressCallback,
+    canonical_name,
+    gather_to_host,
+    load_tensors,
+    open_canonical,
     open_file,
-    open_known,
-    tensor_dtypes,
+    open_validated,
+    read_tensor_dtypes,
     write_hf,
     write_json,
 )
@@ -64,7 +64,7 @@ UNSUPPORTED = (
 )
 """PEFT fields that change the computation, unless they are empty, false or `none`."""
 
-CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` with which PEFT also changes the base weights."""
 
 
@@ -72,59 +72,67 @@ def load_base(
     path: str | Path,
     mesh: Mesh,
     adapter: Adapter,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Params:
     """Load the base weights of an adapter from a validated HF folder.
 
     Floats are loaded as in `load_hf`. Every process reads all of a layer that becomes int8, since
     its scales depend on all inputs.
     """
-    model, stored = adapter.model, open_known(adapter.model, Path(path))
-    shapes = flatten_dict(adapter.parts()[1].abstract_params(), sep="/")
-    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.parts()[1]), sep="/")
-    scaled = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]
-    floats = {p: layout for p, layout in layouts.items() if p.removesuffix("_scale") not in scaled}
+    model, stored = adapter.model, open_canonical(adapter.model, Path(path))
+    shapes = flatten_dict(adapter.param_specs()[1].abstract_params(), sep="/")
+    shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[1]), sep="/")
+    quantized = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]
+    floats = {
+        p: leaf_sharding
+        for p, leaf_sharding in shardings.items()
+        if p.removesuffix("_scale") not in quantized
+    }
     [dtype] = {shapes[param].dtype for param in floats}
-    base = flatten_dict(load_stored(model, stored, floats, dtype=dtype, progress=progress), sep="/")
-    for count, param in enumerate(scaled, start=1):
-        modules = modules_of(model, param.removesuffix("/kernel"))
+    base = flatten_dict(
+        load_tensors(model, stored, floats, dtype=dtype, progress=progress), sep="/"
+    )
+    for count, param in enumerate(quantized, start=1):
+        modules = hf_module_names(model, param.removesuffix("/kernel"))
         tensors = (stored[f"{module}.weight"] for module in modules)
-        layers = [quantise(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
+        layers = [quantize(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
         for name, parts in zip((param, f"{param}_scale"), zip(*layers, strict=True), strict=True):
-            base[name] = _put(np.stack(parts), layouts[name])
-        progress(count, len(scaled))
+            base[name] = _shard(np.stack(parts), shardings[name])
+        progress(count, len(quantized))
     return unflatten_dict(base, sep="/")
 
 
-def _put(array: np.ndarray, layout: Sharding) -> jax.Array:
+def _shard(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
     """Shard an array that every process has."""
-    return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
+    return jax.make_array_from_callback(array.shape, leaf_sharding, array.__getitem__)
 
 
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     """Load the adapter of a validated folder onto the mesh."""
     stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
-    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.parts()[0]), sep="/")
+    shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
     params = {}
-    for param, layout in layouts.items():
+    for param, leaf_sharding in shardings.items():
         tensors = (stored[name] for name in _tensor_names(adapter, param))
         parts = [np.asarray(tensor.data[:]).astype(np.float32).T for tensor in tensors]
-        params[param] = _put(np.stack(parts), layout)
+        params[param] = _shard(np.stack(parts), leaf_sharding)
     return unflatten_dict(params, sep="/")
 
 
 def _tensor_names(adapter: Adapter, param: str) -> list[str]:
     """Return PEFT's tensor names of a parameter, one per layer."""
     where, _, matrix = param.rpartition("/")
-    modules = (_in_memory(adapter.model, one) for one in modules_of(adapter.model, where))
+    modules = (
+        _transformers_name(adapter.model, name) for name in hf_module_names(adapter.model, where)
+    )
     return [f"{PREFIX}{module}.{MATRICES[matrix]}.weight" for module in modules]
 
 
-def _in_memory(model: Architecture, name: str) -> str:
+def _transformers_name(model: Architecture, name: str) -> str:
     """Return a module's name in transformers if it differs from that in files."""
-    for beginning, known in model.hf_renamed().items():
-        if name.startswith(known):
-            return beginning + name.removeprefix(known)
+    for prefix, canonical in model.hf_prefix_map().items():
+        if name.startswith(canonical):
+            return prefix + name.removeprefix(canonical)
     return name
 
 
@@ -153,19 +161,19 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     for name in UNSUPPORTED:
         if (value := fields.get(name)) and value != "none":
             raise ValueError(f"{file}: {name} is {value!r}, which is not computed here.")
-    begun = fields.get("init_lora_weights")
-    if str(begun).lower().startswith(CHANGED_BASE):
+    init_method = fields.get("init_lora_weights")
+    if str(init_method).lower().startswith(BASE_CHANGING_INITS):
         raise ValueError(
-            f"{file}: init_lora_weights is {begun!r}, so the adapter needs base weights that PEFT "
-            "has changed; save it with path_initial_model_for_weight_conversion, which converts "
-            "it to the original weights."
+            f"{file}: init_lora_weights is {init_method!r}, so the adapter needs base weights that "
+            "PEFT has changed; save it with path_initial_model_for_weight_conversion, which "
+            "converts it to the original weights."
         )
-    agreed = {
+    expected_fields = {
         "rank": ("r", adapter.rank),
         "alpha": ("lora_alpha", adapter.alpha),
-        "rslora": ("use_rslora", adapter.is_rank_stabilised),
+        "rslora": ("use_rslora", adapter.use_rslora),
     }
-    for key, (name, wanted) in agreed.items():
+    for key, (name, wanted) in expected_fields.items():
         value = fields.get(name, False)
         if value != wanted:
             raise ValueError(
@@ -176,24 +184,24 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
 
 def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     stored = {tensor.name: tensor for tensor in open_file(file)}
-    made_for = fields.get("base_model_name_or_path")
+    base_model = fields.get("base_model_name_or_path")
     # PEFT's name and shape of each tensor: one layer's [out, in] for our [L, in, out].
     shapes = {
         name: leaf.shape[:0:-1]
-        for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items()
+        for param, leaf in flatten_dict(adapter.param_specs()[0].abstract_params(), sep="/").items()
         for name in _tensor_names(adapter, param)
     }
     # Report differing modules before missing tensors and shapes.
-    there, expected = (
+    actual, expected = (
         sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in names})
         for names in (stored, shapes)
     )
-    if there != expected:
-        [first, *_] = sorted({*there} ^ {*expected})
-        what = "has" if first in there else "lacks"
+    if actual != expected:
+        [first, *_] = sorted({*actual} ^ {*expected})
+        verb = "has" if first in actual else "lacks"
         raise ValueError(
-            f"{file} {what} {first!r}: its target_modules are {fields.get('target_modules')!r}, "
-            f"of the model {made_for!r}; config.model.lora.targets names "
+            f"{file} {verb} {first!r}: its target_modules are {fields.get('target_modules')!r}, "
+            f"of the model {base_model!r}; config.model.lora.targets names "
             f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set the targets "
             "as the adapter has them, or model.path to the model that it was made for."
         )
@@ -201,10 +209,10 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
         raise ValueError(f"{file} has {unknown[0]!r}, which is not computed here.")
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
-            held = list(stored[name].shape) if name in stored else "nothing"
+            actual_shape = list(stored[name].shape) if name in stored else "nothing"
             raise ValueError(
-                f"{file}: tensor {name!r} is {held}; the model of config.model.path calls for "
-                f"{list(shape)}. The adapter was made for {made_for!r}."
+                f"{file}: tensor {name!r} is {actual_shape}; the model of config.model.path calls "
+                f"for {list(shape)}. The adapter was made for {base_model!r}."
             )
 
 
@@ -217,11 +225,11 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
         path: Folder to write; an existing adapter there is replaced.
         source: HF folder of the base, recorded in the config file.
     """
-    host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
+    host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     is_writer = jax.process_index() == 0
     with atomic_folder(Path(path), marker=CONFIG_FILE, is_writer=is_writer) as folder:
         if is_writer:
-            write_json(folder / CONFIG_FILE, peft_fields(adapter, source))
+            write_json(folder / CONFIG_FILE, make_peft_config(adapter, source))
             tensors = {
                 name: np.ascontiguousarray(part.T)
                 for param, stacked in host.items()
@@ -234,7 +242,7 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
         multihost_utils.sync_global_devices("wrote an adapter")
 
 
-def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
+def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     alpha = adapter.alpha
     return {
@@ -243,7 +251,7 @@ def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
         "base_model_name_or_path": str(source),
         "r": adapter.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_rslora": adapter.is_rank_stabilised,
+        "use_rslora": adapter.use_rslora,
         "target_modules": _target_modules(adapter),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -265,17 +273,17 @@ def _target_modules(adapter: Adapter) -> list[str]:
     an adapter here, such as those of an image tower or of experts.
     """
     model = adapter.model
-    targets = {layer: module_of(model, layer) for layer in adapter.targets}
+    targets = {layer: hf_module_name(model, layer) for layer in adapter.targets}
     tensors = {name.removesuffix(".weight") for name in model.hf_names().values()}
     others = [f".{module}" for module in tensors - {*targets.values()}]
     modules: set[str] = set()
     for layer, module in targets.items():
         in_layer = module.rpartition("{}.")[2]
         names = (in_layer.rpartition(".")[2], in_layer)
-        is_alone = (name for name in names if not any(o.endswith(f".{name}") for o in others))
-        shortest = next(is_alone, None)
-        whole = (_in_memory(model, one) for one in modules_of(model, layer))
-        modules |= {shortest} if shortest else {*whole}
+        unique_names = (name for name in names if not any(o.endswith(f".{name}") for o in others))
+        shortest = next(unique_names, None)
+        full_names = (_transformers_name(model, name) for name in hf_module_names(model, layer))
+        modules |= {shortest} if shortest else {*full_names}
     return sorted(modules)
 
 
@@ -286,21 +294,21 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
     source's dtype. So an int8 base has no effect: the result equals what PEFT computes from the
     source and the folder written by `save_adapter`.
     """
-    host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
+    host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model
-    stored = open_checked(Path(source), model)
+    stored = open_validated(Path(source), model)
     added = {
-        f"{module}.weight": (target, place)
+        f"{module}.weight": (target, layer_index)
         for target in adapter.targets
-        for place, module in enumerate(modules_of(model, target))
+        for layer_index, module in enumerate(hf_module_names(model, target))
     }
 
-    def tensor_of(name: str, dtype: np.dtype) -> np.ndarray:
+    def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:
         tensor = np.asarray(stored[name].data[:])
-        if (known := known_name(model, name)) in added:
-            target, place = added[known]
-            a, b = (host[f"{target}/{matrix}"][place] for matrix in MATRICES)
+        if (canonical := canonical_name(model, name)) in added:
+            target, layer_index = added[canonical]
+            a, b = (host[f"{target}/{matrix}"][layer_index] for matrix in MATRICES)
             tensor = tensor.astype(np.float32) + (a @ (b * np.float32(adapter.scaling))).T
         return np.ascontiguousarray(tensor.astype(dtype))
 
-    write_hf(tensor_of, model, path, source=source, dtypes=tensor_dtypes(Path(source), model))
+    write_hf(get_tensor, model, path, source=source, dtypes=read_tensor_dtypes(Path(source), model))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
-from jaxrl.runtime.weight_memory import leaves
+from jaxrl.extras.lora.adapter import QUANTIZED, TRAINED, Adapter
+from jaxrl.runtime.weight_memory import local_param_sizes
 
 
 @functools.cache
@@ -21,18 +21,20 @@ def decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: boo
         dtype: Dtype of the sampler.
         may_share: True if the sampler reuses base arrays that have its dtype and layout.
     """
-    parts = leaves(adapter, mesh, for_decode=True)
-    held = leaves(adapter, mesh)
+    decode_leaves = local_param_sizes(adapter, mesh, for_decode=True)
+    train_leaves = local_param_sizes(adapter, mesh)
     total = 0
-    for path, (size, kind) in parts.items():
+    for path, (size, kind) in decode_leaves.items():
         is_target = adapter.is_merged and "/".join(path[:-1]) in adapter.targets
         if is_target and path[-1] in (*TRAINED, "kernel_scale"):
             continue
-        is_int8 = (*path[:-1], "kernel_scale") in parts and path[-1] in QUANTISED
+        is_int8 = (*path[:-1], "kernel_scale") in decode_leaves and path[-1] in QUANTIZED
         is_sum = is_target and path[-1] == "kernel"
-        wanted = kind if is_int8 and not is_sum else dtype
+        target_dtype = kind if is_int8 and not is_sum else dtype
         if adapter.head_dtype and path[0] == adapter.output and not adapter.tie_embeddings:
-            wanted = np.dtype(adapter.head_dtype)
-        is_own = path[-1] in TRAINED or wanted != kind or is_sum or held[path][0] != size
-        total += size * wanted.itemsize if is_own or not may_share else 0
+            target_dtype = np.dtype(adapter.head_dtype)
+        is_copy = (
+            path[-1] in TRAINED or target_dtype != kind or is_sum or train_leaves[path][0] != size
+        )
+        total += size * target_dtype.itemsize if is_copy or not may_share else 0
     return total

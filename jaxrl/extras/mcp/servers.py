@@ -18,7 +18,13 @@ from jaxrl.config.keys import refuse
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_names
-from jaxrl.utils.concurrency import MAX_ERROR, LateError, error_text, event_loop, within
+from jaxrl.utils.concurrency import (
+    MAX_ERROR_CHARS,
+    DeadlineError,
+    format_error,
+    get_event_loop,
+    run_with_deadline,
+)
 from jaxrl.utils.http_client import check_url
 from jaxrl.utils.json_io import is_too_deep
 from jaxrl.utils.secrets import redact, register_secret
@@ -95,7 +101,7 @@ def offered_tools(
 class McpServer:
     """A connection to a server, opened on first use and reopened if the server dies.
 
-    It runs on `event_loop`. `tools` and `call` may be called from any thread.
+    It runs on `get_event_loop`. `tools` and `call` may be called from any thread.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
@@ -149,8 +155,8 @@ class McpServer:
 
     def _run(self, coroutine: Any) -> Any:
         try:
-            return within(self._deadline_s, coroutine)
-        except LateError as error:
+            return run_with_deadline(self._deadline_s, coroutine)
+        except DeadlineError as error:
             self._disconnect()
             raise ToolError(
                 f"the MCP server {self.name!r} gave no answer within {self._deadline_s:g} s "
@@ -158,10 +164,10 @@ class McpServer:
             ) from error
         except Exception as error:  # transports raise many kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(redact(str(error))[:MAX_ERROR]) from error
+                raise CallError(redact(str(error))[:MAX_ERROR_CHARS]) from error
             stderr = self._read_stderr()
             self._disconnect()
-            text = "; ".join(map(error_text, _leaves(error)))[:MAX_ERROR]
+            text = "; ".join(map(format_error, _leaves(error)))[:MAX_ERROR_CHARS]
             raise ToolError(f"the MCP server {self.name!r}: {text}{stderr}") from None
 
     async def _list(self) -> list[Any]:
@@ -263,7 +269,7 @@ class _Connection:
 
     def close(self) -> None:
         """Schedule closing the connection, even while it is opening. Thread-safe."""
-        event_loop().call_soon_threadsafe(self._close)
+        get_event_loop().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
         self._closing.set()
@@ -286,7 +292,7 @@ def _close_all() -> None:
 
     if tasks:
         with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(wait_for_tasks(), event_loop()).result(_CLOSE_S)
+            asyncio.run_coroutine_threadsafe(wait_for_tasks(), get_event_loop()).result(_CLOSE_S)
 
 
 def _secret(name: str) -> str:
@@ -393,7 +399,7 @@ class McpTool(JsonTool):
         except Exception as problem:  # such as a reference to a missing definition
             raise ToolError(
                 f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema that "
-                f"cannot be used: {error_text(problem)}"
+                f"cannot be used: {format_error(problem)}"
             ) from problem
         if error is not None:
             path = "".join(f"[{key!r}]" for key in error.absolute_path)

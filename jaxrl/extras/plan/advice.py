@@ -14,20 +14,20 @@ from jaxrl.builders.method import batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import flatten
 from jaxrl.extras.plan.memory import (
-    GO_ON,
+    IGNORE_PLAN_HINT,
     Target,
     make_plan,
-    target_mesh,
-    update_phase,
+    make_target_mesh,
+    plan_update,
 )
 from jaxrl.models.architecture import Architecture
-from jaxrl.runtime.sharding import BATCH, num_batch_shards
+from jaxrl.runtime.sharding import BATCH_AXES, num_batch_shards
 
 CPU_TOKENS = 512
 """Minimum tokens of a CPU micro-batch, to amortize a pass over the gradients of all weights."""
 
 
-def best_micro_rows(
+def find_micro_rows(
     config: ResolvedConfig,
     model: Architecture,
     target: Target,
@@ -45,25 +45,25 @@ def best_micro_rows(
     Raises:
         ValueError: Even one row per device does not fit, and `must_fit` is True.
     """
-    shards = num_batch_shards(target_mesh(config, model, target))
+    shards = num_batch_shards(make_target_mesh(config, model, target))
 
     def peak(rows_each: int) -> int:
         changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
-        return update_phase(changed, model, target, stage).peak
+        return plan_update(changed, model, target, stage).peak
 
     # With one row per micro-batch, a mini-batch has one micro-batch per sequence.
-    one_each = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
-    most = -(-batch_shape(one_each, stage).num_micro // shards)
+    single_row = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
+    max_rows = -(-batch_shape(single_row, stage).num_micro // shards)
     if target.platform == "cpu":
-        most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
+        max_rows = min(max_rows, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     # The peak grows with the rows, so bisection needs few plans.
-    num_fitting = bisect.bisect_right(range(1, most + 1), target.usable, key=peak)
+    num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
             f"config.{MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
             f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
             f"{gib(target.usable)} that may be used of each; --plan suggests what to "
-            f"change, {GO_ON}."
+            f"change, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
     return rows_each * shards, peak(rows_each)
@@ -73,48 +73,50 @@ def choose_micro_rows(
     config: ResolvedConfig,
     model: Architecture,
     target: Target,
-    began: Mapping[str, Any] | None = None,
+    recorded_config: Mapping[str, Any] | None = None,
     *,
     must_fit: bool = True,
 ) -> list[str]:
     """Replace each `micro_rows` of 0 by the best that fits, in place; return a note per choice.
 
-    A resumed run keeps the number in `began`, its flat configuration, without a note, while the
-    mesh divides it and it fits.
+    A resumed run keeps the number in `recorded_config`, its flat configuration, without a note,
+    while the mesh divides it and it fits.
     """
     # A CPU's free memory differs at each start, but the choice must not.
     target = dataclasses.replace(target, free_bytes=None)
-    shards = num_batch_shards(target_mesh(config, model, target))
+    shards = num_batch_shards(make_target_mesh(config, model, target))
     notes = []
     for stage, key in MICRO_ROWS.items():
         section = config.optimizer_section(stage)
         if stage not in config.stages or section.micro_rows:
             continue
-        note, before = "", (began or {}).get(key, 0)
+        note, before = "", (recorded_config or {}).get(key, 0)
         if before and before % shards:
-            axes = " * ".join(BATCH)
+            axes = " * ".join(BATCH_AXES)
             note = f" (not the {before} it began with: no multiple of {axes} = {shards})"
         elif before:
-            peak = update_phase(config.with_values({key: before}), model, target, stage).peak
+            peak = plan_update(config.with_values({key: before}), model, target, stage).peak
             if peak <= target.usable:
                 section.micro_rows = before
                 continue
             note = f" (not the {before} it began with: they would need {gib(peak)})"
-        rows, peak = best_micro_rows(config, model, target, stage, must_fit=must_fit)
+        rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
         notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return notes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class Suggestion:
     """Settings that make a plan fit, and the resulting `Plan.needed`."""
 
     settings: dict[str, Any]
     needed: int
 
 
-def advise(config: ResolvedConfig, model: Architecture, target: Target) -> list[Advice]:
+def suggest_settings(
+    config: ResolvedConfig, model: Architecture, target: Target
+) -> list[Suggestion]:
     """Find changes that make a configuration fit, cheapest first.
 
     Return every single key that suffices, with its smallest sufficient change. Among those that
@@ -129,32 +131,32 @@ def advise(config: ResolvedConfig, model: Architecture, target: Target) -> list[
             return None  # the mesh does not divide the rows or heads
 
     usable = target.usable
-    single: dict[str, Advice] = {}
-    together = Advice(settings={}, needed=make_plan(config, model, target).needed)
+    single: dict[str, Suggestion] = {}
+    combined = Suggestion(settings={}, needed=make_plan(config, model, target).needed)
     # Try each key alone. In the same pass, add each change that saves memory to a joint one.
     for options in _options(config, model, target):
         for settings in options:
             size = needed(settings)
             if size is not None and size <= usable:
-                single.setdefault(gib(size), Advice(settings=settings, needed=size))
+                single.setdefault(gib(size), Suggestion(settings=settings, needed=size))
                 break
         for settings in options:
-            if together.needed <= usable:
+            if combined.needed <= usable:
                 break
-            joint = {**together.settings, **settings}
+            joint = {**combined.settings, **settings}
             size = needed(joint)
-            if size is not None and size < together.needed:
-                together = Advice(settings=joint, needed=size)
-    return [*single.values()] or ([together] if together.needed <= usable else [])
+            if size is not None and size < combined.needed:
+                combined = Suggestion(settings=joint, needed=size)
+    return [*single.values()] or ([combined] if combined.needed <= usable else [])
 
 
-def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Return the first doubling of the devices at which the run fits, with help from `advise`.
+def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
+    """Return the first doubling of the devices at which the run fits.
 
     The `fsdp` axis takes the new devices. A job of several processes gets more processes of the
     same size. None if even about a thousand times as many devices do not suffice.
     """
-    flat, mesh = flatten(config), target_mesh(config, model, target)
+    flat, mesh = flatten(config), make_target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
     # Scale the mesh, and round rows up to multiples of it.
     for factor in (2**power for power in range(1, 11)):
@@ -174,7 +176,7 @@ def devices_needed(config: ResolvedConfig, model: Architecture, target: Target) 
             "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
         }
         changed = config.with_values(grown)
-        if make_plan(changed, model, larger).fits or advise(changed, model, larger):
+        if make_plan(changed, model, larger).fits or suggest_settings(changed, model, larger):
             return larger.num_devices
     return None
 
@@ -184,7 +186,7 @@ def _options(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the values to try for each key, cheapest first; keys in order of their cost in time."""
     mesh, flat, is_cpu = (
-        target_mesh(config, model, target),
+        make_target_mesh(config, model, target),
         flatten(config),
         target.platform == "cpu",
     )
@@ -221,7 +223,7 @@ def _options(
         for fewer in _halvings(flat["rollout.max_num_seqs"], unit=unit)
     ]
     if config.rollout.async_level and sizes["expert"] == 1:
-        yield _divisions(config, target, sizes)
+        yield _list_device_splits(config, target, sizes)
     # Context parallelism: the same rows per device, with their tokens split over several devices.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
@@ -250,7 +252,7 @@ def _options(
     yield [{"rollout.max_total_tokens": tokens} for tokens in lengths]
 
 
-def _divisions(
+def _list_device_splits(
     config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Return settings with other numbers of devices that only sample, one step ahead.
@@ -290,6 +292,6 @@ def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
-def _doublings(value: int, most: int) -> list[int]:
-    """Return 2, 4, … times the value up to `most`."""
-    return [value << power for power in range(1, 32) if value << power <= most]
+def _doublings(value: int, max_rows: int) -> list[int]:
+    """Return 2, 4, … times the value up to `max_rows`."""
+    return [value << power for power in range(1, 32) if value << power <= max_rows]

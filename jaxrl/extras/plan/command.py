@@ -12,8 +12,8 @@ from rich.console import Console
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.registry import read_model, suggest_model
-from jaxrl.utils.text import printable
+from jaxrl.models.registry import read_architecture, suggest_model
+from jaxrl.utils.text import escape_control_chars
 
 
 def show_plan(
@@ -50,24 +50,26 @@ def show_plan(
             "above 0, or 0 for this host's."
         )
     # Build the target from the flags, and from this host for what they leave open.
-    given: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
+    overrides: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
-        given["num_devices"] = num_devices
+        overrides["num_devices"] = num_devices
     if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * GIB), "platform": platform or "gpu"}
+        overrides |= {"memory_bytes": int(memory_gib * GIB), "platform": platform or "gpu"}
     elif platform:
-        given["platform"] = platform
+        overrides["platform"] = platform
     if memory_gib or platform not in (None, "cpu"):
-        given["free_bytes"] = None
-    known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
-    target = memory.Target(**given) if known else replace(memory.host_target(), **given)
+        overrides["free_bytes"] = None
+    is_complete = {"num_devices", "memory_bytes", "platform"} <= overrides.keys()
+    target = (
+        memory.Target(**overrides) if is_complete else replace(memory.detect_target(), **overrides)
+    )
     if target.num_devices % target.num_processes:
         raise ValueError(
             f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
             "devices."
         )
     try:
-        model = read_model(config.model.path, config.model.architecture)
+        model = read_architecture(config.model.path, config.model.architecture)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
@@ -77,17 +79,17 @@ def show_plan(
     # Plan, and search for settings if the plan does not fit.
     notes = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
-    would_fit = [] if plan.fits else advice.advise(config, model, target)
+    suggestions = [] if plan.fits else advice.suggest_settings(config, model, target)
     num_needed = None
-    if not plan.fits and not would_fit:
-        num_needed = advice.devices_needed(config, model, target)
+    if not plan.fits and not suggestions:
+        num_needed = advice.find_num_devices(config, model, target)
     console = Console(highlight=False, soft_wrap=True)
     for line in notes:
-        console.print(printable(line), markup=False, emoji=False)
-    console.print(display.show(plan, would_fit, num_needed))
+        console.print(escape_control_chars(line), markup=False, emoji=False)
+    console.print(display.format_plan(plan, suggestions, num_needed))
     if target.platform == "cpu" and target.free_bytes is None and not memory_gib:
         console.print("free memory is unknown on this system: no run is refused for its memory")
     if json_file is not None:
-        text = json.dumps(display.as_json(plan), indent=2) + "\n"
+        text = json.dumps(display.plan_to_json(plan), indent=2) + "\n"
         Path(json_file).write_text(text, encoding="utf-8")
     return plan.fits

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.builders.capacity import gib, unit_of
-from jaxrl.extras.plan.advice import Advice
-from jaxrl.extras.plan.memory import USABLE, Plan
+from jaxrl.extras.plan.advice import Suggestion
+from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
 
-def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
+def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None) -> Group:
     """Return the plan as a table, with advice if it does not fit."""
     # A row per phase, with its permanent terms and those of each moment.
     target, sizes = plan.target, plan.mesh
@@ -37,7 +37,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
                 table.add_row(f"    {name}", f"{size / scale:.2f}")
         table.add_section()
     # Lines below the table: sizes, the verdict, and advice.
-    whose = "" if target.free_bytes is None else " that are free"
+    qualifier = "" if target.free_bytes is None else " that are free"
     is_part = plan.num_trained != plan.num_params
     trained = f", {plan.num_trained:,} are trained" if is_part else ""
     lines = [
@@ -45,7 +45,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
         f"a step is at most {plan.tokens_per_step:,} tokens",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
-        f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.limit)}{whose})",
+        f"{gib(target.usable)} may be used ({USABLE_SHARE:.0%} of {gib(target.limit)}{qualifier})",
     ]
     fullest = max(plan.phases, key=lambda phase: phase.peak)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
@@ -63,7 +63,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     return Group(table, *(Text(line) for line in lines))
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, with sizes in bytes."""
     phases = [
         {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}

@@ -9,7 +9,7 @@ from jaxrl.builders.capacity import gib
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import memory
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.runtime import distributed
 from jaxrl.runtime.resume import read_record
 
@@ -25,10 +25,10 @@ def fit_memory(
         ValueError: The plan exceeds the memory of a device, or for a new run on a CPU the free
             memory, and `ignore_memory_plan` is off.
     """
-    begun = read_record(workdir, is_accepted=True)
-    began = begun.config if begun else {}
-    target = memory.host_target()
-    model = read_model(config.model.path, config.model.architecture)
+    record = read_record(workdir, accept_changes=True)
+    recorded_config = record.config if record else {}
+    target = memory.detect_target()
+    model = read_architecture(config.model.path, config.model.architecture)
     # All processes must make the same choice.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(
@@ -40,29 +40,29 @@ def fit_memory(
         from jaxrl.extras.plan.advice import choose_micro_rows  # few runs need it
 
         must_fit = not (is_cpu or ignore_memory_plan)
-        notes = choose_micro_rows(config, model, target, began, must_fit=must_fit)
+        notes = choose_micro_rows(config, model, target, recorded_config, must_fit=must_fit)
     if is_cpu and target.free_bytes is None:
         return notes  # free memory is unknown
     peak = memory.make_plan(config, model, target).peak
     if peak > target.limit:
-        has = "of which {} are free" if is_cpu else "which has {}"
-        needs = (
-            f"the plan needs {gib(peak)} on each device, {has.format(gib(target.limit))}; --plan "
-            "suggests what to change"
+        available = "of which {} are free" if is_cpu else "which has {}"
+        message = (
+            f"the plan needs {gib(peak)} on each device, {available.format(gib(target.limit))}; "
+            "--plan suggests what to change"
         )
         # Free memory changes from minute to minute, so it never prevents a resume.
-        if not ignore_memory_plan and not (is_cpu and begun):
-            raise ValueError(f"{needs}, {memory.GO_ON}.")
-        notes.append(f"warning: {needs}")
+        if not ignore_memory_plan and not (is_cpu and record):
+            raise ValueError(f"{message}, {memory.IGNORE_PLAN_HINT}.")
+        notes.append(f"warning: {message}")
     return notes
 
 
-def pages_left(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
+def count_free_pages(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Return the number of cache pages that the plan leaves on a device of this host.
 
     The plan assumes the kernels that are tried first. The run's kernels may differ; their pages
     have `page_tokens` tokens.
     """
-    target = memory.host_target()
-    planned = memory.cache_pages(config, model, target)
-    return planned * memory.page_tokens(config, model, target) // page_tokens
+    target = memory.detect_target()
+    planned = memory.count_cache_pages(config, model, target)
+    return planned * memory.get_page_tokens(config, model, target) // page_tokens

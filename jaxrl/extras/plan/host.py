@@ -8,14 +8,14 @@ from pathlib import Path, PurePosixPath
 NO_LIMIT = 2**60
 """Bytes from which a limit means none: cgroup v1 reports unlimited as almost 2**63."""
 
-VERSIONS = {
+CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
 """File of the limit, file of the usage, and prefix in memory.stat, by cgroup version."""
 
 
-def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
+def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """Return the total and the free bytes available to this process; None if unknown.
 
     Each is the minimum over /proc/meminfo (`MemTotal` and `MemAvailable`,
@@ -33,8 +33,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
         limits = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
     except (OSError, ValueError, LookupError):  # not Linux, or Linux before 2014
         return None, None
-    for folder, version in _groups(root):
-        limit_file, usage_file, prefix = VERSIONS[version]
+    for folder, version in _list_cgroups(root):
+        limit_file, usage_file, prefix = CGROUP_FILES[version]
         try:
             limit, used = (int((folder / file).read_text()) for file in (limit_file, usage_file))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -47,7 +47,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     return min(totals), min(free)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, int]]:
+def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's control groups and their parents, with their version.
 
     In a container the path in /proc may be the host's. Then only the last folder, the mount's root,
@@ -60,7 +60,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
     mounts = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        within = PurePosixPath(path.lstrip("/"))
+        group_path = PurePosixPath(path.lstrip("/"))
         if not controllers:  # version 2, alone or together with controllers of version 1
             bases, version = [mounts, mounts / "unified"], 2
         elif "memory" in controllers.split(","):
@@ -68,4 +68,4 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
         else:
             continue
         for base in bases:
-            yield from ((base / group, version) for group in (within, *within.parents))
+            yield from ((base / group, version) for group in (group_path, *group_path.parents))

@@ -21,32 +21,37 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxrl.builders.capacity import CacheSizes, check_length, check_rows, samples_beside
 from jaxrl.builders.method import batch_shape, frozen_entries, policy_architecture
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.extras.plan.host import host_memory
+from jaxrl.extras.plan.host import read_host_memory
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import append_block, copies_past, decide
+from jaxrl.models.attention.choice import copies_pages, prefill_block_tokens, resolve_kernel_name
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
-from jaxrl.models.attention.reference import TURN_TOKENS
-from jaxrl.models.output import chunks_of
-from jaxrl.models.policy import entries_with_layers
-from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
+from jaxrl.models.attention.reference import STEP_TOKENS
+from jaxrl.models.output import split_evenly
+from jaxrl.models.policy import layered_entries
+from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 from jaxrl.runtime.sharding import (
     check_model_fits,
-    devices_together,
+    devices_per_replica,
     mesh_sizes,
     num_batch_shards,
     num_pieces,
-    spans_processes,
+    process_span_error,
 )
-from jaxrl.runtime.weight_memory import PolicyWeights, count_weights, leaves, num_values
+from jaxrl.runtime.weight_memory import (
+    PolicyWeights,
+    count_elements,
+    count_weights,
+    local_param_sizes,
+)
 from jaxrl.sampling.buckets import append_sizes, row_sizes
 
-USABLE = 0.9
+USABLE_SHARE = 0.9
 """Share of a device's memory that a plan may fill. The rest is for what the plan omits."""
 
 MARGIN = 0.1
 """Share added to the temporary arrays of a program, for buffers, masks and small copies."""
 
-GO_ON = "--ignore_memory_plan starts anyway, since the plan may be wrong"
+IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, since the plan may be wrong"
 
 BATCH_BYTES = 40
 """Bytes per token in a mini-batch: about ten arrays of four bytes."""
@@ -99,7 +104,7 @@ class Target:
     @property
     def usable(self) -> int:
         """Bytes of a device that a plan may fill."""
-        return int(self.limit * USABLE)
+        return int(self.limit * USABLE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +177,7 @@ class Plan:
         return self.peak <= self.target.usable
 
 
-def host_target() -> Target:
+def detect_target() -> Target:
     """Return this host's JAX devices, with the memory that JAX may use of each.
 
     CPU devices share half of the host's memory, and all of its free memory.
@@ -182,7 +187,7 @@ def host_target() -> Target:
     if all("bytes_limit" in device_stats for device_stats in stats):
         memory_bytes = min(device_stats["bytes_limit"] for device_stats in stats)
     else:
-        total, free = host_memory()
+        total, free = read_host_memory()
         total = total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory_bytes = total // 2 // len(devices)
         if devices[0].platform == "cpu" and free is not None:
@@ -196,15 +201,15 @@ def host_target() -> Target:
     )
 
 
-def target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> Any:
+def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> Any:
     """Return the configured mesh over devices that need not exist.
 
     Raises:
         ValueError: The mesh does not divide the devices, a process's devices, or the heads.
     """
     sizes = mesh_sizes(target.num_devices, **config.mesh, num_processes=target.num_processes)
-    if (target.num_local - config.mesh.rollout_devices) % devices_together(sizes):
-        raise spans_processes(sizes, target.num_local)
+    if (target.num_local - config.mesh.rollout_devices) % devices_per_replica(sizes):
+        raise process_span_error(sizes, target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -222,66 +227,69 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
         ValueError: The mesh does not divide the devices, the heads or the rows, or trajectories
             exceed the model's maximum length.
     """
-    mesh = target_mesh(config, model, target)
+    mesh = make_target_mesh(config, model, target)
     check_rows(config, mesh, target.num_processes)
     check_length(config, model)
     training = [stage for stage in ("sft", "train") if stage in config.stages]
-    phases = [update_phase(config, model, target, stage) for stage in training]
+    phases = [plan_update(config, model, target, stage) for stage in training]
     if {"train", "evaluate"} & set(config.stages):
-        phases.append(rollout_phase(config, model, target))
+        phases.append(plan_rollout(config, model, target))
     if config.mesh.rollout_devices or (_frees_params(config) and "evaluate" in config.stages):
-        phases.append(_weights_phase(config, model, target))
+        phases.append(_plan_weight_sync(config, model, target))
     if target.platform == "cpu":
-        phases += [_checkpoint_phase(config, model, target, stage) for stage in training]
-        phases = [_on_host(phase, config, model, target) for phase in phases]
+        phases += [_plan_checkpoint(config, model, target, stage) for stage in training]
+        phases = [_add_process_memory(phase, config, model, target) for phase in phases]
     policy = policy_architecture(config, model)
-    trained, _ = policy.parts(frozen_entries(config, policy))
+    trained, _ = policy.param_specs(frozen_entries(config, policy))
     rollout = config.rollout
     return Plan(
         target=target,
         mesh=dict(mesh.shape),
         phases=tuple(phases),
-        shapes=_shapes(config, model, target),
-        num_params=num_values(model.abstract_params()),
-        num_trained=num_values(trained.abstract_params()),
+        shapes=_describe_shapes(config, model, target),
+        num_params=count_elements(model.abstract_params()),
+        num_trained=count_elements(trained.abstract_params()),
         tokens_per_step=rollout.tasks_per_step * rollout.group_size * rollout.max_total_tokens,
     )
 
 
-def update_phase(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
+def plan_update(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
     """Plan the updates of a stage, `sft` or `train`: micro-batches, then the optimizer."""
-    mesh = target_mesh(config, model, target)
+    mesh = make_target_mesh(config, model, target)
     sizes, section = mesh.shape, config.optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
-    policy, counts = _count_policy(config, model, mesh), _Counts.of(model, mesh)
+    policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.of(model, mesh)
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
     splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are split at once
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head_itemsize = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
-    copies = is_cpu and itemsize < 4 and not MULTIPLIES_BFLOAT16
-    operand = 4 if copies else itemsize  # bytes of a value in a matrix product
+    copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
+    operand_bytes = 4 if copies else itemsize  # bytes of a value in a matrix product
 
     # A device's part of a micro-batch, and of one chunk of logits.
-    shards, shares_prompts = num_batch_shards(mesh), SHARES_PROMPTS[_kernels(config, model, target)]
+    shards, shares_prompts = (
+        num_batch_shards(mesh),
+        SHARES_PROMPTS[_resolve_kernels(config, model, target)],
+    )
     shape = batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
     tokens = rows * shape.row_tokens // sizes["context"]
     chunk_tokens = max(config.model.logits_chunk_tokens // num_pieces(mesh), 1)
-    num_chunks, chunk = chunks_of(tokens, chunk_tokens)
-    logits = 4 * chunk * _split(model.vocab_size, sizes["tensor"])
+    num_chunks, chunk = split_evenly(tokens, chunk_tokens)
+    logits = 4 * chunk * _shard_size(model.vocab_size, sizes["tensor"])
 
     # Terms that last for the complete phase.
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
     search_held, searching = _search_bytes(config, target)
     kept = {
-        **_state(config, model, mesh, stage),
+        **_state_bytes(config, model, mesh, stage),
         **search_held,
         "gradients": 4 * policy.trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
     if stage == "train" and samples_beside(config):  # the next step's rollout is running
-        sampling = rollout_phase(config, model, target)
+        sampling = plan_rollout(config, model, target)
         kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
         kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
 
@@ -289,12 +297,12 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
     layer = model.memory_terms(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
-    inner = tokens * layer.activations * operand
+    inner = tokens * layer.activations * operand_bytes
     if model.num_experts:
         experts = model.expert_terms(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
         # A CPU copies some activations of experts. An accelerator reuses some buffers.
-        values = experts.activations if is_cpu else experts.activations - experts.reused
+        values = experts.activations if is_cpu else experts.activations - experts.reused_activations
         inner += tokens * values * (3 if copies else itemsize)
     if remat == "offload":  # saves attention's result; host memory holds all layers but two
         saved = model.num_heads // sizes["tensor"] * (model.head_dim + 4 // itemsize)
@@ -302,24 +310,24 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
     activations = num_layers * tokens * (model.width + saved)
     cast = policy.cast_bytes
     if gathers or (copies and not policy.has_adapter):
-        cast -= policy.cast_tables  # counted below, where tables are gathered
+        cast -= policy.cast_table_bytes  # counted below, where tables are gathered
     gradients = itemsize * (policy.trained - counts.split_tables)
     if policy.has_adapter:
         gradients = 4 * policy.trained
     # Devices along `context` gather keys and values of complete rows.
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
-    held = {  # present in both moments, layers and output
+    resident = {  # present in both moments, layers and output
         "weights in the compute dtype": cast + copies * 4 * counts.layers,
         "activations kept for the backward pass": activations * (itemsize + copies * 2),
     }
-    at_layers = {
+    layer_terms = {
         "a micro-batch's gradients": gradients,
         "activations of a layer": inner,
-        "int8 weights in the compute dtype": operand * policy.int8_layer,
+        "int8 weights in the compute dtype": operand_bytes * policy.int8_layer,
         "keys and values of whole rows": keys // sizes["tensor"] * (3 * itemsize + 2 * 4),
-        "layers gathered": gathers * 2 * operand * counts.gathered_layer,
+        "layers gathered": gathers * 2 * operand_bytes * counts.gathered_layer,
     }
-    at_output = {"a micro-batch's gradients": is_cpu * gradients, "logits": logits}
+    output_terms = {"a micro-batch's gradients": is_cpu * gradients, "logits": logits}
 
     # Embedding and output layer, each `table` bytes in float32, and their gradients.
     table, tables = 4 * counts.table(model), itemsize * counts.tables
@@ -327,61 +335,61 @@ def update_phase(config: ResolvedConfig, model: Architecture, target: Target, st
         tables = (itemsize + head_itemsize) * counts.table(model)
     gradient, both = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
     is_added = is_tpu and (splits_gradients or not gathers)  # directly to earlier ones
-    at_layers["gradients of tables"] = 0 if is_added else gradient
+    layer_terms["gradients of tables"] = 0 if is_added else gradient
     if is_cpu:
         # A CPU transposes a tied table, and looks up bfloat16 tokens in a float32 table.
-        at_layers["tables"] = (1 + gathers) * table
-        at_output["tables"] = at_layers["tables"]
-        at_output["logits"] += LOGIT_BLOCKS_BYTES + copies * (head_itemsize < 4) * logits // 2
-        at_output["gradients of tables"] = (2 + (itemsize < 4)) * gradient
+        layer_terms["tables"] = (1 + gathers) * table
+        output_terms["tables"] = layer_terms["tables"]
+        output_terms["logits"] += LOGIT_BLOCKS_BYTES + copies * (head_itemsize < 4) * logits // 2
+        output_terms["gradients of tables"] = (2 + (itemsize < 4)) * gradient
         if splits_gradients:
-            at_output["tables"] = table if copies else tables
-            at_layers["gradients of tables"] //= sizes["fsdp"] * sizes["context"]
+            output_terms["tables"] = table if copies else tables
+            layer_terms["gradients of tables"] //= sizes["fsdp"] * sizes["context"]
         else:
             has_product = copies and (gathers or num_chunks > 1)
-            at_output["gradients of tables"] = (1 + gathers) * both + has_product * gradient
+            output_terms["gradients of tables"] = (1 + gathers) * both + has_product * gradient
     else:
-        at_layers["tables"] = at_output["tables"] = gathers * tables
+        layer_terms["tables"] = output_terms["tables"] = gathers * tables
         is_shared = num_pieces(mesh) > 1
         if is_tpu:
             if itemsize == 4:  # float32 tables are multiplied as bfloat16 copies
-                at_layers["tables"] = at_output["tables"] = gathers * table + gradient // 2
+                layer_terms["tables"] = output_terms["tables"] = gathers * table + gradient // 2
             is_summed = is_shared or num_chunks > 1
-            at_output["gradients of tables"] = gradient if is_summed else gradient // 2
-            at_output["logits"] = max(logits, is_shared * gradient)
+            output_terms["gradients of tables"] = gradient if is_summed else gradient // 2
+            output_terms["logits"] = max(logits, is_shared * gradient)
         else:
-            at_output["gradients of tables"] = max(both, splits_gradients * 2 * gradient)
-            at_output["logits"] = min(num_chunks, 2) * logits
-    moments = {"layers": at_layers, "output": at_output}
+            output_terms["gradients of tables"] = max(both, splits_gradients * 2 * gradient)
+            output_terms["logits"] = min(num_chunks, 2) * logits
+    moments = {"layers": layer_terms, "output": output_terms}
 
     # Images: patches and the activations of their encoder.
     if tower := shape.tower:
         terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
-        patches = rows * shape.row_units * tower.unit
+        patches = rows * shape.row_units * tower.patches_per_token
         # Patches of this micro-batch and of the next.
-        kept["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.place_values)
-        values = (1 + trains) * tower.num_added * tokens * model.width
+        kept["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
+        values = (1 + trains) * tower.num_deepstack_layers * tokens * model.width
         saved = terms.saved_activations.get(remat, 0)
         values += trains * tower.num_layers * patches * (tower.width + saved)
         moments["images"] = {
             "a micro-batch's gradients": trains * gradients,
             "activations of patches": patches
-            * operand
-            * (terms.activations if trains else terms.read_activations),
+            * operand_bytes
+            * (terms.activations if trains else terms.prefill_activations),
             "attention scores of patches": 4 * (2 + trains) * tower.num_scores(patches),
         }
-        held["images, kept for the backward pass"] = values * (itemsize + copies * 2)
-    phase = _with_margin(f"{stage} update", kept, moments, held)
+        resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
+    phase = _with_margin(f"{stage} update", kept, moments, resident)
     if section.offload:
-        moved = _moment_bytes(policy, section)
-        phase.moments["optimizer"] = {"optimizer state, from the host": moved}
+        offloaded_bytes = _moment_bytes(policy, section)
+        phase.moments["optimizer"] = {"optimizer state, from the host": offloaded_bytes}
     return phase
 
 
-def rollout_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
+def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Plan the sampling of trajectories in training and evaluation."""
-    phase, cache = _sampling_phase(config, model, target), _cache_sizes(config, model, target)
-    pages = cache_pages(config, model, target)
+    phase, cache = _plan_sampling(config, model, target), _cache_sizes(config, model, target)
+    pages = count_cache_pages(config, model, target)
     is_fixed = cache.fixed_pages(config, target.platform) is not None
     return replace(
         phase,
@@ -390,7 +398,7 @@ def rollout_phase(config: ResolvedConfig, model: Architecture, target: Target) -
     )
 
 
-def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Count the pages of each shard's cache.
 
     `rollout.cache_gib` sets the size. By default the cache takes the memory that the plan leaves,
@@ -404,35 +412,35 @@ def cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> 
     pages = cache.fixed_pages(config, target.platform)
     if pages is not None:
         return pages
-    left = target.usable - _sampling_phase(config, model, target).peak
+    left = target.usable - _plan_sampling(config, model, target).peak
     return max(min(left // cache.page_bytes, 2 * cache.full), cache.pages_each)
 
 
-def page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the tokens per page of the attention kernels that are tried first."""
-    return PAGE_TOKENS[_kernels(config, model, target)]
+    return PAGE_TOKENS[_resolve_kernels(config, model, target)]
 
 
-def _kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
+def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
     """Return the attention kernels that are tried first; refuse what the run would refuse."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
-    return decide(name, target.platform, model.head_dim, dtype)[0]
+    return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
 
 
 def _cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
-    mesh, page = target_mesh(config, model, target), page_tokens(config, model, target)
+    mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
     return CacheSizes.of(config, model, mesh, target.num_processes, page)
 
 
-def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
+def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Plan the sampling of trajectories without the KV cache."""
-    mesh, is_cpu = target_mesh(config, model, target), target.platform == "cpu"
-    counts, cache = _Counts.of(model, mesh), _cache_sizes(config, model, target)
+    mesh, is_cpu = make_target_mesh(config, model, target), target.platform == "cpu"
+    counts, cache = _ParamCounts.of(model, mesh), _cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
-    copies = is_cpu and itemsize < 4 and not MULTIPLIES_BFLOAT16
-    operand = 4 if copies else itemsize
-    token_bytes = cache.page_bytes // page_tokens(config, model, target)
+    copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
+    operand_bytes = 4 if copies else itemsize
+    token_bytes = cache.page_bytes // get_page_tokens(config, model, target)
 
     # The largest decoding program. An evaluation alone may have fewer samples than rows.
     rows = cache.rows
@@ -442,33 +450,33 @@ def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target)
         rows = min(rows, num_suites * config.eval.max_tasks * samples)
     programs = row_sizes(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
-    past = copies_past(_kernels(config, model, target), target.platform) * cache.pages_each
+    past = copies_pages(_resolve_kernels(config, model, target), target.platform) * cache.pages_each
     heads = model.num_heads // mesh.shape["tensor"]
     read_heads = (model.num_heads + 2 * model.num_kv_heads) // mesh.shape["tensor"]
     kernels = model.num_layers * model.width * read_heads * model.head_dim
     decode = {
         "rows' past": rows * past * cache.page_bytes,
         "the chunk's keys and values": 2 * rows * config.rollout.chunk_tokens * token_bytes,
-        "logits": 3 * rows * _split(model.vocab_size, mesh.shape["tensor"]) * 4,
+        "logits": 3 * rows * _shard_size(model.vocab_size, mesh.shape["tensor"]) * 4,
         # A TPU's compiler transposes them.
         "kernels of attention": (target.platform == "tpu") * kernels * itemsize,
     }
 
     # Prefill of prompts and observations, with keys and values for each step of a loop over pages.
-    read = append_sizes(target.platform, config.context_tokens)[-1]
-    values = model.memory_terms(mesh.shape["tensor"]).read_activations
+    prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
+    values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
-        values += model.expert_terms(*sizes).read_activations
-    block = append_block(target.platform, model.num_heads, model.num_kv_heads)
-    turn_bytes = 2 * (read // block) * TURN_TOKENS * token_bytes // model.num_layers
-    reading = {
-        "activations": read * values * operand,
-        "keys and values": turn_bytes * operand // itemsize,
-        "attention scores": 3 * read * heads * TURN_TOKENS * 4,
+        values += model.expert_terms(*sizes).prefill_activations
+    block = prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
+    turn_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
+    prefill = {
+        "activations": prefill_tokens * values * operand_bytes,
+        "keys and values": turn_bytes * operand_bytes // itemsize,
+        "attention scores": 3 * prefill_tokens * heads * STEP_TOKENS * 4,
     }
     if is_cpu and not copies:  # a CPU transposes the kernels of a layer
-        reading["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
+        prefill["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
     if is_cpu and itemsize < 4:
         # Float32 copies of the cache and the weights last for all steps of a chunk. Prefill copies
         # half of the layers at a time. For a single row, every JAX version makes these copies.
@@ -477,80 +485,89 @@ def _sampling_phase(config: ResolvedConfig, model: Architecture, target: Target)
             weights = counts.decode_layers + counts.table(model)
             decode["float32 copies"] = cached + 4 * weights
         if copies:
-            reading["float32 copies"] = cached + 2 * counts.decode_layers
-    moments = {"decode": decode, "reading": reading}
+            prefill["float32 copies"] = cached + 2 * counts.decode_layers
+    moments = {"decode": decode, "reading": prefill}
     for moment in moments.values():  # two layers at a time
-        int8_layer = _count_policy(config, model, mesh).int8_layer
-        moment["int8 weights in the compute dtype"] = 2 * operand * int8_layer
+        int8_layer = _count_policy_weights(config, model, mesh).int8_layer
+        moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_layer
 
     if tower := model.tower:
-        patches = config.image_tokens * tower.unit
-        reading["images, added in first layers"] = read * tower.num_added * model.width * itemsize
+        patches = config.image_tokens * tower.patches_per_token
+        prefill["images, added in first layers"] = (
+            prefill_tokens * tower.num_deepstack_layers * model.width * itemsize
+        )
         moments["images"] = {
-            "patches": 4 * patches * (tower.patch_values + tower.place_values),
-            "activations of patches": patches * tower.memory_terms().read_activations * operand,
+            "patches": 4 * patches * (tower.patch_values + tower.num_coords),
+            "activations of patches": patches
+            * tower.memory_terms().prefill_activations
+            * operand_bytes,
             "attention scores of patches": 2 * 4 * tower.num_scores(patches),
         }
         for moment in moments.values():
-            values = config.image_tokens * (1 + tower.num_added) * model.width
+            values = config.image_tokens * (1 + tower.num_deepstack_layers) * model.width
             moment["images, seen last"] = values * itemsize
-    is_apart = config.mesh.rollout_devices or _frees_params(config)
-    kept = {} if is_apart else _state(config, model, mesh, "train")
-    kept["decode weights"] = _decode_weights(config, model, target)
-    held, searching = _search_bytes(config, target)
-    return _with_margin("rollout", kept | held | searching, moments)
+    is_separate = config.mesh.rollout_devices or _frees_params(config)
+    kept = {} if is_separate else _state_bytes(config, model, mesh, "train")
+    kept["decode weights"] = _decode_weight_bytes(config, model, target)
+    resident, searching = _search_bytes(config, target)
+    return _with_margin("rollout", kept | resident | searching, moments)
 
 
-def _weights_phase(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
+def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Plan the handover of weights to a sampler without parameters on its devices.
 
     Training devices send a copy. After the last training stage, weights replace the parameters one
     by one. Without any training, parameters are read from disk one by one, largest first; an
     adapter's base is complete in memory.
     """
-    mesh = target_mesh(config, model, target)
-    held = _search_bytes(config, target)[0]
+    mesh = make_target_mesh(config, model, target)
+    resident = _search_bytes(config, target)[0]
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head = _head_bytes(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
-    kept = _state(config, model, mesh, stage) | held
-    read_sizes, made_sizes = leaves(model, mesh), leaves(model, mesh, for_decode=True)
-    made = {
+    kept = _state_bytes(config, model, mesh, stage) | resident
+    train_params, decode_params = (
+        local_param_sizes(model, mesh),
+        local_param_sizes(model, mesh, for_decode=True),
+    )
+    decode_sizes = {
         path: size * (itemsize + head * (path[0] == model.output))
-        for path, (size, _) in made_sizes.items()
+        for path, (size, _) in decode_params.items()
     }
     if config.mesh.rollout_devices:
-        moment = {"decode weights": _decode_weights(config, model, target)}
+        moment = {"decode weights": _decode_weight_bytes(config, model, target)}
     elif config.stages != ("evaluate",) or policy_architecture(config, model).wrapper is not None:
-        moment = {"decode weights of one parameter": max(made.values())}
+        moment = {"decode weights of one parameter": max(decode_sizes.values())}
     else:
         # A CPU holds a parameter three times: in the file's pages, as read, and as an array.
-        kept, copies, num_made = held, 3 if target.platform == "cpu" else 1, 0
+        kept, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
-        for path, (size, _) in sorted(read_sizes.items(), key=lambda leaf: -leaf[1][0]):
-            for so_far, num_copies in ((num_made, copies), (num_made + made[path], 1)):
+        for path, (size, _) in sorted(train_params.items(), key=lambda leaf: -leaf[1][0]):
+            for so_far, num_copies in ((done_bytes, copies), (done_bytes + decode_sizes[path], 1)):
                 if so_far + num_copies * 4 * size > sum(moment.values()):
                     parameter = num_copies * 4 * size
                     moment = {"decode weights so far": so_far, "one parameter": parameter}
-            num_made += made[path]
+            done_bytes += decode_sizes[path]
     return Phase(name=WEIGHTS_PHASE, kept=kept, moments={"handing over": moment})
 
 
-def _checkpoint_phase(
+def _plan_checkpoint(
     config: ResolvedConfig, model: Architecture, target: Target, stage: str
 ) -> Phase:
     """Plan a checkpoint on a CPU, which copies arrays before it writes them."""
-    state = _state(config, model, target_mesh(config, model, target), stage)
+    state = _state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
     kept = state | _search_bytes(config, target)[0]
     is_last = config.num_steps <= config.checkpoint.every_steps  # the only one; sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
-        kept["decode weights"] = _decode_weights(config, model, target)
+        kept["decode weights"] = _decode_weight_bytes(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
     return Phase(name=f"{stage} checkpoint", kept=kept, moments=moments)
 
 
-def _on_host(phase: Phase, config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
+def _add_process_memory(
+    phase: Phase, config: ResolvedConfig, model: Architecture, target: Target
+) -> Phase:
     """Add a CPU device's share of the process and of the compiler of the phase's programs.
 
     The sampler's layers compile separately, others as one loop unless `scan_layers` is off.
@@ -572,18 +589,18 @@ def _with_margin(
     name: str,
     kept: dict[str, int],
     moments: dict[str, dict[str, int]],
-    held: dict[str, int] | None = None,
+    resident: dict[str, int] | None = None,
 ) -> Phase:
-    """Return a phase without empty terms, with `MARGIN` added to each moment except for `held`."""
+    """Drop empty terms and add `MARGIN` to each moment except `resident`."""
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
-        every = (held or {}) | terms | margin
-        moments[moment] = {term: size for term, size in every.items() if size}
+        all_terms = (resident or {}) | terms | margin
+        moments[moment] = {term: size for term, size in all_terms.items() if size}
     return Phase(name=name, kept={k: size for k, size in kept.items() if size}, moments=moments)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counts:
+class _ParamCounts:
     """Numbers of parameters on one device, by layout.
 
     Attributes:
@@ -606,12 +623,12 @@ class _Counts:
 
     @classmethod
     @functools.cache
-    def of(cls, model: Architecture, mesh: Any) -> _Counts:
+    def of(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
-        inside = entries_with_layers(model)
+        inside = layered_entries(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
-        decode = leaves(model, mesh, for_decode=True)
-        for path, (size, _) in leaves(model, mesh).items():
+        decode = local_param_sizes(model, mesh, for_decode=True)
+        for path, (size, _) in local_param_sizes(model, mesh).items():
             whole, _ = decode[path]
             counts["layers" if path[0] in inside else "split_tables"] += size
             counts["decode_layers" if path[0] in inside else "tables"] += whole
@@ -620,21 +637,23 @@ class _Counts:
         return cls(gathered_layer=counts.pop("gathered") // model.num_layers, **counts)
 
 
-def _split(size: int, num_shards: int) -> int:
+def _shard_size(size: int, num_shards: int) -> int:
     """Return a device's part of a dimension; it is not split if the shards do not divide it."""
     return size if size % num_shards else size // num_shards
 
 
-def _count_policy(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
+def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
     """Count the policy's weights on one device."""
     policy = policy_architecture(config, model)
     frozen, dtype = frozen_entries(config, policy), jnp.dtype(config.model.dtype)
     return count_weights(policy, frozen, mesh, dtype)
 
 
-def _state(config: ResolvedConfig, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
+def _state_bytes(
+    config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
+) -> dict[str, int]:
     """Count the bytes on a device between steps: weights, moments, the reference policy."""
-    policy, section = _count_policy(config, model, mesh), config.optimizer_section(stage)
+    policy, section = _count_policy_weights(config, model, mesh), config.optimizer_section(stage)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
@@ -657,22 +676,24 @@ def _frees_params(config: ResolvedConfig) -> bool:
 
 def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int], dict[str, int]]:
     """Count the bytes that a search engine holds on a device, and those that a search adds."""
-    if (name := IN_MEMORY.get(config.search.engine)) is None:
+    if (name := SEARCH_MEMORY.get(config.search.engine)) is None:
         return {}, {}
     search_bytes = pkgutil.resolve_name(name)
-    held: dict[str, int]
-    held, searching = search_bytes(config, target.num_passages, target.num_local, target.platform)
-    return held, searching
+    resident: dict[str, int]
+    resident, searching = search_bytes(
+        config, target.num_passages, target.num_local, target.platform
+    )
+    return resident, searching
 
 
-IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
+SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
 """Functions that count the bytes of search engines on devices, by engine."""
 
 
-def _decode_weights(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def _decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Count the bytes of the sampler's weights on one device."""
-    mesh, policy = target_mesh(config, model, target), policy_architecture(config, model)
-    counts, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
+    mesh, policy = make_target_mesh(config, model, target), policy_architecture(config, model)
+    counts, dtype = _ParamCounts.of(model, mesh), jnp.dtype(config.model.dtype)
     head = _head_bytes(config, model, target) * counts.table(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
@@ -696,25 +717,25 @@ def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> 
     return head if target.platform == "cpu" or config.model.head_dtype else 0
 
 
-def _shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
+def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
     """Describe the largest shapes of the programs, over all devices."""
-    rollout, mesh, shapes = config.rollout, target_mesh(config, model, target), {}
-    shards = num_batch_shards(mesh) * SHARES_PROMPTS[_kernels(config, model, target)]
+    rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
+    shards = num_batch_shards(mesh) * SHARES_PROMPTS[_resolve_kernels(config, model, target)]
     for stage in ("sft", "train"):
         if stage in config.stages:
             shape = batch_shape(config, stage, shards, mesh.shape["context"], model)
             rows, length = shape.micro_rows, shape.row_tokens
-            _, chunk = chunks_of(rows * length, config.model.logits_chunk_tokens)
+            _, chunk = split_evenly(rows * length, config.model.logits_chunk_tokens)
             shapes[f"{stage} update"] = (
                 f"{shape.num_micro} micro-batches of {rows} rows x {length} tokens; logits of "
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        read = append_sizes(target.platform, config.context_tokens)[-1]
+        prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
-            f"{config.context_tokens} tokens; read up to {read} tokens on a device; cache "
-            f"{cache_pages(config, model, target)} pages x {page_tokens(config, model, target)} "
-            "tokens on a device"
+            f"{config.context_tokens} tokens; read up to {prefill_tokens} tokens on a device; "
+            f"cache {count_cache_pages(config, model, target)} pages x "
+            f"{get_page_tokens(config, model, target)} tokens on a device"
         )
     return shapes

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 from jaxrl.extras.sandbox.child import FAILED, READY
-from jaxrl.utils.child_process import Child, SilentError
+from jaxrl.utils.child_process import ChildProcess, ChildTimeoutError
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -178,10 +178,10 @@ class BubblewrapTool(Tool):
         with tempfile.TemporaryFile() as source:
             source.write(code.encode("utf-8", "surrogatepass"))
             source.seek(0)
-            child = Child(
+            child = ChildProcess(
                 self.command(["-I", self.child, json.dumps(limits)]),
                 what="the process",
-                most=self._max_output,
+                max_unread_bytes=self._max_output,
                 stdin=source,
                 stderr=subprocess.PIPE,
                 env=_ENVIRONMENT,
@@ -190,21 +190,21 @@ class BubblewrapTool(Tool):
         with child:
             return self._answer(child, ends, is_second)
 
-    def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
+    def _answer(self, child: ChildProcess, ends: float, is_second: bool) -> str | None:
         ended = self._await_end(child, ends)
         status = child.wait(_ENDING_S)
         if ended == "late" and is_second:  # possibly before it started
             return TIMEOUT
         # Text before `READY` is an error of the sandbox, text after it an error of the code.
-        before, _, error = child.reported.partition(READY)
-        if before or not child.reported.startswith(READY):
+        before, _, error = child.stderr_buffer.partition(READY)
+        if before or not child.stderr_buffer.startswith(READY):
             if ended == "late":
                 raise ToolError("the Python sandbox failed: it did not start in time")
-            told = child.reported.decode("utf-8", "replace").strip() or f"status {status}"
+            told = child.stderr_buffer.decode("utf-8", "replace").strip() or f"status {status}"
             raise ToolError(f"the Python sandbox failed: {told[:MAX_ERROR]}")
         if ended:
             return TIMEOUT if ended == "late" else MEMORY
-        text = child.printed.decode("utf-8", "replace")
+        text = child.stdout_buffer.decode("utf-8", "replace")
         if status == 0:
             return text.strip("\n") or self.blank
         if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -215,7 +215,7 @@ class BubblewrapTool(Tool):
         message = message if len(message) <= MAX_ERROR else message[:MAX_ERROR] + " .."
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
-    def _await_end(self, child: Child, ends: float) -> str:
+    def _await_end(self, child: ChildProcess, ends: float) -> str:
         """Wait until the process ends, and kill it at `ends` or if it prints too much.
 
         Returns:
@@ -224,15 +224,15 @@ class BubblewrapTool(Tool):
         ended = "much"
         try:
             if not child.read(
-                lambda: len(child.printed) > self._max_output, ends - time.monotonic()
+                lambda: len(child.stdout_buffer) > self._max_output, ends - time.monotonic()
             ):
                 # Both streams may be closed long before the end.
                 child.wait(max(ends - time.monotonic(), 0))
                 return ""
-        except SilentError:
+        except ChildTimeoutError:
             ended = "late"
         child.kill()
-        with contextlib.suppress(SilentError):
+        with contextlib.suppress(ChildTimeoutError):
             child.read(lambda: False, _ENDING_S)
         return ended
 
@@ -260,7 +260,7 @@ def _root_namespace() -> int:
         "os.read(0, 1)"
     )
     command = [sys.executable, "-I", "-S", "-c", program]
-    with Child(command, what="what makes a user namespace", stderr=None) as child:
+    with ChildProcess(command, what="what makes a user namespace", stderr=None) as child:
         if failed := child.readline()["failed"]:
             raise OSError(f"root may not make a user namespace: {failed}")
         try:

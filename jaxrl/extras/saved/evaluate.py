@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.builders.saved_run import line
-from jaxrl.runtime.resume import run_folder
+from jaxrl.runtime.resume import launch_folder
 from jaxrl.utils.text import replace_unencodable
 
 STAGES = "--config.stages=('evaluate',)"
@@ -36,7 +36,7 @@ def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
     run = run.absolute()
     if not (run / "config.json").is_file():
         sys.exit(line(FileNotFoundError(f"{run} has no config.json; expected a run's workdir.")))
-    os.chdir(run_folder(run))
+    os.chdir(launch_folder(run))
     config = Path(__file__).with_name("config.py")
     steps = [] if step is None else [f"--step={step}"]
     sys.argv[1:] = [f"--config={config}:{run}", f"--workdir={run}", STAGES, *steps, *settings]

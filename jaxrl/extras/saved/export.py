@@ -19,8 +19,8 @@ from jaxrl.builders.saved_run import (
 )
 from jaxrl.config.schema import OWN_MODEL
 from jaxrl.logs.display import Display
-from jaxrl.runtime.checkpoint import CheckpointError, steps_in
-from jaxrl.runtime.resume import check_step, run_folder
+from jaxrl.runtime.checkpoint import CheckpointError, list_steps
+from jaxrl.runtime.resume import check_checkpoint_exists, launch_folder
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.utils.text import replace_unencodable
 
@@ -67,13 +67,13 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
     """
     run = run.absolute()
     config = read_config(run)
-    steps = steps_in(run / "checkpoints")
+    steps = list_steps(run / "checkpoints")
     if step is not None:
-        check_step(run / "checkpoints", step)
+        check_checkpoint_exists(run / "checkpoints", step)
     elif not steps:
         raise FileNotFoundError(f"{run} has no checkpoint to export; train for a step first.")
     folder = (out or run / "steps" / str(step or steps[-1])).absolute()
-    with contextlib.chdir(run_folder(run)):
+    with contextlib.chdir(launch_folder(run)):
         config.policy.name = OWN_MODEL
         resolved = resolve_saved(config, is_changed=False)
         fit_mesh(config)

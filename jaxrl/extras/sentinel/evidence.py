@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.rewards.attribution import shows_answer
 from jaxrl.training.method import Method
-from jaxrl.types import Group, Trajectory, members
+from jaxrl.types import Group, Trajectory, flatten_groups
 
 SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")
 """Estimators with advantages that sum to 0 in every group, whatever their settings."""
@@ -69,7 +69,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         The keys of `METRICS`, from the record.
     """
     # Trajectories with environment errors have no reward and are left out of all shares.
-    scored = [t for t in members(groups) if t.is_scored]
+    scored = [t for t in flatten_groups(groups) if t.is_scored]
     rewards = np.array([t.reward for t in scored])
     right = [t for t in scored if (t.advantage or 0.0) > 0]
     asked = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]

@@ -42,7 +42,7 @@ Found = tuple[str, str] | None
 """Result of a rule: the name of a sign and its text, or None."""
 
 
-def judge(
+def detect_signs(
     record: Mapping[str, Any],
     groups: Sequence[Group],
     state: Mapping[str, Any],
@@ -114,7 +114,7 @@ def judge(
     return following, signs
 
 
-judge.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may use
+detect_signs.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may use
     *("prompts_differ", "keys_repeat", "advantages_uneven", "gradient_not_finite"),
     *("ids_differ", "sampler_differs", "gradient_exploded", "update_too_large"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed", "reward_fell"),

@@ -6,11 +6,11 @@ relative to the folder in which the run was started.
 
 from __future__ import annotations
 
-from jaxrl.runtime.preemption import end_on_signals
+from jaxrl.runtime.preemption import exit_on_signals
 from jaxrl.utils.text import replace_unencodable
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # the imports below take a moment
+    exit_on_signals("ended", code=None)  # the imports below take a moment
     replace_unencodable()
 
 import argparse
@@ -30,7 +30,7 @@ from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import stop_on_signals
-from jaxrl.runtime.resume import run_folder
+from jaxrl.runtime.resume import launch_folder
 
 PORT = 8790
 
@@ -102,7 +102,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     with bind_port(arguments.host, arguments.port, key) as bound:
         model = arguments.model and arguments.model.absolute()
         # The run's relative paths start at the folder in which it was started.
-        with contextlib.chdir(run_folder(path) if is_run(path) else Path.cwd()):
+        with contextlib.chdir(launch_folder(path) if is_run(path) else Path.cwd()):
             loaded = load_model(
                 path,
                 display,

@@ -24,8 +24,8 @@ from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
-from jaxrl.utils.json_io import is_too_deep, number_of, parse_json
-from jaxrl.utils.text import writable
+from jaxrl.utils.json_io import is_too_deep, parse_json, to_finite_float
+from jaxrl.utils.text import replace_surrogates
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
@@ -115,16 +115,16 @@ def readable(scalar: Any) -> Any:
         ValueError: The number is out of double range.
     """
     if isinstance(scalar, str):
-        return writable(scalar)
+        return replace_surrogates(scalar)
     is_number = isinstance(scalar, int | float) and not isinstance(scalar, bool)
-    if is_number and number_of(scalar) is None:
+    if is_number and to_finite_float(scalar) is None:
         raise ValueError("a number is beyond doubles; expected a smaller one.")
     return scalar
 
 
 def _as_double(scalar: Any) -> Any:
     """Return a number as a double, since JavaScript clients write 1.0 as 1."""
-    number = number_of(scalar)
+    number = to_finite_float(scalar)
     return scalar if number is None else number + 0.0  # -0.0 is 0
 
 
@@ -154,7 +154,11 @@ def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
         is_too_deep_to_send = is_too_deep(json.dumps(body), body)
     except (ValueError, RecursionError):
         return None
-    return None if is_too_deep_to_send else ToolCall(name=writable(call.tool), arguments=arguments)
+    return (
+        None
+        if is_too_deep_to_send
+        else ToolCall(name=replace_surrogates(call.tool), arguments=arguments)
+    )
 
 
 class ChatHistory:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling import next_token
-from jaxrl.sampling.blocks import pages_for
+from jaxrl.sampling.blocks import count_pages
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Row
 
@@ -126,7 +126,9 @@ class ServedEngine(Engine):
     @property
     def _lacks_pages_for_next(self) -> bool:
         """Return True if the requests that get a row next need more pages than are free."""
-        running = [shard.missing(row) for shard in self._shards for row in shard.to_decode]
+        running = [
+            shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
+        ]
         prompts: set[Prompt] = set()
         num_free = self.num_free_pages - sum(running)
         for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
@@ -136,29 +138,33 @@ class ServedEngine(Engine):
             is_shared = prompt in prompts or any(prompt in shard.prefixes for shard in self._shards)
             prompts.add(prompt)
             num_shared = num_prefilled // self.page_tokens if is_shared else 0
-            num_free -= pages_for(longest, self.page_tokens) - num_shared
+            num_free -= count_pages(longest, self.page_tokens) - num_shared
         return num_free < 0
 
     def _is_short(self, shard: BlockScheduler) -> bool:
-        if sum(map(shard.missing, shard.to_decode)) > shard.pool.num_free:
+        if sum(map(shard.num_missing_pages, shard.scheduled_rows)) > shard.pool.num_free:
             return True
         is_away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
-        if is_away and shard.next_back() is None:
+        if is_away and shard.next_swap_in() is None:
             return True
         has_row = sum(row.may_run for row in shard.resident) < self._rows_per_shard
-        return bool(self._queue) and has_row and self._free_shard() is None
+        return bool(self._queue) and has_row and self._select_shard() is None
 
-    def _draw_by(self, numbers: Sequence[int], temperature: float, top_p: float) -> None:
+    def _set_sampling_params(
+        self, numbers: Sequence[int], temperature: float, top_p: float
+    ) -> None:
         """Store the sampling settings of new requests."""
         for number in numbers:
             self._params[number] = SamplingParams(temperature, top_p)
 
-    def _kind_for(self, running: list[list[Row]]) -> str:
+    def _select_chunk_kind(self, running: list[list[Row]]) -> str:
         """Return the cheapest sampling kind that supports every row."""
-        kinds = {self._kind_of(*self._params[row.request]) for rows in running for row in rows}
+        kinds = {self._select_kind(*self._params[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 
-    def _ways_of(self, running: list[list[Row]], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def _get_sampling_params(
+        self, running: list[list[Row]], num_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the temperature and `top_p` of each row, float32 [r]."""
         params = np.ones((2, self.num_shards * num_rows), np.float32)
         for shard, rows in enumerate(running):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 _TYPES = {
     401: "authentication_error",
@@ -50,10 +50,10 @@ class RequestError(Exception):
         kind = _TYPES.get(self.status, kind)
         if is_anthropic:
             kind = "api_error" if self.status == 500 else kind
-            message = printable(self.anthropic_message or str(self))
+            message = escape_control_chars(self.anthropic_message or str(self))
             return {"type": "error", "error": {"type": kind, "message": message}}
         fields = {"type": kind, "param": self.param, "code": self.code}
-        return {"error": {"message": printable(str(self)), **fields}}
+        return {"error": {"message": escape_control_chars(str(self)), **fields}}
 
 
 class ContextLengthError(RequestError):

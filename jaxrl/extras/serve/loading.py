@@ -28,11 +28,11 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.models.wrapper import WrappedArchitecture
 from jaxrl.runtime.compilation_cache import use_compilation_cache
-from jaxrl.runtime.host_memory import give_back_after_compiling
-from jaxrl.runtime.resume import prompt_time
+from jaxrl.runtime.host_memory import trim_memory_after_compiling
+from jaxrl.runtime.resume import read_prompt_time
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import donate
@@ -102,16 +102,16 @@ def load_model(
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
     resolved = resolve_saved(config, is_changed=bool(keys))
     if "rollout.max_total_tokens" not in keys:
-        longest = read_model(config.model.path, config.model.architecture).max_positions
+        longest = read_architecture(config.model.path, config.model.architecture).max_positions
         rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
     fit_mesh(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
     rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
     use_compilation_cache(config.compilation_cache, display.log)
-    give_back_after_compiling()
+    trim_memory_after_compiling()
     mesh = make_mesh(**config.mesh)
-    now = prompt_time(path) if is_run(path) else None
+    now = read_prompt_time(path) if is_run(path) else None
     architecture, tokenizer = read_model_and_tokenizer(
         resolved, mesh, is_local=True, now=now, log=display.log
     )

@@ -23,7 +23,7 @@ from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event, Request
-from jaxrl.utils.concurrency import failure_report
+from jaxrl.utils.concurrency import format_error_report
 
 STOP, LENGTH = "stop", "length"
 LATE, CANCELLED, FAILED = "late", "cancelled", "failed"
@@ -520,6 +520,6 @@ def _public_text(error: Exception) -> str:
 
 
 def _log(text: str, error: Exception | None = None) -> None:
-    report = "" if error is None else failure_report(error)
+    report = "" if error is None else format_error_report(error)
     with contextlib.suppress(OSError):  # standard error may be closed
         print(f"error: {text}{report}", file=sys.stderr, flush=True)

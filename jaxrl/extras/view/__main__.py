@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxrl.runtime.preemption import end_on_signals
+from jaxrl.runtime.preemption import exit_on_signals
 
 if __name__ == "__main__":
-    end_on_signals("ended", code=None)  # also during the imports below
+    exit_on_signals("ended", code=None)  # also during the imports below
 
 import argparse
 import sys
@@ -16,8 +16,8 @@ from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.report import write_report
 from jaxrl.extras.view.server import Server
 from jaxrl.extras.view.viewer import Viewer
-from jaxrl.utils.files import system_message
-from jaxrl.utils.text import printable, replace_unencodable
+from jaxrl.utils.files import format_os_error
+from jaxrl.utils.text import escape_control_chars, replace_unencodable
 
 PORT = 8780
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     def log(text: str) -> None:
-        print(printable(text), flush=True)
+        print(escape_control_chars(text), flush=True)
 
     try:
         if arguments.static:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--port is {arguments.port}; expected 0 to 65535.")
         server = Server(Viewer(open_runs(arguments.runs), arguments.ignore), arguments.port)
     except (OSError, ValueError) as error:
-        known = system_message(error) if isinstance(error, OSError) else None
-        sys.exit(printable(f"error: {known or error}"))
+        known = format_os_error(error) if isinstance(error, OSError) else None
+        sys.exit(escape_control_chars(f"error: {known or error}"))
     log(f"http://{server.hosts[0]}/ (Ctrl-C to end)")
     server.serve_forever()
 

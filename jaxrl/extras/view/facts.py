@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.config.schema import default_config, flatten
 from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
 from jaxrl.training.settings import STAGES
-from jaxrl.utils.json_io import number_of
+from jaxrl.utils.json_io import to_finite_float
 
 STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
 
@@ -88,7 +88,7 @@ def progress(run: RunReader) -> list[dict[str, Any]]:
     for stage in (name for name in STAGES if name in wanted or name in present):
         records = [record for record in run.records if record["stage"] == stage]
         num_done = sum("timing_s/step" in record for record in records)
-        num_planned = number_of(planned.get(stage))
+        num_planned = to_finite_float(planned.get(stage))
         stopped = [record["step"] for record in records if record.get("stopped_early")]
         is_done = bool(stopped) or (num_planned is not None and num_done >= num_planned)
         is_done |= stage == "sft" and "train" in present
@@ -114,7 +114,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     silent = [step for step in steps if step.get("rollout/informative_share") == 0]
     skipped = [step for step in steps if step.get("actor/skipped") == 1]
     learned = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
-    measured = [value for value in map(number_of, learned) if value is not None]
+    measured = [value for value in map(to_finite_float, learned) if value is not None]
     warnings = []
     if measured and not any(measured):
         warnings.append((True, "nothing learned: no update had a gradient"))
@@ -174,16 +174,16 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
     for evaluation in evaluations_of(run):
         for suite in (name for name in suites_of(run) if name in evaluation.summary):
             for part, weight in as_dict(evaluation.weights.get(suite)).items():
-                weights[part] = number_of(weight) or 0.0
+                weights[part] = to_finite_float(weight) or 0.0
             for data_set, means in as_dict(evaluation.summary[suite]).items():
                 for measure, mean in as_dict(means).items():
-                    value = number_of(mean)
+                    value = to_finite_float(mean)
                     if value is None or measure in COUNTS:
                         continue
                     interval: Any = evaluation.intervals
                     for key in (suite, data_set, measure):
                         interval = as_dict(interval).get(key)
-                    low, high = map(number_of, [*as_list(interval), None, None][:2])
+                    low, high = map(to_finite_float, [*as_list(interval), None, None][:2])
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, measure), []).append(point)
 
@@ -249,7 +249,7 @@ def costs(run: RunReader) -> list[tuple[str, float]]:
     tools = [name.removeprefix(calls) for name in record if name.startswith(calls)]
     labels = TOTALS | {calls + tool: f"calls of {tool}" for tool in tools}
     labels |= {f"perf/ledger/total/attempts/{tool}": f"attempts of {tool}" for tool in tools}
-    totals = [(label, number_of(record.get(name))) for name, label in labels.items()]
+    totals = [(label, to_finite_float(record.get(name))) for name, label in labels.items()]
     return [(label, total) for label, total in totals if total]
 
 
@@ -263,7 +263,7 @@ def times(run: RunReader) -> list[dict[str, Any]]:
         records = [record for record in run.records if record["stage"] == stage]
 
         def total(name: str, records: Sequence[dict[str, Any]] = records) -> float:
-            return sum(number_of(record.get(name)) or 0.0 for record in records)
+            return sum(to_finite_float(record.get(name)) or 0.0 for record in records)
 
         parts = {part: total(name) for part, name in TIMINGS.items()}
         step_s = total("timing_s/step")
@@ -283,7 +283,7 @@ def metric_names(run: RunReader) -> dict[str, list[str]]:
     for record in run.records:
         by_stage = names.setdefault(record["stage"], {})
         for name, value in record.items():
-            if name not in by_stage and name != "step" and number_of(value) is not None:
+            if name not in by_stage and name != "step" and to_finite_float(value) is not None:
                 by_stage[name] = None
     return {stage: sorted(by_stage) for stage, by_stage in names.items()}
 
@@ -297,7 +297,7 @@ def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[f
     points = [
         [record["step"], value]
         for record in run.records
-        if record["stage"] == stage and (value := number_of(record.get(name))) is not None
+        if record["stage"] == stage and (value := to_finite_float(record.get(name))) is not None
     ]
     size = math.ceil(len(points) / max_points)
     if size <= 1:

@@ -20,9 +20,9 @@ from jaxrl.extras.view.trajectories import (
     TrajectoryIndex,
     identify,
 )
-from jaxrl.runtime.resume import HISTORY, read_history
+from jaxrl.runtime.resume import HISTORY_FILE, read_history
 from jaxrl.training.settings import STAGES
-from jaxrl.utils.json_io import number_of, parse_json, read_object
+from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
 """Names that identify a workdir; it holds at least one of them."""
@@ -173,7 +173,7 @@ class RunReader:
             self.workdir / "config.json": flat_json,
             self.workdir / "environment.json": _read_starts,
         }
-        readers |= dict.fromkeys(self.workdir.glob(HISTORY), _read_changes)
+        readers |= dict.fromkeys(self.workdir.glob(HISTORY_FILE), _read_changes)
         paths = [path for path in self.workdir.glob("eval/*") if _EVALUATION.fullmatch(path.name)]
         readers |= dict.fromkeys(paths, _read_evaluation)
         changed.append(bool(self._files.keys() - readers.keys()))
@@ -182,7 +182,7 @@ class RunReader:
         values = {path.name: file.value for path, file in self._files.items()}
         self.config = values.get("config.json") or {}
         self.starts = values.get("environment.json") or []
-        self.changes = values.get(HISTORY) or []
+        self.changes = values.get(HISTORY_FILE) or []
         evaluations = (value for value in values.values() if isinstance(value, Evaluation))
         self.evaluations = sorted(evaluations, key=lambda e: (e.step, STAGES.index(e.stage)))
         changed.append(self.index.refresh(time.monotonic() + seconds))
@@ -294,7 +294,7 @@ def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that the list of answers shows."""
     return {
         "task_id": str(record.get("task_id")),
-        "sample": number_of(record.get("sample_index")) or 0,
+        "sample": to_finite_float(record.get("sample_index")) or 0,
         "question": str(record.get("question") or record.get("task_id"))[:MAX_QUESTION],
         "accepted": [str(answer)[:MAX_ANSWER] for answer in as_list(record.get("answers"))[:4]],
         "answer": str(record.get("final_answer") or "")[:MAX_ANSWER],

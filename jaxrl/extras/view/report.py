@@ -23,7 +23,7 @@ from rich.text import Text
 from jaxrl.extras.view.facts import one_line, suites_of
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.viewer import Viewer, to_plain
-from jaxrl.utils.files import written_whole
+from jaxrl.utils.files import open_atomic
 
 MAX_ANSWERS = 100
 """Maximum number of held-out answers per run and suite in the static page."""
@@ -65,7 +65,7 @@ def write_report(
         folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
         out = folder / "report.html"
     page = render(snapshot(viewer))
-    with written_whole(out) as file:
+    with open_atomic(out) as file:
         file.write(page)
     if log and len(viewer.runs) > 1:
         log(format_comparison(viewer.at("overview")["comparison"]))

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.rewards.qa import normalize_answer
-from jaxrl.utils.json_io import number_of
+from jaxrl.utils.json_io import to_finite_float
 
 FAILURES = {
     "found": ("Wrong, evidence found", "A search returned an accepted answer."),
@@ -46,7 +46,7 @@ def split_response(response: str) -> list[tuple[str, str]]:
 
 def is_right(record: dict[str, Any]) -> bool | None:
     """Return True if an answer is an exact match; None if it has no score."""
-    score = number_of(record.get("exact_match"))
+    score = to_finite_float(record.get("exact_match"))
     has_failed = record.get("outcome") == "environment_error"
     return None if has_failed or score is None else score >= 1
 

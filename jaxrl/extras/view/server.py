@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxrl.extras.view.viewer import Viewer
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 INDEXING_S = 0.5
 """Seconds that one request may spend on indexing trajectories."""
@@ -92,7 +92,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_error(self, status: int, text: str) -> None:
         self.close_connection = True
-        self._send(status, json.dumps({"error": printable(text)}).encode(), "application/json")
+        self._send(
+            status, json.dumps({"error": escape_control_chars(text)}).encode(), "application/json"
+        )
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse other methods and malformed requests, with `HEADERS` in the response."""

@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 
 from jaxrl.data.tokenizer import bytes_of_ids
-from jaxrl.runtime.resume import run_folder
-from jaxrl.utils.json_io import number_of, parse_json
+from jaxrl.runtime.resume import launch_folder
+from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Values = list[float | None]
 """One number per token; None for tokens that were not sampled or not recorded."""
@@ -66,7 +66,7 @@ class Tokens:
         if not isinstance(values, list) or len(values) != len(self.ids):
             raise NotRecordedError(f"{name} is not one number per token")
         return [
-            number_of(value) if is_sampled else None
+            to_finite_float(value) if is_sampled else None
             for value, is_sampled in zip(values, self.is_sampled, strict=True)
         ]
 
@@ -82,7 +82,7 @@ class Tokens:
             NotRecordedError: Tokens have no recorded advantages, and the trajectory has none or one
                 per turn.
         """
-        advantage = number_of(self.record.get("advantage"))
+        advantage = to_finite_float(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
         if has_turns or advantage is None or self.record.get("token_advantages") is not None:
             return self.values("token_advantages")
@@ -155,7 +155,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     """
     folders = [str(workdir / "export")]
     if path := config.get("model.path"):
-        folders.append(str(run_folder(workdir) / str(path)))
+        folders.append(str(launch_folder(workdir) / str(path)))
     problem = ""
     for folder in folders:
         try:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxrl.utils.json_io import number_of, parse_json
+from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Identity = tuple[int, int, int]
 """Inode, size and modification time of a file."""
@@ -146,11 +146,11 @@ class TrajectoryIndex:
             step,
             number,
             self._tasks[task_id],
-            number_of(record.get("sample_index")),
+            to_finite_float(record.get("sample_index")),
             outcome,
             int(record.get("is_correct") is True) if is_scored else None,
-            number_of(record.get("reward")),
-            number_of(record.get("advantage")),
+            to_finite_float(record.get("reward")),
+            to_finite_float(record.get("advantage")),
             num_sampled,
             num_tokens,
             len(turns),

@@ -16,7 +16,7 @@ from jaxrl.extras.view.reader import RunReader
 from jaxrl.extras.view.responses import FAILURES, split_response
 from jaxrl.extras.view.tokens import Tokens, load_vocabulary, quantities, token_texts
 from jaxrl.extras.view.trajectories import COLUMNS
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 
 MAX_POINTS = 600
 """Maximum number of points in a curve."""
@@ -187,9 +187,9 @@ def _key(row: dict[str, Any]) -> tuple[str, float]:
 def to_plain(value: Any) -> Any:
     """Convert a value to strict JSON: printable texts, and None for non-finite numbers."""
     if isinstance(value, str):
-        return printable(value)
+        return escape_control_chars(value)
     if isinstance(value, dict):
-        return {printable(str(key)): to_plain(inner) for key, inner in value.items()}
+        return {escape_control_chars(str(key)): to_plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):

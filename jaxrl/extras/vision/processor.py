@@ -53,7 +53,7 @@ class Image:
         return hash(self.digest)
 
 
-class Processor:
+class HFImageProcessor:
     """Converter from pictures to images. Thread-safe."""
 
     is_blank = False
@@ -76,12 +76,12 @@ class Processor:
         size = dict(self._processor.size)
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self._size = size | {name: value for name, value in limits.items() if value}
-        self.unit = int(self._processor.merge_size) ** 2
-        side, moments = self._processor.patch_size, self._processor.temporal_patch_size
-        self.patch_values = 3 * int(moments) * int(side) ** 2
-        self._room = int(cache_mib * 2**20)
+        self.patches_per_token = int(self._processor.merge_size) ** 2
+        side, frames = self._processor.patch_size, self._processor.temporal_patch_size
+        self.patch_values = 3 * int(frames) * int(side) ** 2
+        self._cache_bytes = int(cache_mib * 2**20)
         self._lock = threading.Lock()
-        self._made: OrderedDict[str, Image] = OrderedDict()
+        self._cache: OrderedDict[str, Image] = OrderedDict()
         self._num_bytes = 0
 
     def num_tokens(self, picture: Picture) -> int:
@@ -104,11 +104,11 @@ class Processor:
             raise UnreadableError(
                 f"{picture.name} has {width} x {height} pixels: {error}"
             ) from error
-        return int(count) // self.unit
+        return int(count) // self.patches_per_token
 
     def num_units(self, image: Image) -> int:
         """Return the number of tokens of a decoded image."""
-        return image.num_patches // self.unit
+        return image.num_patches // self.patches_per_token
 
     def blank(self) -> BlankProcessor:
         """Return a processor that blanks images."""
@@ -123,23 +123,23 @@ class Processor:
         with reading(picture):
             digest = picture.digest
         with self._lock:
-            if digest in self._made:
-                self._made.move_to_end(digest)
-                return self._made[digest]
+            if digest in self._cache:
+                self._cache.move_to_end(digest)
+                return self._cache[digest]
         with reading(picture):
             with opened(picture) as image:
-                whole = upright(image)
-            fields = self._processor(whole, size=self._size, return_tensors="np")
+                upright_image = upright(image)
+            fields = self._processor(upright_image, size=self._size, return_tensors="np")
         t, h, w = (int(n) for n in fields["image_grid_thw"][0])
-        made = Image(patches=np.asarray(fields["pixel_values"], np.float32), grid=(t, h, w))
+        processed = Image(patches=np.asarray(fields["pixel_values"], np.float32), grid=(t, h, w))
         with self._lock:
-            if digest not in self._made:
-                self._made[digest] = made
-                self._num_bytes += made.patches.nbytes
-            while self._num_bytes > self._room and self._made:
-                _, old = self._made.popitem(last=False)
+            if digest not in self._cache:
+                self._cache[digest] = processed
+                self._num_bytes += processed.patches.nbytes
+            while self._num_bytes > self._cache_bytes and self._cache:
+                _, old = self._cache.popitem(last=False)
                 self._num_bytes -= old.patches.nbytes
-        return made
+        return processed
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Attach the images that groups from another process or a checkpoint name.
@@ -152,31 +152,36 @@ class Processor:
             dataclasses.replace(
                 group,
                 trajectories=tuple(
-                    dataclasses.replace(one, attachments=tuple(map(self, one.pictures)))
-                    for one in group.trajectories
+                    dataclasses.replace(
+                        trajectory, attachments=tuple(map(self, trajectory.pictures))
+                    )
+                    for trajectory in group.trajectories
                 ),
             )
             for group in groups
         ]
 
 
-class BlankProcessor(Processor):
+class BlankProcessor(HFImageProcessor):
     """Processor that replaces images by blank ones of equal size, as a control experiment."""
 
     is_blank = True
 
-    def __init__(self, processor: Processor):
+    def __init__(self, processor: HFImageProcessor):
         """Use the settings of `processor`."""
-        self._seen = processor
-        self.unit, self.patch_values = processor.unit, processor.patch_values
+        self._inner = processor
+        self.patches_per_token, self.patch_values = (
+            processor.patches_per_token,
+            processor.patch_values,
+        )
 
     def num_tokens(self, picture: Picture) -> int:
-        """See `Processor`."""
-        return self._seen.num_tokens(picture)
+        """See `HFImageProcessor`."""
+        return self._inner.num_tokens(picture)
 
     def __call__(self, picture: Picture) -> Image:
         """Return patches of 0, the mean color."""
-        image = self._seen(picture)
+        image = self._inner(picture)
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 
 

@@ -41,14 +41,14 @@ from jaxrl.extras.vision.tower import (
     EPSILON,
     QUERY_BLOCK,
     VisionTower,
-    attend_within,
-    biased,
-    linear_names,
-    refuse,
+    attend_segments,
+    biased_linear_axes,
+    linear_hf_names,
+    raise_unsupported,
 )
 from jaxrl.models.architecture import MemoryTerms
-from jaxrl.models.attachments import Arranged
-from jaxrl.models.decoder import layer_norm, linear, whole_number
+from jaxrl.models.attachments import PatchBatch
+from jaxrl.models.decoder import layer_norm, linear, read_positive_int
 from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
@@ -69,7 +69,7 @@ HF_NAMES = {
         )
         for part, their_part in (("scale", "weight"), ("bias", "bias"))
     },
-    **linear_names(
+    **linear_hf_names(
         {
             "blocks/attention/qkv": _LAYER + "attn.qkv",
             "blocks/attention/o": _LAYER + "attn.proj",
@@ -91,23 +91,23 @@ class Qwen3Vision(VisionTower):
 
     Attributes:
         side: Positions per side of the learned grid.
-        deep_layers: Sorted indices of the layers whose outputs the decoder also gets.
+        deepstack_layers: Sorted indices of the layers whose outputs the decoder also gets.
     """
 
     names = HF_NAMES
     activation = "gelu_pytorch_tanh"
 
     side: int
-    deep_layers: tuple[int, ...]
+    deepstack_layers: tuple[int, ...]
 
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
         """See `VisionTower`."""
-        common = cls.common_fields(own, source)
-        count = whole_number(own, "num_position_embeddings", source)
+        common = cls.parse_common_fields(own, source)
+        count = read_positive_int(own, "num_position_embeddings", source)
         side, deep = round(count**0.5), own["deepstack_visual_indexes"]
         layers = set(range(common["num_layers"]))
-        refuse(
+        raise_unsupported(
             {
                 f"num_position_embeddings {count}, no square,": side**2 != count,
                 f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not deep
@@ -118,20 +118,20 @@ class Qwen3Vision(VisionTower):
             },
             source,
         )
-        return cls(**common, token_id=image_id, side=side, deep_layers=tuple(deep))
+        return cls(**common, token_id=image_id, side=side, deepstack_layers=tuple(deep))
 
     def hf_fields(self) -> dict[str, Any]:
         """Return the `vision_config` fields; the inverse of `from_fields`."""
         return {
             **super().hf_fields(),
             "num_position_embeddings": self.side**2,
-            "deepstack_visual_indexes": list(self.deep_layers),
+            "deepstack_visual_indexes": list(self.deepstack_layers),
         }
 
     @property
-    def num_added(self) -> int:
+    def num_deepstack_layers(self) -> int:
         """Return the number of deep layers, which are added after as many first decoder layers."""
-        return len(self.deep_layers)
+        return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:
         """Count attention and an MLP; nothing is split over devices."""
@@ -143,51 +143,51 @@ class Qwen3Vision(VisionTower):
                 "dots": products,
                 "names": products + self.width,
             },
-            read_activations=2 * self.mlp_width + 6 * self.width,
+            prefill_activations=2 * self.mlp_width + 6 * self.width,
         )
 
     def num_scores(self, num_patches: int) -> int:
         """Count the scores of a block of queries over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
-    def arrange(self, images: Sequence[Image]) -> Arranged:
+    def collate(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate images in their own order, unit by unit.
 
         A patch's place is its image's number (from 1), the image's rows and columns, and the
         patch's index in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
-        places = [np.zeros((0, 4), np.int32)]
+        coords = [np.zeros((0, 4), np.int32)]
         for number, image in enumerate(images, start=1):
             (_, h, w), count = image.grid, image.num_patches
             same = np.broadcast_to(np.array([number, h, w], np.int32), (count, 3))
-            places.append(np.column_stack([same, np.arange(count, dtype=np.int32)]))
+            coords.append(np.column_stack([same, np.arange(count, dtype=np.int32)]))
             patches.append(image.patches)
-        ends = np.cumsum([image.num_patches // self.unit for image in images])
+        ends = np.cumsum([image.num_patches // self.patches_per_token for image in images])
         units = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]) if images else []
-        return Arranged(
-            patches=np.concatenate(patches), places=np.concatenate(places), units=tuple(units)
+        return PatchBatch(
+            patches=np.concatenate(patches), coords=np.concatenate(coords), units=tuple(units)
         )
 
     # On the device.
 
-    def embeddings(
+    def encode(
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P W"],
-        through: LayerScan,
+        coords: Int[Array, "S P W"],
+        layer_scan: LayerScan,
     ) -> Float[Array, "S U E"]:
         """Compute the tower's output per unit of `merge^2` patches, followed by the deep layers'.
 
         E is the decoder's width times `1 + number of deep layers`.
         """
         S, P, _ = patches.shape
-        at, sizes = self._rows_and_columns(places.reshape(S * P, 4))
+        at, sizes = self._rows_and_columns(coords.reshape(S * P, 4))
         # Without the constraint the compiler splits the width, so every device holds all patches.
-        x = through.on_shards(self._read_patches(params["patch"], patches))
+        x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
         x = x + self._learned_positions(params["positions"]["embedding"], at, sizes).astype(x.dtype)
-        angles, attend = self._angles(at), partial(attend_within, ids=places[..., 0])
+        angles, attend = self._rope_angles(at), partial(attend_segments, ids=coords[..., 0])
 
         def layer(x: jax.Array, weights: Params) -> jax.Array:
             normed = layer_norm(x, weights["norm1"], EPSILON)
@@ -196,23 +196,27 @@ class Qwen3Vision(VisionTower):
             up = checkpoint_name(linear(mlp["up"], normed), "up")
             return x + linear(mlp["down"], jax.nn.gelu(up, approximate=True))
 
-        x, noted = through.noting(layer, x, params["blocks"], self.deep_layers)
-        deep = jax.vmap(self._merged)(params["deepstack"], noted)
-        seen = jnp.concatenate([self._merged(params["merger"], x)[None], deep])
-        return through.on_shards(seen.swapaxes(0, 1).reshape(S, P // self.unit, -1))
+        x, intermediates = layer_scan.with_intermediates(
+            layer, x, params["blocks"], self.deepstack_layers
+        )
+        deep = jax.vmap(self._merge_patches)(params["deepstack"], intermediates)
+        image_embeds = jnp.concatenate([self._merge_patches(params["merger"], x)[None], deep])
+        return layer_scan.on_shards(
+            image_embeds.swapaxes(0, 1).reshape(S, P // self.patches_per_token, -1)
+        )
 
-    def _merged(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
+    def _merge_patches(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
         """Merge units of patches to the decoder's width; the norm is per patch or per unit."""
         norm = weights["norm"]
         x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
-        x = x.reshape(-1, self.unit * self.width)
+        x = x.reshape(-1, self.patches_per_token * self.width)
         return linear(weights["down"], jax.nn.gelu(linear(weights["up"], x), approximate=False))
 
     def _rows_and_columns(
-        self, places: Int[Array, "M 4"]
+        self, coords: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
         """Return each patch's row and column in its image, and the image's rows and columns."""
-        sizes, (unit, within) = places[:, 1:3], divmod(places[:, 3], self.unit)
+        sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.patches_per_token)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)
         return jnp.stack(of_unit, axis=1) * self.merge + jnp.stack(in_unit, axis=1), sizes
@@ -224,9 +228,9 @@ class Qwen3Vision(VisionTower):
 
         Bilinear: the average of four grid positions, weighted by distance along rows and columns.
         """
-        place = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
-        low = jnp.floor(place).astype(jnp.int32)
-        share = place - low
+        grid_coords = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
+        low = jnp.floor(grid_coords).astype(jnp.int32)
+        share = grid_coords - low
         ends = low, jnp.minimum(low + 1, self.side - 1)
         weights = 1 - share, share
 
@@ -240,14 +244,14 @@ class Qwen3Vision(VisionTower):
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged, deep = self.unit * self.width, len(self.deep_layers)
+        merged_width, deep = self.patches_per_token * self.width, len(self.deepstack_layers)
         norms = {
             "blocks/norm1": (self.num_layers, self.width),
             "blocks/norm2": (self.num_layers, self.width),
             "merger/norm": (self.width,),
-            "deepstack/norm": (deep, merged),
+            "deepstack/norm": (deep, merged_width),
         }
-        return self._abstract(
+        return self._make_abstract_params(
             {
                 "patch/bias": (self.width,),
                 "positions/embedding": (self.side**2, self.width),
@@ -258,10 +262,10 @@ class Qwen3Vision(VisionTower):
                 ("blocks/attention/o", self.width, self.width),
                 ("blocks/mlp/up", self.width, self.mlp_width),
                 ("blocks/mlp/down", self.mlp_width, self.width),
-                ("merger/up", merged, merged),
-                ("merger/down", merged, self.out_width),
-                ("deepstack/up", merged, merged),
-                ("deepstack/down", merged, self.out_width),
+                ("merger/up", merged_width, merged_width),
+                ("merger/down", merged_width, self.out_width),
+                ("deepstack/up", merged_width, merged_width),
+                ("deepstack/down", merged_width, self.out_width),
             ),
             {"blocks": self.num_layers, "deepstack": deep},
         )
@@ -277,19 +281,19 @@ class Qwen3Vision(VisionTower):
                 "norm2": norm,
                 "attention": ATTENTION_AXES,
                 "mlp": {
-                    "up": biased("width", "mlp", "layer"),
-                    "down": biased("mlp", "width", "layer"),
+                    "up": biased_linear_axes("width", "mlp", "layer"),
+                    "down": biased_linear_axes("mlp", "width", "layer"),
                 },
             },
             "merger": {
                 "norm": {"scale": (None,), "bias": (None,)},
-                "up": biased("width", "mlp"),
-                "down": biased("mlp", "width"),
+                "up": biased_linear_axes("width", "mlp"),
+                "down": biased_linear_axes("mlp", "width"),
             },
             "deepstack": {
                 "norm": norm,
-                "up": biased("width", "mlp", "layer"),
-                "down": biased("mlp", "width", "layer"),
+                "up": biased_linear_axes("width", "mlp", "layer"),
+                "down": biased_linear_axes("mlp", "width", "layer"),
             },
         }
 
@@ -306,7 +310,7 @@ class Qwen3VLConfig(QwenVLConfig):
     is_interleaved = True
     ties_in_text = False
 
-    def _axes_of_pairs(self) -> np.ndarray:
+    def _pair_axes(self) -> np.ndarray:
         """Alternate time, height and width while height and width have pairs left; then time."""
         axes = np.zeros(self.head_dim // 2, np.int32)
         for axis in (1, 2):
@@ -322,6 +326,6 @@ class Qwen3VLConfig(QwenVLConfig):
             for name, tensor in super().hf_names().items()
         }
 
-    def hf_renamed(self) -> dict[str, str]:
+    def hf_prefix_map(self) -> dict[str, str]:
         """Return {}: tensor names have no alternative prefixes."""
         return {}

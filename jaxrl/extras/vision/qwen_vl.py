@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.vision.tower import VisionTower, section
+from jaxrl.extras.vision.tower import VisionTower, read_object_field
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
-from jaxrl.models.decoder import whole_number
-from jaxrl.models.defaults import completed
+from jaxrl.models.decoder import read_positive_int
+from jaxrl.models.defaults import with_hf_defaults
 from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
 
-RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
+PREFIX_MAP = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Prefixes of tensor names in transformers 5's memory, mapped to those in published files."""
 
 
@@ -73,7 +73,9 @@ class QwenVLConfig(QwenConfig):
             )
         # M-RoPE: order of the axes, and pairs per axis.
         own = fields.get("text_config") or fields
-        rope = section(own, "rope_scaling", source) or section(own, "rope_parameters", source)
+        rope = read_object_field(own, "rope_scaling", source) or read_object_field(
+            own, "rope_parameters", source
+        )
         order = rope.get("mrope_interleaved", cls.is_interleaved)
         if order is not cls.is_interleaved:
             raise ValueError(
@@ -91,25 +93,25 @@ class QwenVLConfig(QwenConfig):
         vision_fields = fields.get("vision_config")
         if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-        fields = completed(fields, cls.model_type, source=source)
-        image_id = whole_number(fields, "image_token_id", source)
-        tower = completed(vision_fields, cls.model_type, "vision_config", source=source)
+        fields = with_hf_defaults(fields, cls.model_type, source=source)
+        image_id = read_positive_int(fields, "image_token_id", source)
+        tower = with_hf_defaults(vision_fields, cls.model_type, "vision_config", source=source)
         vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
                 f"{source}: 'out_hidden_size' of 'vision_config' is {vision.out_width}; expected "
                 f"the decoder's 'hidden_size', {text.width}."
             )
-        if vision.num_added > text.num_layers:
+        if vision.num_deepstack_layers > text.num_layers:
             raise ValueError(
-                f"{source}: 'deepstack_visual_indexes' feeds {vision.num_added} layers of the "
-                f"decoder, but there are {text.num_layers}."
+                f"{source}: 'deepstack_visual_indexes' feeds {vision.num_deepstack_layers} layers "
+                f"of the decoder, but there are {text.num_layers}."
             )
         return cls(
             **vars(text),
             tower=vision,
             mrope_section=tuple(sections),
-            video_id=whole_number(fields, "video_token_id", source),
+            video_id=read_positive_int(fields, "video_token_id", source),
         )
 
     @classmethod
@@ -119,17 +121,17 @@ class QwenVLConfig(QwenConfig):
         Raises:
             ValueError: A field that should be an object is something else.
         """
-        own = section(fields, "text_config", source)
-        text = completed({**fields, **own}, cls.model_type, "text_config", source=source)
+        own = read_object_field(fields, "text_config", source)
+        text = with_hf_defaults({**fields, **own}, cls.model_type, "text_config", source=source)
         text["model_type"] = cls.text_type
         text["tie_word_embeddings"] = bool(
             fields.get("tie_word_embeddings")
             or (cls.ties_in_text and own.get("tie_word_embeddings"))
         )
         for name in ("rope_scaling", "rope_parameters"):
-            rope = dict(section(text, name, source))
-            for name_of_images in ("mrope_section", "mrope_interleaved"):
-                rope.pop(name_of_images, None)
+            rope = dict(read_object_field(text, name, source))
+            for mrope_name in ("mrope_section", "mrope_interleaved"):
+                rope.pop(mrope_name, None)
             for kind in ("type", "rope_type"):
                 if rope.get(kind) == "mrope":
                     rope[kind] = "default"
@@ -168,17 +170,17 @@ class QwenVLConfig(QwenConfig):
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
-    def hf_renamed(self) -> dict[str, str]:
+    def hf_prefix_map(self) -> dict[str, str]:
         """Return the prefixes of transformers 5."""
-        return RENAMED
+        return PREFIX_MAP
 
-    def _axes_of_pairs(self) -> np.ndarray:
+    def _pair_axes(self) -> np.ndarray:
         """Return the axis that rotates each pair of a head: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
-    def _by_pair(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
+    def _expand_to_pairs(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
         """Return the position that rotates each pair of a head."""
-        return rotary[:, self._axes_of_pairs()]
+        return rotary[:, self._pair_axes()]
 
     def hidden_states(
         self,
@@ -186,18 +188,18 @@ class QwenVLConfig(QwenConfig):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        through: LayerScan,
+        layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
         """Compute the final normed hidden states; `positions` apply only without images."""
-        given, images = through.beside.given, through.beside.attached
+        inputs, images = layer_scan.aux.inputs, layer_scan.aux.attached
         if images is None:
-            return super().hidden_states(params, token_ids, positions, attend, through)
+            return super().hidden_states(params, token_ids, positions, attend, layer_scan)
         x = self._embed(params["embed"], token_ids.reshape(-1))
-        patches, places = images["patches"], images["places"]
-        seen = self.tower.embeddings(params["vision"], patches, places, through)
-        x, added = put_images(x, seen, given[UNITS])
-        rotary = self._by_pair(given[POSITIONS])
-        hidden = self._full_pass(params, x, rotary, attend, through, added)
+        patches, places = images["patches"], images["coords"]
+        image_embeds = self.tower.encode(params["vision"], patches, places, layer_scan)
+        x, added = merge_image_embeds(x, image_embeds, inputs[UNITS])
+        rotary = self._expand_to_pairs(inputs[POSITIONS])
+        hidden = self._full_pass(params, x, rotary, attend, layer_scan, added)
         return hidden.reshape(*token_ids.shape, -1)
 
     def unembed(
@@ -209,37 +211,39 @@ class QwenVLConfig(QwenConfig):
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         places = jnp.arange(self.vocab_size)
-        is_seen = (places == self.tower.token_id) | (places == self.video_id)
-        return jnp.where(is_seen, reference.LOWEST, logits)
+        is_placeholder = (places == self.tower.token_id) | (places == self.video_id)
+        return jnp.where(is_placeholder, reference.MASK_VALUE, logits)
 
-    def sample_states(
+    def sampler_hidden_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        through: SamplerLayerScan,
+        layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Compute the final normed hidden states; `positions` apply unless `given` has others."""
+        """Compute the final normed hidden states; `positions` apply unless `inputs` has others."""
         x, added = weights["embed"]["embedding"][token_ids], None
-        given, rotary = through.beside.given, positions
-        if POSITIONS in given:
-            rotary = self._by_pair(given[POSITIONS])
-        if through.beside.attached is not None:
-            x, added = put_images(x, through.beside.attached, given[UNITS])
-        return self._sampler_pass(weights, x, rotary, through, added)
+        inputs, rotary = layer_scan.aux.inputs, positions
+        if POSITIONS in inputs:
+            rotary = self._expand_to_pairs(inputs[POSITIONS])
+        if layer_scan.aux.attached is not None:
+            x, added = merge_image_embeds(x, layer_scan.aux.attached, inputs[UNITS])
+        return self._sampler_pass(weights, x, rotary, layer_scan, added)
 
 
-def put_images(
-    x: Float[Array, "M D"], seen: Float[Array, "S U E"], units: Int[Array, " M"]
+def merge_image_embeds(
+    x: Float[Array, "M D"], image_embeds: Float[Array, "S U E"], units: Int[Array, " M"]
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"] | None]:
     """Replace the embeddings of image tokens by their units; a token reads from its own shard.
 
     The further vectors of a unit, if any, are returned as states to add after the decoder's first
     layers; 0 for text.
     """
-    apart = units.reshape(len(seen), -1)
-    vectors = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
+    shard_units = units.reshape(len(image_embeds), -1)
+    vectors = jax.vmap(lambda image_embeds, units: image_embeds.at[units].get(mode="clip"))(
+        image_embeds, shard_units
+    )
     vectors = vectors.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
-    is_seen = (units >= 0)[:, None]
-    added = jnp.where(is_seen, vectors[1:], 0) if len(vectors) > 1 else None
-    return jnp.where(is_seen, vectors[0], x), added
+    is_placeholder = (units >= 0)[:, None]
+    added = jnp.where(is_placeholder, vectors[1:], 0) if len(vectors) > 1 else None
+    return jnp.where(is_placeholder, vectors[0], x), added

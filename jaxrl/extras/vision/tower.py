@@ -22,13 +22,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import Tower
-from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import (
     Angles,
     canonical_activation,
     linear,
+    read_positive_int,
     rope,
-    whole_number,
 )
 from jaxrl.models.layers import Attend
 from jaxrl.types import Params
@@ -40,7 +40,7 @@ QUERY_BLOCK = 256
 """Number of query patches with scores in memory at a time."""
 
 
-def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
     """Return an object-valued field of a `config.json`, {} if it is missing.
 
     Raises:
@@ -52,19 +52,19 @@ def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
     return value
 
 
-def biased(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
+def biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
     """Return the axis names of a linear layer with a bias."""
     return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
 
 
 ATTENTION_AXES = {
-    "qkv": biased("width", None, "layer"),
-    "o": biased(None, "width", "layer"),
+    "qkv": biased_linear_axes("width", None, "layer"),
+    "o": biased_linear_axes(None, "width", "layer"),
 }
 """Axis names of stacked attention; heads are fused in one axis, so `tensor` does not split them."""
 
 
-def linear_names(names: Mapping[str, str]) -> dict[str, str]:
+def linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
     """Return the HF tensors of linear layers with a bias, given names without the part."""
     parts = (("kernel", "weight"), ("bias", "bias"))
     return {f"{ours}/{own}": f"{names[ours]}.{part}" for ours in names for own, part in parts}
@@ -97,39 +97,39 @@ class VisionTower(Tower):
     @classmethod
     @abstractmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> VisionTower:
-        """Build the tower from a `completed` `vision_config`.
+        """Build the tower from a `with_hf_defaults` `vision_config`.
 
         Raises:
             ValueError: The fields require an unsupported feature.
         """
 
     @classmethod
-    def common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
+    def parse_common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
         """Return the fields of `VisionTower` except the token.
 
         Raises:
             ValueError: See `from_fields`.
         """
 
-        def whole(name: str) -> int:
-            return whole_number(own, name, source)
+        def read_size(name: str) -> int:
+            return read_positive_int(own, name, source)
 
-        width, heads = whole("hidden_size"), whole("num_heads")
+        width, heads = read_size("hidden_size"), read_size("num_heads")
         act = canonical_activation(own["hidden_act"])
-        rope = section(own, "rope_parameters", source)
+        rope = read_object_field(own, "rope_parameters", source)
         theta: Any = rope.get("rope_theta", own.get("rope_theta"))
         sizes = {
             "width": width,
-            "mlp_width": whole("intermediate_size"),
-            "num_layers": whole("depth"),
+            "mlp_width": read_size("intermediate_size"),
+            "num_layers": read_size("depth"),
             "num_heads": heads,
-            "out_width": whole("out_hidden_size"),
-            "channels": whole("in_channels"),
-            "patch": whole("patch_size"),
-            "temporal_patch": whole("temporal_patch_size"),
-            "merge": whole("spatial_merge_size"),
+            "out_width": read_size("out_hidden_size"),
+            "channels": read_size("in_channels"),
+            "patch": read_size("patch_size"),
+            "temporal_patch": read_size("temporal_patch_size"),
+            "merge": read_size("spatial_merge_size"),
         }
-        refuse(
+        raise_unsupported(
             {
                 f"rope_theta {theta!r:.80}": type(theta) not in (int, float) or theta <= 1,
                 f"hidden_act {act!r:.80}": act != cls.activation,
@@ -161,7 +161,7 @@ class VisionTower(Tower):
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
-    def unit(self) -> int:
+    def patches_per_token(self) -> int:
         """Return the number of patches that become one token."""
         return self.merge**2
 
@@ -180,31 +180,31 @@ class VisionTower(Tower):
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
                 f"expected {[h * w, self.patch_values]}. Check that the processor is the model's."
             )
-        return h * w // self.unit
+        return h * w // self.patches_per_token
 
-    def runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
+    def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
         """Find the indices of each image's tokens.
 
         Raises:
             ValueError: The number of image tokens does not match the images.
         """
-        places = np.flatnonzero(np.asarray(token_ids) == self.token_id)
+        indices = np.flatnonzero(np.asarray(token_ids) == self.token_id)
         counts = [self.num_tokens(image) for image in attachments]
-        if sum(counts) != len(places):
+        if sum(counts) != len(indices):
             raise ValueError(
-                f"a prompt or an observation has {len(places)} image tokens (id {self.token_id}); "
+                f"a prompt or an observation has {len(indices)} image tokens (id {self.token_id}); "
                 f"expected {sum(counts)} for its {len(counts)} images with grids "
                 f"{[image.grid for image in attachments]}."
             )
-        runs = np.split(places, np.cumsum(counts)[:-1]) if counts else []
-        if any(run[-1] - run[0] >= len(run) for run in runs):
+        token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
+        if any(run[-1] - run[0] >= len(run) for run in token_runs):
             raise ValueError(
                 f"the image tokens (id {self.token_id}) of an image are not side by side; expected "
                 f"runs of {counts}, one for each image."
             )
-        return runs
+        return token_runs
 
-    def positions(
+    def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
     ) -> np.ndarray:
         """Compute M-RoPE positions, section 2.1 of https://arxiv.org/abs/2502.13923.
@@ -213,22 +213,24 @@ class VisionTower(Tower):
         highest position.
         """
         out = np.zeros((3, len(token_ids)), np.int32)
-        behind, position = 0, start
-        for run, image in zip(self.runs(token_ids, attachments), attachments, strict=True):
+        text_start, position = 0, start
+        for run, image in zip(self.token_runs(token_ids, attachments), attachments, strict=True):
             first, count = int(run[0]), len(run)
-            out[:, behind:first] = np.arange(position, position + first - behind)
-            position += first - behind
+            out[:, text_start:first] = np.arange(position, position + first - text_start)
+            position += first - text_start
             _, h, w = (side // self.merge for side in image.grid)
             out[1:, first : first + count] = np.indices((h, w)).reshape(2, -1)
             out[:, first : first + count] += position
             position += max(h, w)
-            behind = first + count
-        out[:, behind:] = np.arange(position, position + len(token_ids) - behind)
+            text_start = first + count
+        out[:, text_start:] = np.arange(position, position + len(token_ids) - text_start)
         return out.T
 
     # On the device.
 
-    def _read_patches(self, weights: Params, patches: Float[Array, "S P C"]) -> Float[Array, "M D"]:
+    def _embed_patches(
+        self, weights: Params, patches: Float[Array, "S P C"]
+    ) -> Float[Array, "M D"]:
         """Apply the first layer to the concatenated patches of S rows."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
@@ -236,11 +238,11 @@ class VisionTower(Tower):
             return x
         return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
 
-    def _angles(self, places: Int[Array, "M 2"]) -> Angles:
+    def _rope_angles(self, indices: Int[Array, "M 2"]) -> Angles:
         """Compute rotary angles: half of the pairs rotate by a patch's row, half by its column."""
         quarter = self.width // self.num_heads // 4
         frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
-        angle = (places[:, :, None].astype(jnp.float32) * frequency).reshape(len(places), 1, -1)
+        angle = (indices[:, :, None].astype(jnp.float32) * frequency).reshape(len(indices), 1, -1)
         sin = jnp.sin(angle)
         return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
 
@@ -267,7 +269,7 @@ class VisionTower(Tower):
 
     # Parameters.
 
-    def _abstract(
+    def _make_abstract_params(
         self,
         arrays: dict[str, tuple[int, ...]],
         linears: Sequence[tuple[str, int, int]],
@@ -299,14 +301,14 @@ class VisionTower(Tower):
         """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
 
 
-def refuse(problems: dict[str, bool], source: str) -> None:
+def raise_unsupported(problems: dict[str, bool], source: str) -> None:
     """Raise for the first unsupported feature of a `vision_config`."""
-    for feature, is_there in problems.items():
-        if is_there:
+    for feature, is_present in problems.items():
+        if is_present:
             raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
 
 
-def attend_within(
+def attend_segments(
     q: Float[Array, "S P N H"],
     k: Float[Array, "S P N H"],
     v: Float[Array, "S P N H"],
@@ -320,7 +322,7 @@ def attend_within(
     S, P, N, H = q.shape
     count = -(-P // QUERY_BLOCK)
     size = -(-P // count)
-    blocks, of_blocks = (
+    blocks, id_blocks = (
         jnp.pad(x, [(0, 0), (0, count * size - P)] + [(0, 0)] * (x.ndim - 2))
         .reshape(S, count, size, *x.shape[2:])
         .swapaxes(0, 1)
@@ -328,17 +330,19 @@ def attend_within(
     )
 
     @jax.checkpoint
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         queries, numbers = block
-        return attend_to(queries, k, v, numbers[:, :, None] == ids[:, None])
+        return masked_attention(queries, k, v, numbers[:, :, None] == ids[:, None])
 
-    return jax.lax.map(one, (blocks, of_blocks)).swapaxes(0, 1).reshape(S, -1, N, H)[:, :P]
+    return jax.lax.map(attend_block, (blocks, id_blocks)).swapaxes(0, 1).reshape(S, -1, N, H)[:, :P]
 
 
-def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Compute softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, in float32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, LOWEST)
+    scores = jnp.where(
+        mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, MASK_VALUE
+    )
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
     return (product("snqp,spnh->sqnh", weights.astype(v.dtype), v) / total).astype(v.dtype)

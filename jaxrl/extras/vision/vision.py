@@ -36,15 +36,15 @@ from jaxrl.extras.vision.tower import (
     EPSILON,
     QUERY_BLOCK,
     VisionTower,
-    attend_to,
-    attend_within,
-    biased,
-    linear_names,
-    refuse,
+    attend_segments,
+    biased_linear_axes,
+    linear_hf_names,
+    masked_attention,
+    raise_unsupported,
 )
 from jaxrl.models.architecture import MemoryTerms
-from jaxrl.models.attachments import Arranged
-from jaxrl.models.decoder import linear, rms_norm, whole_number
+from jaxrl.models.attachments import PatchBatch
+from jaxrl.models.decoder import linear, read_positive_int, rms_norm
 from jaxrl.models.layers import LayerScan
 from jaxrl.types import Params
 
@@ -53,7 +53,7 @@ HF_NAMES = {
     "patch/filter": "visual.patch_embed.proj.weight",
     "blocks/norm1/scale": _LAYER + "norm1.weight",
     "blocks/norm2/scale": _LAYER + "norm2.weight",
-    **linear_names(
+    **linear_hf_names(
         {
             "blocks/attention/qkv": _LAYER + "attn.qkv",
             "blocks/attention/o": _LAYER + "attn.proj",
@@ -87,11 +87,11 @@ class QwenVision(VisionTower):
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> QwenVision:
         """See `VisionTower`."""
-        common = cls.common_fields(own, source)
+        common = cls.parse_common_fields(own, source)
         merge, patch = common["merge"], common["patch"]
-        window = whole_number(own, "window_size", source) // merge // patch * merge
+        window = read_positive_int(own, "window_size", source) // merge // patch * merge
         full = own["fullatt_block_indexes"]
-        refuse(
+        raise_unsupported(
             {
                 f"window_size {own.get('window_size')!r:.80}": window < 1,
                 f"fullatt_block_indexes {full!r:.80}": not isinstance(full, list),
@@ -118,55 +118,55 @@ class QwenVision(VisionTower):
                 "dots": products,
                 "names": products + self.width,
             },
-            read_activations=self.mlp_width + 6 * self.width,
+            prefill_activations=self.mlp_width + 6 * self.width,
         )
 
     def num_scores(self, num_patches: int) -> int:
         """Count the scores of a block of queries over all patches, or of windows over neighbors."""
-        of_block = min(num_patches, QUERY_BLOCK) * num_patches
-        return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
+        block_scores = min(num_patches, QUERY_BLOCK) * num_patches
+        return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
-    def arrange(self, images: Sequence[Image]) -> Arranged:
+    def collate(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate images, with patches sorted by window.
 
         A patch's place is its image's number (from 1), its window, its row and its column.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
-        places = [np.zeros((0, 4), np.int32)]
+        coords = [np.zeros((0, 4), np.int32)]
         units, num_windows, num_units = [], 0, 0
         for number, image in enumerate(images, start=1):
-            order, of_patches, of_tokens = _layout(image.grid, self.merge, self.window)
+            order, window_coords, token_units = _sort_by_window(image.grid, self.merge, self.window)
             patches.append(image.patches[order])
-            places.append(of_patches + np.array([number, num_windows, 0, 0], np.int32))
-            units.append(of_tokens + num_units)
-            num_windows = int(places[-1][:, 1].max()) + 1
-            num_units += len(of_tokens)
-        return Arranged(
-            patches=np.concatenate(patches), places=np.concatenate(places), units=tuple(units)
+            coords.append(window_coords + np.array([number, num_windows, 0, 0], np.int32))
+            units.append(token_units + num_units)
+            num_windows = int(coords[-1][:, 1].max()) + 1
+            num_units += len(token_units)
+        return PatchBatch(
+            patches=np.concatenate(patches), coords=np.concatenate(coords), units=tuple(units)
         )
 
-    def embeddings(
+    def encode(
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P W"],
-        through: LayerScan,
+        coords: Int[Array, "S P W"],
+        layer_scan: LayerScan,
     ) -> Float[Array, "S U D"]:
         """Compute the tower's output per unit of `merge^2` patches."""
         S, P, _ = patches.shape
         # Without the constraint the compiler splits the width, so every device holds all patches.
-        x = through.on_shards(self._read_patches(params["patch"], patches))
-        angles = self._angles(places.reshape(S * P, 4)[:, 2:])
-        number, window = places[..., 0], jnp.where(places[..., 0] > 0, places[..., 1], -1)
+        x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
+        angles = self._rope_angles(coords.reshape(S * P, 4)[:, 2:])
+        number, window = coords[..., 0], jnp.where(coords[..., 0] > 0, coords[..., 1], -1)
 
-        def layer(x: jax.Array, given: Params) -> jax.Array:
-            weights, is_full = given["weights"], given["is_full"] > 0
+        def layer(x: jax.Array, inputs: Params) -> jax.Array:
+            weights, is_full = inputs["weights"], inputs["is_full"] > 0
             normed = rms_norm(x, weights["norm1"]["scale"], EPSILON)
             attend = partial(
                 jax.lax.cond,
                 is_full,
-                partial(attend_within, ids=number),
-                partial(attend_windows, ids=window, most=self.window**2),
+                partial(attend_segments, ids=number),
+                partial(attend_windows, ids=window, block_size=self.window**2),
             )
             x = x + self._attention(weights["attention"], normed, angles, attend, S)
             normed, mlp = rms_norm(x, weights["norm2"]["scale"], EPSILON), weights["mlp"]
@@ -175,16 +175,18 @@ class QwenVision(VisionTower):
 
         # Floats, not booleans: inputs of layers are differentiated.
         is_full = np.isin(np.arange(self.num_layers), self.full_layers).astype(np.float32)
-        x = through(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
+        x = layer_scan(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
         merger = params["merger"]
-        x = rms_norm(x, merger["norm"]["scale"], EPSILON).reshape(S * P // self.unit, -1)
+        x = rms_norm(x, merger["norm"]["scale"], EPSILON).reshape(
+            S * P // self.patches_per_token, -1
+        )
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
-        return through.on_shards(x.reshape(S, P // self.unit, -1))
+        return layer_scan.on_shards(x.reshape(S, P // self.patches_per_token, -1))
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged = self.unit * self.width
-        return self._abstract(
+        merged = self.patches_per_token * self.width
+        return self._make_abstract_params(
             {
                 "merger/norm/scale": (self.width,),
                 "blocks/norm1/scale": (self.num_layers, self.width),
@@ -212,21 +214,21 @@ class QwenVision(VisionTower):
                 "norm2": norm,
                 "attention": ATTENTION_AXES,
                 "mlp": {
-                    "gate": biased("width", "mlp", "layer"),
-                    "up": biased("width", "mlp", "layer"),
-                    "down": biased("mlp", "width", "layer"),
+                    "gate": biased_linear_axes("width", "mlp", "layer"),
+                    "up": biased_linear_axes("width", "mlp", "layer"),
+                    "down": biased_linear_axes("mlp", "width", "layer"),
                 },
             },
             "merger": {
                 "norm": {"scale": (None,)},
-                "up": biased("width", "mlp"),
-                "down": biased("mlp", "width"),
+                "up": biased_linear_axes("width", "mlp"),
+                "down": biased_linear_axes("mlp", "width"),
             },
         }
 
 
 @cache
-def _layout(
+def _sort_by_window(
     grid: tuple[int, int, int], merge: int, window: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sort the patches of an image by window.
@@ -243,13 +245,13 @@ def _layout(
     _, h, w = grid
     rows, columns = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
     rows, columns = (x.swapaxes(1, 2).reshape(-1, merge**2) for x in (rows, columns))
-    of_unit = rows[:, 0] // window * -(-w // window) + columns[:, 0] // window
-    order = np.argsort(of_unit, kind="stable")
-    places = np.zeros((h * w, 4), np.int32)
-    places[:, 1] = np.repeat(of_unit[order], merge**2)
-    places[:, 2], places[:, 3] = rows[order].reshape(-1), columns[order].reshape(-1)
+    window_ids = rows[:, 0] // window * -(-w // window) + columns[:, 0] // window
+    order = np.argsort(window_ids, kind="stable")
+    coords = np.zeros((h * w, 4), np.int32)
+    coords[:, 1] = np.repeat(window_ids[order], merge**2)
+    coords[:, 2], coords[:, 3] = rows[order].reshape(-1), columns[order].reshape(-1)
     patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
-    return patches, places, np.argsort(order).astype(np.int32)
+    return patches, coords, np.argsort(order).astype(np.int32)
 
 
 def attend_windows(
@@ -258,29 +260,34 @@ def attend_windows(
     v: Float[Array, "S P N H"],
     ids: Int[Array, "S P"],
     *,
-    most: int,
+    block_size: int,
 ) -> Float[Array, "S P N H"]:
-    """Attend like `attend_within`, if patches of equal ids are contiguous and at most `most`.
+    """Compute `attend_segments` for contiguous segments of at most `block_size` patches.
 
-    A patch then reads only from its block of `most` patches and from the two neighboring blocks.
+    A patch then reads only from its block of `block_size` patches and from the two neighboring
+    blocks.
     """
     S, P, N, H = q.shape
-    count = -(-P // most)
+    count = -(-P // block_size)
 
-    def blocked(x: jax.Array, before: int, fill: int) -> jax.Array:
-        pad = [(0, 0), (before * most, (count + before) * most - P)]
+    def split_blocks(x: jax.Array, before: int, fill: int) -> jax.Array:
+        pad = [(0, 0), (before * block_size, (count + before) * block_size - P)]
         x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-        return x.reshape(S, -1, most, *x.shape[2:])
+        return x.reshape(S, -1, block_size, *x.shape[2:])
 
-    def around(x: jax.Array, fill: int = 0) -> jax.Array:
-        x = blocked(x, 1, fill)
+    def with_neighbors(x: jax.Array, fill: int = 0) -> jax.Array:
+        x = split_blocks(x, 1, fill)
         return jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)
 
     def merged(x: jax.Array) -> jax.Array:
         return x.reshape(S * count, *x.shape[2:])
 
     # Padding has its own id and reads itself: no softmax is over an empty set.
-    queries, numbers = merged(blocked(q, 0, 0)), merged(blocked(ids, 0, -1))
-    keys, values, others = merged(around(k)), merged(around(v)), merged(around(ids, -1))
-    out = attend_to(queries, keys, values, numbers[:, :, None] == others[:, None])
-    return out.reshape(S, count * most, N, H)[:, :P]
+    queries, numbers = merged(split_blocks(q, 0, 0)), merged(split_blocks(ids, 0, -1))
+    keys, values, others = (
+        merged(with_neighbors(k)),
+        merged(with_neighbors(v)),
+        merged(with_neighbors(ids, -1)),
+    )
+    out = masked_attention(queries, keys, values, numbers[:, :, None] == others[:, None])
+    return out.reshape(S, count * block_size, N, H)[:, :P]

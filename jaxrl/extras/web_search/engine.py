@@ -11,15 +11,15 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, SkippedHits
 from jaxrl.utils.http_client import (
-    Bounds,
+    ClientLimits,
     JsonClient,
     Request,
     check_url,
-    key_of,
-    plain_text,
-    shown_url,
+    fix_surrogates,
+    read_api_key,
+    redact_url,
 )
-from jaxrl.utils.json_io import number_of
+from jaxrl.utils.json_io import to_finite_float
 
 MAX_TEXT = 10_000
 """Characters to keep of each field of a result."""
@@ -112,19 +112,21 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
-        self._skipped = SkippedHits(shown_url(self._url), log)
+        self._skipped = SkippedHits(redact_url(self._url), log)
         variable = key_env or self._provider.key_env
-        key = key_of("search.web.key_env", variable) if variable else ""
-        bounds = Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib)
+        key = read_api_key("search.web.key_env", variable) if variable else ""
+        bounds = ClientLimits(
+            timeout_s=timeout_s, connections=connections, max_mib=max_response_mib
+        )
         self._client = JsonClient(bounds, headers=self._provider.headers(key))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the provider's results for each query."""
         count, most = min(topk, self._provider.max_topk), self._provider.max_words
-        words = [plain_text(query).replace("\0", " ").split()[:most] for query in queries]
+        words = [fix_surrogates(query).replace("\0", " ").split()[:most] for query in queries]
         asked = [" ".join(one)[: self._provider.max_chars] for one in words]
         numbers = [i for i, query in enumerate(asked) if query]
-        answers = self._client.ask(
+        answers = self._client.send_all(
             [self._provider.request(self._url, asked[i], count) for i in numbers]
         )
         hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # none for a blank query
@@ -138,7 +140,7 @@ class WebSearch(DocumentSearch):
         try:
             return self._provider.read(answer, self._skipped)[:topk]
         except ValueError as error:
-            return ToolError(f"{shown_url(self._url)} gives {error}")
+            return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
 def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
@@ -231,10 +233,10 @@ def _hit(result: Any, address: str, text: str) -> Hit:
         value = result.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"a {type(value).__name__} as {name!r} of a result; expected text")
-        texts.append(" ".join(plain_text((value or "")[:MAX_TEXT]).split()))
+        texts.append(" ".join(fix_surrogates((value or "")[:MAX_TEXT]).split()))
     if not any(texts[1:]):
         raise ValueError(f"a result with {sorted(result)[:8]}; expected 'title' or {text!r}")
-    return Hit(Document(*texts), number_of(result.get("score")))
+    return Hit(Document(*texts), to_finite_float(result.get("score")))
 
 
 PROVIDERS: Mapping[str, Provider] = {

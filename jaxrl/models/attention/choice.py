@@ -14,41 +14,52 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
-from jaxrl.models.attention.reference import XLA, moved_reads
-from jaxrl.models.kernel_check import Choice, Trial, excluded, select_kernel, takes
-from jaxrl.runtime.compilation import kept
-from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
+from jaxrl.models.attention.kernels import (
+    PAGE_TOKENS,
+    SHARES_PROMPTS,
+    AttendPacked,
+    AttentionKernels,
+)
+from jaxrl.models.attention.reference import XLA, shift_reads
+from jaxrl.models.kernel_check import (
+    SelectedKernel,
+    Trial,
+    explain_excluded,
+    select_kernel,
+    supports_dtype,
+)
+from jaxrl.runtime.compilation import get_or_make
+from jaxrl.runtime.sharding import BATCH_AXES, CONTEXT_AXIS, PIECE_AXES
 
-TRAIN = {
+TRAIN_KERNELS = {
     "gpu": {
-        "mosaic_gpu": "jaxrl.extras.kernels.attention_tokamax:train",
-        "triton": "jaxrl.extras.kernels.attention_gpu:train",
+        "mosaic_gpu": "jaxrl.extras.kernels.attention_tokamax:attend_packed",
+        "triton": "jaxrl.extras.kernels.attention_gpu:attend_packed",
     },
-    "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:train"},
+    "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_packed"},
 }
 """Platform-specific kernels of the update, by platform, in order of preference."""
 
-PAGES = {
+PAGED_KERNELS = {
     "gpu": {
         "mosaic_gpu": "jaxrl.extras.kernels.pages_gpu:attend_pages",
         "triton": "jaxrl.extras.kernels.attention_gpu:attend_pages",
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
-"""Platform-specific kernels of the sampler, like `TRAIN`."""
+"""Platform-specific kernels of the sampler, like `TRAIN_KERNELS`."""
 
-TRIALS = "jaxrl.extras.kernels.trials"
+TRIALS_MODULE = "jaxrl.extras.kernels.trials"
 """Module with the kernels' trials."""
 
 MAX_HEAD_DIM = 256
 """Maximum head size of these kernels: blocks of wider heads do not fit on the chip."""
 
 
-def choose(
+def select_kernels(
     name: str, mesh: Mesh, model: Architecture, *, check_dtype: DTypeLike | None = None
-) -> Kernels:
-    """Return the kernels of `config.model.attention` for a model on a mesh; see `decide`.
+) -> AttentionKernels:
+    """Return the attention kernels of `config.model.attention` for a model on a mesh.
 
     Args:
         name: One of `config.ATTENTION`.
@@ -62,62 +73,67 @@ def choose(
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
-    first, reason = decide(name, device.platform, model.head_dim, dtype)
+    first, reason = resolve_kernel_name(name, device.platform, model.head_dim, dtype)
     heads = (
         max(model.num_heads // mesh.shape["tensor"], 1),
         max(model.num_kv_heads // mesh.shape["tensor"], 1),
         model.head_dim,
     )
-    block = append_block(device.platform, model.num_heads, model.num_kv_heads)
-    of_update, of_sampler = _checked(name, device, heads, dtype, block)
-    train = of_update.function
-    if of_update.name != "xla" or mesh.shape[CONTEXT] > 1:
-        train = on_mesh(train, mesh)
+    block = prefill_block_tokens(device.platform, model.num_heads, model.num_kv_heads)
+    of_update, of_sampler = _select_cached(name, device, heads, dtype, block)
+    attend_packed = of_update.function
+    if of_update.name != "xla" or mesh.shape[CONTEXT_AXIS] > 1:
+        attend_packed = shard_attention(attend_packed, mesh)
     names = of_update.name, of_sampler.name
-    return Kernels(
+    return AttentionKernels(
         name=first if names == (first, first) else f"{names[0]}, in the sampler {names[1]}",
         reason=reason if names == (first, first) else f"where {first} failed its check",
-        train=train,
+        attend_packed=attend_packed,
         attend_pages=of_sampler.function,
         page_tokens=PAGE_TOKENS[of_sampler.name],
         shares_prompts=SHARES_PROMPTS[of_update.name],
-        past=XLA.past if copies_past(of_sampler.name, device.platform) else None,
+        past=XLA.past if copies_pages(of_sampler.name, device.platform) else None,
         kernel_checks=of_update.kernel_checks + of_sampler.kernel_checks,
     )
 
 
 @functools.cache
-def _checked(
+def _select_cached(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
-) -> tuple[Choice, Choice]:
+) -> tuple[SelectedKernel, SelectedKernel]:
     """Select the kernels of update and sampler, once for all meshes of a process."""
-    line = _line(name, device.platform, heads[2], dtype)
-    named_by = "" if name == "auto" else "config.model.attention"
+    candidates = _list_candidates(name, device.platform, heads[2], dtype)
+    config_key = "" if name == "auto" else "config.model.attention"
 
     def of_update(name: str) -> list[Trial]:
         shares = SHARES_PROMPTS[name]
         if not dtype:
             return []
-        of_train: Any = pkgutil.resolve_name(f"{TRIALS}:of_train")
+        of_train: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:of_train")
         return [of_train(*heads, dtype, device, shares_prompts=shares)]
 
     def of_sampler(name: str) -> list[Trial]:
         if not dtype:
             return []
-        of_pages: Any = pkgutil.resolve_name(f"{TRIALS}:of_pages")
+        of_pages: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:of_pages")
         make = partial(of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
         # Shapes of decode and of prefill.
         return [make(num_queries=count) for count in (1, block)]
 
-    def chosen(table: Any, make_trials: Any, reference: Any) -> Choice:
+    def select(table: Any, make_trials: Any, reference: Any) -> SelectedKernel:
         # Import lazily: most processes use none, and importing one of them emits a JAX warning.
-        kernels = {one: partial(pkgutil.resolve_name, table[device.platform][one]) for one in line}
-        return select_kernel(make_trials, kernels, reference, named_by=named_by)
+        kernels = {
+            kernel: partial(pkgutil.resolve_name, table[device.platform][kernel])
+            for kernel in candidates
+        }
+        return select_kernel(make_trials, kernels, reference, config_key=config_key)
 
-    return chosen(TRAIN, of_update, XLA.train), chosen(PAGES, of_sampler, XLA.attend_pages)
+    return select(TRAIN_KERNELS, of_update, XLA.attend_packed), select(
+        PAGED_KERNELS, of_sampler, XLA.attend_pages
+    )
 
 
-def copies_past(name: str, platform: str) -> bool:
+def copies_pages(name: str, platform: str) -> bool:
     """Return True if a chunk of decoding steps reads a copy of its rows' pages.
 
     It is faster on a CPU. Elsewhere it would need as much memory as the cache.
@@ -125,7 +141,7 @@ def copies_past(name: str, platform: str) -> bool:
     return name == "xla" and platform == "cpu"
 
 
-def append_block(platform: str, num_heads: int, num_kv_heads: int) -> int:
+def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> int:
     """Return the number of a row's tokens that one prefill block processes.
 
     With fewer, an accelerator waits for cache reads, since each block reads its past; with more, it
@@ -144,7 +160,7 @@ def append_block(platform: str, num_heads: int, num_kv_heads: int) -> int:
     return 128 if needs_more and num_heads <= 16 else 64
 
 
-def decide(
+def resolve_kernel_name(
     name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
     """Resolve `config.model.attention` to a kernel name other than `auto`, and the reason.
@@ -159,16 +175,18 @@ def decide(
         ValueError: The kernels do not support these devices, heads of this size, or this dtype.
     """
     is_narrow = head_dim <= MAX_HEAD_DIM
-    own = TRAIN.get(platform, {})
+    kernels = TRAIN_KERNELS.get(platform, {})
     if name == "auto":
-        if own and not is_narrow:
-            return "xla", f"since heads of {head_dim} are too wide for {next(iter(own))}"
-        first = (*_line(name, platform, head_dim, dtype), "xla")[0]
-        return first, f"since the devices are {platform}s{excluded(own, dtype)}"
-    if name != "xla" and name not in own:
-        places = " and ".join(f"{place}s" for place in TRAIN if name in TRAIN[place])
+        if kernels and not is_narrow:
+            return "xla", f"since heads of {head_dim} are too wide for {next(iter(kernels))}"
+        first = (*_list_candidates(name, platform, head_dim, dtype), "xla")[0]
+        return first, f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
+    if name != "xla" and name not in kernels:
+        places = " and ".join(
+            f"{place}s" for place in TRAIN_KERNELS if name in TRAIN_KERNELS[place]
+        )
         problem = f"kernels are for {places}, but the devices are {platform}s"
-    elif name != "xla" and not takes(name, dtype):
+    elif name != "xla" and not supports_dtype(name, dtype):
         problem = f"kernels multiply 16-bit floats, but config.model.dtype is '{dtype}'"
     elif name != "xla" and not is_narrow:
         problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
@@ -179,38 +197,42 @@ def decide(
     )
 
 
-def _line(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> list[str]:
+def _list_candidates(name: str, platform: str, head_dim: int, dtype: DTypeLike | None) -> list[str]:
     """Return the kernels to try before XLA, in order of preference."""
     if name != "auto":
         return [name] if name != "xla" else []
-    line = TRAIN.get(platform, {}) if head_dim <= MAX_HEAD_DIM else {}
-    return [one for one in line if takes(one, dtype)]
+    candidates = TRAIN_KERNELS.get(platform, {}) if head_dim <= MAX_HEAD_DIM else {}
+    return [kernel for kernel in candidates if supports_dtype(kernel, dtype)]
 
 
-def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
-    """Split `train` over a mesh; each device processes its own pieces of rows and heads.
+def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
+    """Split `attend_packed` over a mesh; each device processes its own pieces of rows and heads.
 
     Queries, keys and values are pieces `[R * C, T / C, heads, H]`: for each device, the first
     pieces of its rows, then the second ones, and so on; `reads` covers complete rows. Equal
     arguments return the same function, so that its compiled programs are reused.
     """
-    return kept(partial(_on_mesh, train, mesh), name="attention", key=(train, mesh))
+    return get_or_make(
+        partial(_shard_attention, attend_packed, mesh), name="attention", key=(attend_packed, mesh)
+    )
 
 
-def _on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
-    heads = P(PIECES, None, "tensor", None)
-    of_device = partial(_train_pieces, train) if mesh.shape[CONTEXT] > 1 else train
+def _shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
+    heads = P(PIECE_AXES, None, "tensor", None)
+    local_attend = (
+        partial(_attend_pieces, attend_packed) if mesh.shape[CONTEXT_AXIS] > 1 else attend_packed
+    )
     return jax.shard_map(
-        of_device,
+        local_attend,
         mesh=mesh,
-        in_specs=(heads, heads, heads, P(BATCH, None, None)),
+        in_specs=(heads, heads, heads, P(BATCH_AXES, None, None)),
         out_specs=heads,
         check_vma=False,
     )
 
 
-def _train_pieces(
-    train: Train, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
+def _attend_pieces(
+    attend_packed: AttendPacked, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> jax.Array:
     """Attend from a device's pieces to keys and values of complete rows, which it gathers.
 
@@ -218,13 +240,15 @@ def _train_pieces(
     queries is static. The pieces after it wrap around to before the row's first token, and nothing
     reads them. In the backward pass each device gets the sum of all gradients of its own keys.
     """
-    T, num_own = reads.shape[2], q.shape[1]
-    later = T // num_own - 1 - jax.lax.axis_index(CONTEXT)  # pieces after the device's own
+    T, piece_tokens = reads.shape[2], q.shape[1]
+    later = (
+        T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
+    )  # pieces after the device's own
 
-    def whole(x: jax.Array) -> jax.Array:
-        pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT), later, axis=0)
+    def gather_rows(x: jax.Array) -> jax.Array:
+        pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT_AXIS), later, axis=0)
         return pieces.swapaxes(0, 1).reshape(x.shape[0], T, *x.shape[2:])
 
-    places = later * num_own
-    reads = moved_reads(jnp.roll(reads, places, axis=2), places)
-    return train(q, whole(k), whole(v), reads)
+    places = later * piece_tokens
+    reads = shift_reads(jnp.roll(reads, places, axis=2), places)
+    return attend_packed(q, gather_rows(k), gather_rows(v), reads)

@@ -12,38 +12,38 @@ from jaxtyping import Array, Int
 
 from jaxrl.models.architecture import Attend, KernelCheck
 
-Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+AttendPacked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all
 `[R, T, K, H]`, and what each token reads `[R, 3, T]` to outputs `[R, Q, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels:
+class AttentionKernels:
     """Attention functions of one implementation.
 
     Attributes:
         name: One of `config.ATTENTION`, never `auto`.
         reason: Reason for the selection, for the log.
-        train: Attention of the update; see `reference.train`.
+        attend_packed: Attention of the update; see `reference.attend_packed`.
         attend_pages: Sampler's attention over the pages of one device; see
             `reference.attend_pages`.
         page_tokens: Tokens of a page of the sampler's cache.
-        shares_prompts: True if `train` supports segments that share a prompt.
-        past: Functions `open_past` and `attend_past` if a chunk of decoding steps is faster on a
+        shares_prompts: True if `attend_packed` supports segments that share a prompt.
+        past: Functions `gather_past` and `attend_past` if a chunk of decoding steps is faster on a
             copy of the pages than with `attend_pages`; see `reference`.
         kernel_checks: Self-test results; see `models.kernel_check`.
     """
 
     name: str
     reason: str
-    train: Train
+    attend_packed: AttendPacked
     attend_pages: Callable[..., tuple[jax.Array, jax.Array]]
     page_tokens: int
     shares_prompts: bool
     past: tuple[Callable[..., Any], Callable[..., jax.Array]] | None = None
     kernel_checks: tuple[KernelCheck, ...] = ()
 
-    def within(
+    def make_attend(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
         """Return the attention of packed rows, over their concatenated tokens; see `find_reads`.
@@ -58,7 +58,7 @@ class Kernels:
             def by_row(x: jax.Array) -> jax.Array:
                 return x.reshape(R * num_pieces, T // num_pieces, *x.shape[1:])
 
-            return self.train(by_row(q), by_row(k), by_row(v), reads).reshape(q.shape)
+            return self.attend_packed(by_row(q), by_row(k), by_row(v), reads).reshape(q.shape)
 
         return attend
 
@@ -87,8 +87,12 @@ def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> 
         positions: Position of each token in its context.
     """
     T = segment_ids.shape[1]
-    before, place = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (segment_ids, positions))
-    begins = (segment_ids != before) | (segment_ids == 0) | (positions != place + 1)
+    prev_segment_ids, prev_positions = (
+        jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (segment_ids, positions)
+    )
+    begins = (
+        (segment_ids != prev_segment_ids) | (segment_ids == 0) | (positions != prev_positions + 1)
+    )
 
     def last(is_start: jax.Array) -> jax.Array:
         return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)

@@ -1,4 +1,4 @@
-"""XLA attention for every platform: `train`, and the sampler's attention over pages.
+"""XLA attention for every platform: `attend_packed`, and the sampler's attention over pages.
 
 Scores and softmax are computed in float32. The sampler's pages are head-major, `[P, K, page, H]`.
 """
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, AttentionKernels
 
-LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+MASK_VALUE = float(jnp.finfo(jnp.float32).min) / 2
 """Finite substitute for minus infinity in scores and logits: its exponential is 0."""
 
 MAX_BLOCK = 96
-"""Maximum tokens of a block of queries or keys in `train`."""
+"""Maximum tokens of a block of queries or keys in `attend_packed`."""
 
 
-def train(
+def attend_packed(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -48,7 +48,7 @@ def train(
     K = k.shape[2]
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // num_blocks)
-    q, k, v, reads = in_blocks(q, k, v, reads, size)
+    q, k, v, reads = pad_to_blocks(q, k, v, reads, size)
     q = q.reshape(R, num_blocks, size, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
     k, v = (x.reshape(R, -1, size, K, H).transpose(1, 0, 3, 2, 4) for x in (k, v))
     reads = reads.reshape(R, 3, -1, size).transpose(2, 1, 0, 3)[-num_blocks:]
@@ -57,30 +57,30 @@ def train(
     return out.reshape(R, -1, N, H)[:, :Q]
 
 
-def in_blocks(
+def pad_to_blocks(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
     reads: Int[Array, "R 3 T"],
     size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Pad the arguments of `train` to full blocks of `size` tokens.
+    """Pad the arguments of `attend_packed` to full blocks of `size` tokens.
 
     Queries and keys are padded equally at the end, so that queries stay last; keys are also padded
     at the start.
     """
     Q, T = q.shape[1], k.shape[1]
-    behind = -Q % size
-    before = -(T + behind) % size
-    reads = padded_reads(reads, T + behind)
-    if before:
-        reads = moved_reads(jnp.pad(reads, ((0, 0), (0, 0), (before, 0))), before)
-    q = jnp.pad(q, ((0, 0), (0, behind), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (before, behind), (0, 0), (0, 0))) for x in (k, v))
+    pad_after = -Q % size
+    pad_before = -(T + pad_after) % size
+    reads = pad_reads(reads, T + pad_after)
+    if pad_before:
+        reads = shift_reads(jnp.pad(reads, ((0, 0), (0, 0), (pad_before, 0))), pad_before)
+    q = jnp.pad(q, ((0, 0), (0, pad_after), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (pad_before, pad_after), (0, 0), (0, 0))) for x in (k, v))
     return q, k, v, reads
 
 
-def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
+def pad_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
     """Pad the reads of rows to `length` tokens."""
     R, _, T = reads.shape
     of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
@@ -88,7 +88,7 @@ def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 len
     return jnp.concatenate([reads, padding], axis=2)
 
 
-def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
+def shift_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
     """Shift the reads for tokens moved right by `places`; the tokens before them are padding."""
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = reads.shape[2]
@@ -99,7 +99,7 @@ def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Arra
     return jnp.stack([starts, shared_starts, shared_ends], axis=1).astype(reads.dtype)
 
 
-def key_blocks(
+def find_key_blocks(
     reads: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Find the key blocks before block `index` that some of its queries read.
@@ -114,10 +114,10 @@ def key_blocks(
         range up to `index`.
     """
     starts, shared_starts, shared_ends = reads
-    own = starts.min() // size
+    local = starts.min() // size
     shared = shared_starts.min() // size
-    end = jnp.minimum((shared_ends.max() + size - 1) // size, jnp.minimum(own, index))
-    return shared, jnp.maximum(end - shared, 0), own
+    end = jnp.minimum((shared_ends.max() + size - 1) // size, jnp.minimum(local, index))
+    return shared, jnp.maximum(end - shared, 0), local
 
 
 def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
@@ -143,16 +143,16 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the outputs, and residuals for the backward pass with the log-sum-exp."""
 
-    def one(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def step(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         index, q, reads = block
         return _forward_block(index, q, reads, k, v)
 
-    out, lse = jax.lax.map(one, (_places_of(q, k), q, reads))
+    out, lse = jax.lax.map(step, (_query_block_indices(q, k), q, reads))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
 
-def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
+def _query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
     """Return the indices of the query blocks among the key blocks: the last ones."""
     return jnp.arange(len(k) - len(q), len(k))
 
@@ -176,9 +176,9 @@ def _forward_block(
         j = block_at(i)
         scores = _scores(q, k[j], reads, j, is_diagonal=False)
         new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-        weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
-        total = total * fade + weights.sum(axis=-1, keepdims=True)
-        return new, total, out * fade + average(weights, v[j])
+        weights, correction = jnp.exp(scores - new), jnp.exp(highest - new)
+        total = total * correction + weights.sum(axis=-1, keepdims=True)
+        return new, total, out * correction + average(weights, v[j])
 
     if len(k) > 1:
         count, block_at = _blocks_before(index, reads)
@@ -191,21 +191,21 @@ def _blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return the number of earlier key blocks that a query block reads, and their index map."""
-    shared, num_shared, own = key_blocks(reads, index, reads.shape[2])
-    count = num_shared + index - own
-    return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
+    shared, num_shared, local = find_key_blocks(reads, index, reads.shape[2])
+    count = num_shared + index - local
+    return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
 
 
 def _scores(
     q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
     """Compute masked scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
-    place = jnp.arange(k.shape[2])
-    mask = is_read(reads[..., None], key_block * len(place) + place)
+    offsets = jnp.arange(k.shape[2])
+    mask = is_read(reads[..., None], key_block * len(offsets) + offsets)
     if is_diagonal:
-        mask &= place <= place[:, None]
-    mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(place), 1))
-    return jnp.where(mask, _product("rkth,rksh->rkts", q, k) * q.shape[3] ** -0.5, LOWEST)
+        mask &= offsets <= offsets[:, None]
+    mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(offsets), 1))
+    return jnp.where(mask, _product("rkth,rksh->rkts", q, k) * q.shape[3] ** -0.5, MASK_VALUE)
 
 
 def _backward(
@@ -215,30 +215,32 @@ def _backward(
     scale = q.shape[4] ** -0.5
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
-    def one(sums: Sums, numbered: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
+    def step(sums: KVGradients, numbered: tuple[Any, ...]) -> tuple[KVGradients, jax.Array]:
         index, block = numbered
-        of_queries, *of_pair = _backward_pair(block, index, k, v, is_diagonal=True)
-        sums = _add_at(sums, index, of_pair)
+        dq, *dkv = _backward_pair(block, index, k, v, is_diagonal=True)
+        sums = _add_at(sums, index, dkv)
 
-        def add(i: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+        def add(
+            i: jax.Array, carry: tuple[jax.Array, KVGradients]
+        ) -> tuple[jax.Array, KVGradients]:
             j = block_at(i)
-            of_queries, *of_pair = _backward_pair(block, j, k, v, is_diagonal=False)
-            return carry[0] + of_queries, _add_at(carry[1], j, of_pair)
+            dq, *dkv = _backward_pair(block, j, k, v, is_diagonal=False)
+            return carry[0] + dq, _add_at(carry[1], j, dkv)
 
         if len(k) > 1:
             count, block_at = _blocks_before(index, block[1])
-            of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
-        return sums, (of_queries * scale).astype(q.dtype)
+            dq, sums = jax.lax.fori_loop(0, count, add, (dq, sums))
+        return sums, (dq * scale).astype(q.dtype)
 
     # Accumulate transposed, as the products are laid out: a CPU is slow to transpose them.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
-    blocks = (_places_of(q, k), (q, reads, lse, gradient, delta))
-    (of_keys, of_values), of_queries = jax.lax.scan(one, (zeros, zeros), blocks)
-    of_keys, of_values = (of_keys * scale).swapaxes(3, 4), of_values.swapaxes(3, 4)
-    return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype), None
+    blocks = (_query_block_indices(q, k), (q, reads, lse, gradient, delta))
+    (dk, dv), dq = jax.lax.scan(step, (zeros, zeros), blocks)
+    dk, dv = (dk * scale).swapaxes(3, 4), dv.swapaxes(3, 4)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-Sums = tuple[jax.Array, jax.Array]
+KVGradients = tuple[jax.Array, jax.Array]
 """Accumulated gradients of keys and values `[blocks, R, K, H, B]`, float32."""
 
 
@@ -248,31 +250,31 @@ def _backward_pair(
     """Compute gradients of queries, keys and values for a query block and key block `j`."""
     q, reads, lse, gradient, delta = block
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
-    of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
-    of_weights = _product("rkth,rksh->rkts", gradient, v[j])
-    of_scores = (weights * (of_weights - delta)).astype(q.dtype)
-    of_keys = _product("rkth,rkts->rkhs", q, of_scores)
-    return _product("rkts,rksh->rkth", of_scores, k[j]), of_keys, of_values
+    dv = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
+    dweights = _product("rkth,rksh->rkts", gradient, v[j])
+    dscores = (weights * (dweights - delta)).astype(q.dtype)
+    dk = _product("rkth,rkts->rkhs", q, dscores)
+    return _product("rkts,rksh->rkth", dscores, k[j]), dk, dv
 
 
-def _add_at(sums: Sums, index: jax.Array, new: Sequence[jax.Array]) -> Sums:
-    of_keys, of_values = (
-        jax.lax.dynamic_update_index_in_dim(total, total[index] + one, index, axis=0)
-        for total, one in zip(sums, new, strict=True)
+def _add_at(sums: KVGradients, index: jax.Array, new: Sequence[jax.Array]) -> KVGradients:
+    dk, dv = (
+        jax.lax.dynamic_update_index_in_dim(total, total[index] + step, index, axis=0)
+        for total, step in zip(sums, new, strict=True)
     )
-    return of_keys, of_values
+    return dk, dv
 
 
 _attend.defvjp(_forward, _backward)
 
 
-FLOOR = LOWEST / 2
+EMPTY_LSE = MASK_VALUE / 2
 """Log-sum-exp of an empty set: below any score, so that an empty part contributes nothing."""
 
-TURN_TOKENS = 64
+STEP_TOKENS = 64
 """Tokens that `attend_pages` reads per loop iteration."""
 
-Part = tuple[jax.Array, jax.Array, jax.Array]
+PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 """Partial softmax: weighted sum of values `[..., H]`, maximum score, sum of weights `[...]`."""
 
 
@@ -288,34 +290,34 @@ def attend_pages(
     The loop covers live tokens only, up to the highest limit, however long the tables are.
 
     Returns:
-        Outputs and the log-sum-exp of the scores, float32; 0 and `FLOOR` for a limit of 0.
+        Outputs and the log-sum-exp of the scores, float32; 0 and `EMPTY_LSE` for a limit of 0.
     """
     B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
-    width = max(TURN_TOKENS // page, 1)
-    merged, below = by_key_head(q, limits, K)
+    width = max(STEP_TOKENS // page, 1)
+    merged, row_limits = group_by_kv_head(q, limits, K)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)))
 
     def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
-        taken = pages.at[ids].get(mode="clip").swapaxes(1, 2)
-        return taken.reshape(B, K, width * page, H)
+        gathered = pages.at[ids].get(mode="clip").swapaxes(1, 2)
+        return gathered.reshape(B, K, width * page, H)
 
-    def turn(index: jax.Array, so_far: Part) -> Part:
+    def read_step(index: jax.Array, acc: PartialSoftmax) -> PartialSoftmax:
         ids = jax.lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         product = jnp.einsum(
             "bkqh,bkth->bkqt", merged, read(keys, ids), preferred_element_type=jnp.float32
         )
         places = index * width * page + jnp.arange(width * page)
-        is_read = places < below[:, None, :, None]
-        scores = jnp.where(is_read, product * H**-0.5, LOWEST)
-        return _add_part(so_far, scores, read(values, ids))
+        is_read = places < row_limits[:, None, :, None]
+        scores = jnp.where(is_read, product * H**-0.5, MASK_VALUE)
+        return _add_part(acc, scores, read(values, ids))
 
-    num_turns = -(-limits.max() // (width * page))
-    part = jax.lax.fori_loop(0, num_turns, turn, _nothing(merged.shape))
-    return by_query(*_finish(part), q.shape)
+    num_steps = -(-limits.max() // (width * page))
+    part = jax.lax.fori_loop(0, num_steps, read_step, _empty_part(merged.shape))
+    return ungroup_queries(*_finish(part), q.shape)
 
 
-def by_key_head(
+def group_by_kv_head(
     q: Float[Array, "B Q N H"], limits: Int[Array, "B Q"], K: int, rows: int = 0
 ) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"]]:
     """Merge the queries of each key head into rows of one matrix, with the limit of each row.
@@ -324,18 +326,18 @@ def by_key_head(
     """
     B, Q, N, H = q.shape
     merged = q.reshape(B, Q, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
-    below = jnp.repeat(limits, N // K, axis=1)
-    missing = max(rows - below.shape[1], 0)
+    row_limits = jnp.repeat(limits, N // K, axis=1)
+    missing = max(rows - row_limits.shape[1], 0)
     return (
         jnp.pad(merged, ((0, 0), (0, 0), (0, missing), (0, 0))),
-        jnp.pad(below, ((0, 0), (0, missing))),
+        jnp.pad(row_limits, ((0, 0), (0, missing))),
     )
 
 
-def by_query(
+def ungroup_queries(
     out: Float[Array, "B K R H"], lse: Float[Array, "B K R"], shape: tuple[int, ...]
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Invert `by_key_head` for queries of shape `[B, Q, N, H]`."""
+    """Invert `group_by_kv_head` for queries of shape `[B, Q, N, H]`."""
     B, Q, N, H = shape
     K = out.shape[1]
     num_rows = Q * N // K
@@ -348,7 +350,7 @@ Past = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 @jax.named_scope("cache")
-def open_past(
+def gather_past(
     keys: Float[Array, "P K page H"],
     values: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],
@@ -376,8 +378,8 @@ def open_past(
 
 
 def past_ends(num_pages: int, page_tokens: int) -> list[int]:
-    """Return the ends of the past's pieces, in pages: at `TURN_TOKENS`, then at its doublings."""
-    ends = [min(max(TURN_TOKENS // page_tokens, 1), num_pages)]
+    """Return the ends of the past's pieces, in pages: at `STEP_TOKENS`, then at its doublings."""
+    ends = [min(max(STEP_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
         ends.append(min(2 * ends[-1], num_pages))
     return ends
@@ -401,14 +403,14 @@ def attend_past(
 
     def scores(equation: str, keys: jax.Array, is_read: jax.Array) -> jax.Array:
         product = jnp.einsum(equation, grouped, keys, preferred_element_type=jnp.float32)
-        return jnp.where(is_read, product * H**-0.5, LOWEST)
+        return jnp.where(is_read, product * H**-0.5, MASK_VALUE)
 
-    own = scores("bkgh,bkch->bkgc", keys, jnp.arange(keys.shape[2]) <= index)
-    parts, start = [(own, values)], 0
+    local = scores("bkgh,bkch->bkgc", keys, jnp.arange(keys.shape[2]) <= index)
+    parts, start = [(local, values)], 0
     for piece, piece_values in past:
         is_past = start + jnp.arange(piece.shape[3]) < limits[:, None]
-        of_piece = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
-        parts.append((of_piece, piece_values))
+        piece_scores = scores("bkgh,bkhw->bkgw", piece, is_past[:, None, None])
+        parts.append((piece_scores, piece_values))
         start += piece.shape[3]
     return _softmax_average(parts).reshape(q.shape)
 
@@ -442,8 +444,8 @@ def attend_chunk(
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
     product = jnp.einsum("bkgh,bkch->bkgc", grouped, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(jnp.arange(keys.shape[2]) <= index, product * H**-0.5, LOWEST)
-    out, lse = _finish(_add_part(_nothing(grouped.shape), scores, values))
+    scores = jnp.where(jnp.arange(keys.shape[2]) <= index, product * H**-0.5, MASK_VALUE)
+    out, lse = _finish(_add_part(_empty_part(grouped.shape), scores, values))
     return out.reshape(q.shape), lse.reshape(B, N)
 
 
@@ -460,42 +462,42 @@ def merge(
     return joined / (weight + other_weight)[..., None]
 
 
-def _nothing(shape: tuple[int, ...]) -> Part:
+def _empty_part(shape: tuple[int, ...]) -> PartialSoftmax:
     """Return the partial softmax of an empty set, for queries `[..., H]`."""
     zeros = jnp.zeros(shape[:-1], jnp.float32)
-    return jnp.zeros(shape, jnp.float32), zeros + FLOOR, zeros
+    return jnp.zeros(shape, jnp.float32), zeros + EMPTY_LSE, zeros
 
 
-def _add_part(so_far: Part, scores: jax.Array, values: jax.Array) -> Part:
+def _add_part(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> PartialSoftmax:
     """Extend a partial softmax by scores `[B, K, q, t]` and values `[B, K, t, H]`."""
-    average, highest, total = so_far
+    average, highest, total = acc
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     weights = jnp.exp(scores - new_highest[..., None])
-    shrunk = jnp.exp(highest - new_highest)
+    correction = jnp.exp(highest - new_highest)
     added = jnp.einsum(
         "bkqt,bkth->bkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
     return (
-        average * shrunk[..., None] + added,
+        average * correction[..., None] + added,
         new_highest,
-        total * shrunk + weights.sum(axis=-1),
+        total * correction + weights.sum(axis=-1),
     )
 
 
-def _finish(part: Part) -> tuple[jax.Array, jax.Array]:
+def _finish(part: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
     """Return the output and log-sum-exp."""
     average, highest, total = part
     total = jnp.where(total > 0, total, 1.0)
     return average / total[..., None], highest + jnp.log(total)
 
 
-XLA = Kernels(
+XLA = AttentionKernels(
     name="xla",
     reason="which every platform has",
-    train=train,
+    attend_packed=attend_packed,
     attend_pages=attend_pages,
     page_tokens=PAGE_TOKENS["xla"],
     shares_prompts=SHARES_PROMPTS["xla"],
-    past=(open_past, attend_past),
+    past=(gather_past, attend_past),
 )
 """Plain XLA for every platform."""

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, kind_of
-from jaxrl.utils.concurrency import MAX_ERROR, LateError, failure_report
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS, DeadlineError, format_error_report
 
 TASKS = [Task(id=f"t{i}", question="?", answers=("Paris",)) for i in range(2)]
 MEASURED = Reward(
@@ -90,7 +90,7 @@ def large(response, answers):
 
 def test_a_sum_that_float32_cannot_hold_names_its_largest_part_and_the_task():
     [[error]] = paid(payment({"f1": 1.0, "large": 2.0}, large), ["a"])
-    told = failure_report(error).splitlines()[0]
+    told = format_error_report(error).splitlines()[0]
     assert "'large' gave -1e+300, which its weight 2 in config.reward.weights makes -2e+300" in told
     assert told.endswith("expected a sum of at most 3.4e+38 of the task 't0'")
     [[reward]] = paid(payment({"f1": 1.0, "large": 0.0}, large), ["a"])  # measured, not paid
@@ -127,7 +127,7 @@ def test_an_error_is_of_its_episode_alone_with_its_place():
         pay = payment({function.__name__: 1.0}, function)
         [[good, bad], [other]] = paid(pay, ["a", "bad"], ["b"])
         assert (good.total, other.total) == (1.0, 1.0)
-        report = failure_report(bad)
+        report = format_error_report(bad)
         assert report.startswith(told)
         told = f"in the reward part '{function.__name__}' of the task 't0'"
         assert report.splitlines()[0].endswith(told)
@@ -147,11 +147,13 @@ def deeper(response, answers, depth):
 
 def test_a_report_is_bounded_and_keeps_the_innermost_frames():
     [[error]] = paid(payment({"deep": 1.0}, deep), ["a"])
-    report = failure_report(error)
-    assert len(report) <= MAX_ERROR
+    report = format_error_report(error)
+    assert len(report) <= MAX_ERROR_CHARS
     assert report.startswith("ZeroDivisionError: division by zero")
     assert "1 / 0" in report.splitlines()[-2]
-    assert failure_report(ValueError("x" * 9999)) == f"ValueError: {'x' * 9999}"[:MAX_ERROR]
+    assert (
+        format_error_report(ValueError("x" * 9999)) == f"ValueError: {'x' * 9999}"[:MAX_ERROR_CHARS]
+    )
 
 
 def is_down(response, answers):
@@ -192,7 +194,7 @@ def test_what_hangs_is_given_up_at_the_deadline_and_the_rest_goes_on(function):
     start = time.monotonic()
     [[good], [late]] = paid(pay, ["a"], ["hang"])
     assert time.monotonic() - start < 5
-    assert isinstance(late, LateError)
+    assert isinstance(late, DeadlineError)
     assert "within 0.3 s (config.reward.deadline_s)" in str(late)
     assert function is blocks or good.total == 1.0  # what blocks the loop holds up the others
     [[again]] = paid(pay, ["b"])

@@ -23,7 +23,7 @@ from jaxrl.envs.search.resilient import (
     RetryConfig,
     health_check,
 )
-from jaxrl.utils.concurrency import in_thread, side_by_side
+from jaxrl.utils.concurrency import parallel_map, run_in_thread
 from tests.envs.fault_server import MIX, FaultServer, wait_until
 
 QUICK = {"backoff_s": 0.01, "breaker_rest_s": 0.02, "deadline_s": 5.0, "outage_deadline_s": 5.0}
@@ -139,9 +139,9 @@ def test_the_same_query_is_asked_once_at_a_time():
         return f"about {query}"
 
     search = ResilientSearch(Engine(reply), policy())
-    one = in_thread(lambda: search.answer_all(["a", "a"]))
+    one = run_in_thread(lambda: search.answer_all(["a", "a"]))
     assert begun.wait(5)
-    other = in_thread(lambda: search.answer_all(["a", "a"]))
+    other = run_in_thread(lambda: search.answer_all(["a", "a"]))
     time.sleep(0.02)
     go_on.set()
     assert told(one.result()) == [("tool", 1, None), ("shared", 0, None)]
@@ -372,7 +372,7 @@ def test_at_most_so_many_calls_are_under_way():
 
     search = ResilientSearch(Engine(reply), policy(max_concurrent=3))
     parts = [[f"{n}{i}" for i in range(8)] for n in range(3)]
-    assert side_by_side(search.run_batch, parts, max_threads=3) == parts
+    assert parallel_map(search.run_batch, parts, max_threads=3) == parts
     assert max(most) == 3
 
 
@@ -397,7 +397,7 @@ def test_a_query_passes_each_in_their_order(tmp_path):
     assert told(search.answer_all(["recorded", "new"])) == [("cache", 0, None)] * 2
     assert reserved == [1, 1]
     # While the breaker is open nothing is spent either.
-    search._breaker.failed(time.monotonic(), began=time.monotonic(), retry_after_s=0.3)
+    search._breaker.record_failure(time.monotonic(), began=time.monotonic(), retry_after_s=0.3)
     started = time.monotonic()
     threading.Thread(target=search.run, args=("later",)).start()
     time.sleep(0.1)
@@ -425,7 +425,7 @@ def test_against_a_server_that_fails_in_every_way():
         engine = HttpRetriever(server.url, timeout_s=0.4, batch_size=8)
         search = ResilientSearch(engine, policy(retries=12, deadline_s=1.0))
         parts = (queries[:40], queries[40:80], queries[80:])
-        found = side_by_side(search.answer_all, parts, max_threads=3)
+        found = parallel_map(search.answer_all, parts, max_threads=3)
         answers = [answer for part in found for answer in part]
         assert len(answers) == 120
         assert sum(answer.record.attempts for answer in answers) == sum(server.asked.values())

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
-from jaxrl.models.aux_arrays import TokenArray
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.qwen import QwenConfig
 
 
@@ -23,25 +23,25 @@ class Skipping(QwenConfig):
 
     @property
     def recorded(self):
-        return {"skips": TokenArray(shape=(self.num_layers,), dtype=np.dtype(np.uint8), fill=0)}
+        return {"skips": TokenArraySpec(shape=(self.num_layers,), dtype=np.dtype(np.uint8), fill=0)}
 
-    def begin_layers(self, beside, num_tokens):
+    def init_extra_state(self, aux, num_tokens):
         return jnp.zeros((), jnp.int32), jnp.zeros((num_tokens, self.num_layers), jnp.uint8)
 
-    def feed_forward_beside(self, layer, x, carried, beside):
-        number, skips = carried
-        if beside.records:
+    def feed_forward_with_aux(self, layer, x, extra_state, aux):
+        number, skips = extra_state
+        if aux.records:
             own = (x[:, 0] > 0).astype(jnp.uint8)
-        elif "skips" in beside.given:
-            own = beside.given["skips"][:, number]
+        elif "skips" in aux.inputs:
+            own = aux.inputs["skips"][:, number]
         else:
             own = jnp.zeros(len(x), jnp.uint8)
         added = jnp.where(own[:, None] > 0, 0, self.feed_forward(layer, x))
         return added, (number + 1, skips.at[:, number].set(own))
 
-    def end_layers(self, beside, carried):
-        if beside.records:
-            beside.recorded["skips"] = carried[1]
+    def store_extra_state(self, aux, extra_state):
+        if aux.records:
+            aux.recorded["skips"] = extra_state[1]
 
 
 class Notes(SearchEngine):

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl.extras.dense.passages import DTYPES, Passages
+from jaxrl.extras.dense.passages import DTYPES, PassageIndex
 from jaxrl.runtime.sharding import make_mesh
 
 
@@ -52,7 +52,7 @@ def main():
     groups = {tuple(mesh.devices.flat) for mesh in meshes}
     groups |= {tuple(jax.devices()[:count]) for count in (1, 3)}
     for devices, dtype in itertools.product(sorted(groups, key=repr), DTYPES):
-        passages = Passages(vectors, devices, dtype=dtype, candidates=30, query_rows=16)
+        passages = PassageIndex(vectors, devices, dtype=dtype, candidates=30, query_rows=16)
         places, scores = passages.search(queries, topk=7)
         np.testing.assert_array_equal(places, wanted_places, err_msg=f"{dtype}, {devices}")
         np.testing.assert_array_equal(scores, wanted_scores)

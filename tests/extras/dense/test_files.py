@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.dense import files
-from jaxrl.extras.dense.files import Source, open_built
+from jaxrl.extras.dense.files import IndexSpec, open_index
 from tests.extras.dense.worlds import write_corpus
 from tests.helpers import ROOT
 
@@ -25,7 +25,7 @@ def corpus(tmp_path):
 
 def source(corpus, **changes):
     fields = {"settings": {"encoder": "a"}, "width": 3, "dtype": "float32", **changes}
-    return Source(corpus=corpus, index_dir=corpus.parent / "index", **fields)
+    return IndexSpec(corpus=corpus, index_dir=corpus.parent / "index", **fields)
 
 
 def expected_vectors(ids):
@@ -48,7 +48,7 @@ def build(source, *, kill_at=None, progress=lambda _: None):
 
         return rows
 
-    return open_built(source, make_rows, progress), encoded
+    return open_index(source, make_rows, progress), encoded
 
 
 def test_built_once(corpus):

@@ -7,7 +7,7 @@ import pytest
 from jaxrl.extras.dense.encoder import Encoder
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.memory import search_bytes
-from jaxrl.extras.dense.passages import Passages
+from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.extras.plan import memory
 from tests.extras.dense.worlds import ENCODER, PREFIXES, write_corpus
 from tests.extras.plan.cases import NODE, QWEN_7B, large_run
@@ -70,6 +70,6 @@ def test_it_is_what_an_engine_holds(quick_compilation):
     encoder = Encoder(model, ENCODER, jax.devices()[:1], dtype="float32")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(encoder._params))
     vectors = np.ones((700, 32), np.float32)
-    passages = Passages(vectors, jax.devices()[:1], dtype="int8")
+    passages = PassageIndex(vectors, jax.devices()[:1], dtype="int8")
     index = passages._passages.nbytes + passages._scales.nbytes
     assert held == {"search index": index, "search encoder": weights}

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxrl.extras.dense import passages as module
-from jaxrl.extras.dense.passages import DTYPES, Passages, device_bytes, split_blocks
+from jaxrl.extras.dense.passages import DTYPES, PassageIndex, device_bytes, split_blocks
 from tests.extras.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
@@ -30,7 +30,7 @@ def test_every_mesh_finds_what_numpy_finds(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_by_hand(dtype):
     vectors = np.array([[0.0, 2.0], [1.0, 0.0], [0.5, 0.5], [0.0, 2.0]], np.float32)
-    found = Passages(vectors, ONE, dtype=dtype).search(np.array([[1.0, 1.0]], np.float32), 3)
+    found = PassageIndex(vectors, ONE, dtype=dtype).search(np.array([[1.0, 1.0]], np.float32), 3)
     # Products 2, 1, 1 and 2: equal ones in the order of the corpus.
     np.testing.assert_array_equal(found[0], [[0, 3, 1]])
     np.testing.assert_array_equal(found[1], [[2.0, 2.0, 1.0]])
@@ -40,14 +40,14 @@ def test_no_more_than_there_are_and_none_of_what_fills_up():
     vectors, queries = corpus_and_queries(num_passages=5)
     # All products are below the 0 of what fills the block up.
     vectors, queries = -np.abs(vectors), np.abs(queries[:3])
-    places, scores = Passages(vectors, ONE, dtype="int8").search(queries, topk=9)
+    places, scores = PassageIndex(vectors, ONE, dtype="int8").search(queries, topk=9)
     assert [sorted(row) for row in places.tolist()] == [[0, 1, 2, 3, 4]] * 3
     assert (scores < 0).all()
     assert (np.diff(scores) <= 0).all()
 
 
 def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CPU_BLOCK", 64)
+    monkeypatch.setattr(module, "MAX_CPU_BLOCK", 64)
     monkeypatch.setattr(module, "LOAD_ROWS", 100)
     vectors, queries = corpus_and_queries(num_passages=700)
     file = np.memmap(tmp_path / "vectors", jnp.bfloat16, "w+", shape=vectors.shape)
@@ -55,14 +55,16 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
     assert split_blocks(700, 1, "cpu") == (11, 64)
     wanted = brute_force(np.asarray(file).astype(np.float32), queries, topk=4)
     for dtype in DTYPES:
-        found = Passages(file, ONE, dtype=dtype, candidates=8).search(queries, topk=4)
+        found = PassageIndex(file, ONE, dtype=dtype, candidates=8).search(queries, topk=4)
         np.testing.assert_array_equal(found[0], wanted[0])
         np.testing.assert_array_equal(found[1], wanted[1])
 
 
 def test_where_all_are_equal_the_first_ones_are_found():
     vectors, _ = corpus_and_queries(700)
-    places, scores = Passages(vectors, ONE, dtype="int8").search(np.zeros((1, 24), np.float32), 4)
+    places, scores = PassageIndex(vectors, ONE, dtype="int8").search(
+        np.zeros((1, 24), np.float32), 4
+    )
     np.testing.assert_array_equal(places, [[0, 1, 2, 3]])
     np.testing.assert_array_equal(scores, np.zeros((1, 4)))
 
@@ -73,7 +75,7 @@ def test_candidates_that_cannot_tell_are_not_the_last_word():
     vectors += 1e-4 * np.random.default_rng(2).standard_normal(vectors.shape).astype(np.float32)
     queries = vectors[[3, 390]]
     wanted, _ = brute_force(vectors, queries, topk=1)
-    passages = Passages(vectors, ONE, dtype="int8", candidates=4)
+    passages = PassageIndex(vectors, ONE, dtype="int8", candidates=4)
     [first], _ = passages._find_candidates(queries[1:], 4)
     assert wanted[1, 0] not in first
     np.testing.assert_array_equal(passages.search(queries, topk=1)[0], wanted)
@@ -88,7 +90,7 @@ def test_int8_finds_what_float32_finds_among_100_000_clustered_vectors():
     queries = vectors[rng.integers(100_000, size=96)]
     queries = queries + 0.03 * rng.standard_normal(queries.shape, np.float32)
     wanted = np.argsort(-(queries @ vectors.T), axis=1)[:, :3]
-    passages = Passages(vectors, ONE, dtype="int8")
+    passages = PassageIndex(vectors, ONE, dtype="int8")
     found, _ = passages.search(queries, topk=3)
     recall = np.mean([len({*a} & {*b}) / 3 for a, b in zip(found, wanted, strict=True)])
     assert recall >= 0.99
@@ -104,11 +106,11 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
     rng = np.random.default_rng(3)
     vectors = unit(rng, 900, 48) * rng.uniform(0.1, 3, size=(900, 1)).astype(np.float32)
     queries = unit(rng, 16, 48) * np.float32(1.5)
-    passages = Passages(vectors, ONE, dtype=dtype)
+    passages = PassageIndex(vectors, ONE, dtype=dtype)
     for num in (1, 20, 300):
         found, weakest = passages._find_candidates(queries, num)
         for query, places, score in zip(queries.astype(np.float64), found, weakest, strict=True):
-            bound = passages._rounding(query)
+            bound = passages._rounding_bound(query)
             assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
@@ -117,12 +119,12 @@ def test_values_that_are_not_finite_are_refused(value):
     vectors, queries = corpus_and_queries(100)
     queries[1, 3] = value
     with pytest.raises(ValueError, match="the vector of a query has a value that is not"):
-        Passages(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
+        PassageIndex(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
     vectors[70, 3] = value
     with pytest.raises(ValueError, match="a vector of a passage has a value that is not"):
-        Passages(vectors, ONE)
+        PassageIndex(vectors, ONE)
     with pytest.raises(ValueError, match=r"expected vectors \[N, D\]"):
-        Passages(np.zeros((0, 4), np.float32), ONE)
+        PassageIndex(np.zeros((0, 4), np.float32), ONE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, ToolError, Tur
 from jaxrl.envs.rewards.combiner import MAX_THREADS, RewardCombiner
 from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, read_number
 from jaxrl.training.usage import UsageStats
-from jaxrl.utils.concurrency import LateError
+from jaxrl.utils.concurrency import DeadlineError
 from tests.episodes import ANSWER, make_trajectory
 from tests.servers import Reply, served
 
@@ -217,7 +217,7 @@ def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
     server.script[:] = [{"wait": 2.0}] * 40
     texts = [str(number) for number in range(MAX_THREADS + 1)]
     errors, records = counted(judge(server.url), *texts, deadline_s=0.5)
-    assert {type(error) for error in errors} == {LateError}
+    assert {type(error) for error in errors} == {DeadlineError}
     assert [record.attempts for record in records] == [1] * MAX_THREADS + [0]
     assert {record.error for record in records} == {"not waited for any longer"}
     assert records[0].waited_s > 0.25 > records[-1].waited_s == 0.0

@@ -28,19 +28,19 @@ from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
-from jaxrl.extras.vision.processor import BlankProcessor, Processor
+from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training.usage import UsageStats
-from jaxrl.types import Draw, members
+from jaxrl.types import Draw, flatten_groups
 from tests.images import drawn, encoded, looking_tokenizer, save_processor
 from tests.qwen import TEMPLATE
 from tests.servers import Reply, served
 from tests.toys import toy_tokenizer
 
 STOPS = ("</search>", "</answer>")
-LIMITS = Limits(
+LIMITS = TokenLimits(
     max_prompt_tokens=80,
     max_response_tokens=200,
     max_total_tokens=600,
@@ -120,17 +120,17 @@ def play(
         Task(id=str(i), question=f"Capital {i}?", answers=("Oslo",)) for i in range(num_tasks)
     ]
     draws = [Draw(task=task, stream_index=i) for i, task in enumerate(tasks)]
-    sampling = Sampling(
+    sampling = SamplingConfig(
         group_size=group_size, temperature=0.5, top_p=0.9, seeds=Seeds(seed=3, stage=2, step=0)
     )
     settings = {"backoff_s": 0.01, "outage_deadline_s": 0.3, "deadline_s": 5.0} | settings
     with served(answer) as server:
         model = ChatModel({"url": f"{server.url}/v1", "model": "m", **settings})
         groups = model.rollout(
-            env or environment(), tokenizer or toy_tokenizer(), limits, Schedule(),
+            env or environment(), tokenizer or toy_tokenizer(), limits, ReplySchedule(),
             lambda groups: [[one.reward for one in group] for group in groups], processor,
         )(draws, sampling, should_stop=should_stop)  # fmt: skip
-        return members(groups), server.requests
+        return flatten_groups(groups), server.requests
 
 
 def test_an_episode_is_played_with_the_environment():
@@ -359,7 +359,7 @@ def test_calls_in_the_chat_template_are_refused():
     model = ChatModel({"url": "http://127.0.0.1:1", "model": "m"})
     tokenizer = toy_tokenizer(chat_template=TEMPLATE)
     with pytest.raises(ValueError, match=r"config\.policy\.name.*config\.env\.search\.protocol"):
-        ChatRollout(model, env, tokenizer, LIMITS, Schedule(), lambda groups: [])
+        ChatRollout(model, env, tokenizer, LIMITS, ReplySchedule(), lambda groups: [])
 
 
 def test_a_rollout_stops_when_it_is_asked_to():
@@ -428,7 +428,7 @@ def sent_image(part, kind="png"):
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    return Processor(save_processor(tmp_path_factory.mktemp("processor")))
+    return HFImageProcessor(save_processor(tmp_path_factory.mktemp("processor")))
 
 
 def text(content):

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 from jaxrl.extras.experts.routing import (
-    ROUTED,
+    ROUTED_EXPERTS,
+    add_layer,
     balance_loss,
-    begin,
-    end,
-    note,
+    compute_usage_metrics,
+    init_results,
     route,
-    usage_metrics,
+    store_results,
 )
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
@@ -87,20 +87,20 @@ def test_models_whose_experts_are_computed_otherwise_share_no_program():
 def test_balance_and_metrics_by_hand():
     # Two layers, four experts, three tokens that count and one that does not, two experts each.
     probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.25] * 4], np.float32)
-    beside = AuxArrays(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
-    found = begin(beside, num_layers=2, num_tokens=4, num_chosen=2, num_experts=4)
+    aux = AuxArrays(statistics_weights=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
+    found = init_results(aux, num_layers=2, num_tokens=4, top_k=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))
-        found = note(beside, found, number, route(logits, num_chosen=2, normalises=True))
-    end(beside, found)
-    usage = beside.statistics
-    assert beside.recorded[ROUTED].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first
+        found = add_layer(aux, found, number, route(logits, top_k=2, renormalize=True))
+    store_results(aux, found)
+    usage = aux.statistics
+    assert aux.recorded[ROUTED_EXPERTS].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first
     np.testing.assert_allclose(usage.counts, [[3, 3, 0, 0]] * 2)
     np.testing.assert_allclose(usage.probabilities, 3 * probabilities, rtol=1e-6)
     # Of the tokens all chose 0 and 1; these have 0.7 and 0.5 of the probability.
     got = balance_loss(usage.probabilities, usage.counts, 3.0)
     np.testing.assert_allclose(got, 4 * (0.7 + 0.5) / 2, rtol=1e-6)
-    metrics = usage_metrics(usage)
+    metrics = compute_usage_metrics(usage)
     entropy = -(probabilities[0] * np.log(probabilities[0])).sum()
     np.testing.assert_allclose(metrics["entropy"], (entropy + np.log(4)) / 2, rtol=1e-6)
     assert (metrics["load_max"], metrics["load_min"], metrics["load_max_mean"]) == (2, 0, 2)
@@ -108,7 +108,7 @@ def test_balance_and_metrics_by_hand():
 
 def test_given_experts_are_taken_with_the_shares_of_these_logits():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]] * 2))
-    given = jnp.array([[3, 1], [255, 255]])  # the second token's are not known
-    choice = route(logits, num_chosen=2, normalises=True, given=given)
-    assert choice.chosen.tolist() == [[3, 1], [0, 1]]
-    np.testing.assert_allclose(choice.shares, [[0.25, 0.75], [4 / 7, 3 / 7]], rtol=1e-6)
+    replayed_ids = jnp.array([[3, 1], [255, 255]])  # the second token's are not known
+    choice = route(logits, top_k=2, renormalize=True, replayed_ids=replayed_ids)
+    assert choice.topk_ids.tolist() == [[3, 1], [0, 1]]
+    np.testing.assert_allclose(choice.topk_weights, [[0.25, 0.75], [4 / 7, 3 / 7]], rtol=1e-6)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.experts import gpu
-from jaxrl.extras.experts.dispatch import Experts, mix
-from jaxrl.extras.experts.products import grouped_product
+from jaxrl.extras.experts.dispatch import ExpertKernels, apply_experts
+from jaxrl.extras.experts.products import grouped_matmul
 from tests.extras.experts.brute import brute_force
 from tests.helpers import TINY_MOE, relative_distance
 from tests.programs import for_gpu, lowered_for_gpu, trainer_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-interpreted = partial(gpu.grouped_product, interpret=True)
+interpreted = partial(gpu.grouped_matmul, interpret=True)
 
 
 def differentiated(product):
@@ -66,24 +66,24 @@ def test_products_and_gradients_are_exact_whatever_the_groups(case):
 def test_a_mixture_of_a_device_s_own_experts_is_the_same():
     # Experts 2 to 4 of 6 are at hand: rows are left over, and every array is of an odd size.
     rng = np.random.default_rng(0)
-    tokens, width, inner, num_chosen = 21, 12, 20, 2
+    tokens, width, inner, top_k = 21, 12, 20, 2
     x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
     shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     weights = {
         name: jnp.asarray(rng.standard_normal((3, *shape), np.float32))
         for name, shape in shapes.items()
     }
-    chosen = np.argsort(rng.random((tokens, 6)), axis=1)[:, :num_chosen].astype(np.int32)
-    shares = jnp.asarray(rng.random((tokens, num_chosen), np.float32))
+    chosen = np.argsort(rng.random((tokens, 6)), axis=1)[:, :top_k].astype(np.int32)
+    shares = jnp.asarray(rng.random((tokens, top_k), np.float32))
 
     def gradients(product):
         def loss(x, weights, shares):
-            found = mix(x, weights, jnp.asarray(chosen), shares, product=product, first=2)
+            found = apply_experts(x, weights, jnp.asarray(chosen), shares, product=product, first=2)
             return (found**2).sum()
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, shares)
 
-    pairs = zip(*map(jax.tree.leaves, map(gradients, (interpreted, grouped_product))), strict=True)
+    pairs = zip(*map(jax.tree.leaves, map(gradients, (interpreted, grouped_matmul))), strict=True)
     assert max(relative_distance(one, other) for one, other in pairs) < 1e-5
 
 
@@ -102,7 +102,7 @@ def test_three_kernels_are_lowered_for_a_gpu(shape):
     A, D, F, G, dtype = shape
     make, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     arguments = make((A, D), dtype), make((G, D, F), dtype), make((G,), jnp.int32)
-    function = differentiated(for_gpu(gpu.grouped_product))
+    function = differentiated(for_gpu(gpu.grouped_matmul))
     program = lowered_for_gpu(function, *arguments, make((A, F), dtype))
     names = re.findall(r'name = "(experts_\w+)"', program)
     assert sorted(names) == ["experts_rows", "experts_rows_backward", "experts_weights_backward"]
@@ -112,7 +112,7 @@ def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
     make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = {"gate": (8, 32, 48), "up": (8, 32, 48), "down": (8, 48, 32)}
     program = lowered_for_gpu(
-        jax.jit(partial(mix, product=for_gpu(gpu.grouped_product))),
+        jax.jit(partial(apply_experts, product=for_gpu(gpu.grouped_matmul))),
         make((64, 32)),
         {name: make(shape) for name, shape in shapes.items()},
         jax.ShapeDtypeStruct((64, 2), jnp.int32),
@@ -124,10 +124,10 @@ def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
 def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_width():
     rows, row_tokens = 4, 64
     model = replace(TINY_MOE, num_experts=32, expert_layers=(0, 1, 2))
-    pairs = rows * row_tokens * model.num_chosen
+    pairs = rows * row_tokens * model.top_k
 
-    product = for_gpu(gpu.grouped_product)
-    experts = Experts(name="triton", reason="for a test", product=product)
+    product = for_gpu(gpu.grouped_matmul)
+    experts = ExpertKernels(name="triton", reason="for a test", product=product)
     function, arguments = trainer_programs(
         replace(model, experts=experts), kernels="triton", rows=rows, row_tokens=row_tokens
     )["update"]

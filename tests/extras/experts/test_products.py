@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.experts import tpu
-from jaxrl.extras.experts.choice import decide
-from jaxrl.extras.experts.dispatch import mix
+from jaxrl.extras.experts.choice import resolve_kernel_name
+from jaxrl.extras.experts.dispatch import apply_experts
 from jaxrl.extras.experts.products import (
     find_tiles,
-    grouped_product,
-    grouped_product_of_known_length,
+    grouped_matmul,
+    grouped_matmul_static,
     tile_rows,
 )
 from tests.helpers import shapes_in
@@ -39,7 +39,7 @@ def differentiate(product, count):
 def test_tiles_by_hand():
     # Groups of 3, 0, 9 and 1 rows in tiles of 4: one, none, three and one.
     tiles = find_tiles(jnp.array([3, 0, 9, 1]), 16, 4)
-    assert int(tiles.number) == 5
+    assert int(tiles.num_tiles) == 5
     assert len(tiles.start) == 4 + 12 // 4  # a tile a group, and the whole ones of what is left
     assert tiles.start[:5].tolist() == [0, 3, 7, 11, 12]
     assert tiles.group[:5].tolist() == [0, 2, 2, 2, 3]
@@ -57,7 +57,7 @@ def test_tiles_by_hand():
 )
 def test_products_and_gradients_are_those_of_ragged_dot(sizes):
     args = operands(sizes, num_rows=40)
-    got = differentiate(grouped_product, sum(sizes))(*args)
+    got = differentiate(grouped_matmul, sum(sizes))(*args)
     wanted = differentiate(jax.lax.ragged_dot, sum(sizes))(*args)
     value, (of_rows, of_weights) = got
     np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
@@ -70,8 +70,8 @@ def test_rows_beyond_the_groups_have_no_part():
     sizes = [4, 0, 9]
     rows, weights, sizes = operands(sizes, num_rows=20)
     spoilt = rows.at[13:].set(jnp.nan)
-    wanted = differentiate(grouped_product, 13)(rows, weights, sizes)
-    value, (of_rows, of_weights) = differentiate(grouped_product, 13)(spoilt, weights, sizes)
+    wanted = differentiate(grouped_matmul, 13)(rows, weights, sizes)
+    value, (of_rows, of_weights) = differentiate(grouped_matmul, 13)(spoilt, weights, sizes)
     assert value == wanted[0]
     np.testing.assert_array_equal(of_rows[:13], wanted[1][0][:13])
     np.testing.assert_array_equal(of_weights, wanted[1][1])
@@ -80,16 +80,16 @@ def test_rows_beyond_the_groups_have_no_part():
 def test_bfloat16_is_summed_in_float32():
     rows, weights, sizes = operands([30, 10], num_rows=40)
     rows, weights = rows.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)
-    got = jax.jit(grouped_product)(rows, weights, sizes)
-    wanted = jax.jit(grouped_product)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
+    got = jax.jit(grouped_matmul)(rows, weights, sizes)
+    wanted = jax.jit(grouped_matmul)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
 
 
 def test_a_loop_of_known_length_computes_the_same():
     args = operands([10, 0, 3, 20, 7], num_rows=45)
-    got = differentiate(grouped_product_of_known_length, 40)(*args)
-    wanted = differentiate(grouped_product, 40)(*args)
+    got = differentiate(grouped_matmul_static, 40)(*args)
+    wanted = differentiate(grouped_matmul, 40)(*args)
     jax.tree.map(np.testing.assert_array_equal, got[1][1], wanted[1][1])
     np.testing.assert_array_equal(got[1][0][:40], wanted[1][0][:40])
     assert got[0] == wanted[0]
@@ -97,7 +97,7 @@ def test_a_loop_of_known_length_computes_the_same():
 
 def test_the_kernels_of_tpus_compute_the_same():
     args = operands([10, 0, 3, 20, 7], num_rows=45)
-    got = differentiate(partial(tpu.grouped_product, interpret=True), 40)(*args)
+    got = differentiate(partial(tpu.grouped_matmul, interpret=True), 40)(*args)
     wanted = differentiate(jax.lax.ragged_dot, 40)(*args)
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5)
     np.testing.assert_allclose(got[1][0][:40], wanted[1][0][:40], atol=1e-5)
@@ -105,36 +105,36 @@ def test_the_kernels_of_tpus_compute_the_same():
 
 
 def test_the_choice_and_its_reason():
-    assert decide("auto", "tpu") == ("megablox", "since the devices are tpus")
-    assert decide("auto", "gpu") == ("mosaic_gpu", "since the devices are gpus")
-    assert decide("auto", "cpu") == ("xla", "since the devices are cpus")
-    assert decide("auto", "gpu", "float32")[0] == "triton"
+    assert resolve_kernel_name("auto", "tpu") == ("megablox", "since the devices are tpus")
+    assert resolve_kernel_name("auto", "gpu") == ("mosaic_gpu", "since the devices are gpus")
+    assert resolve_kernel_name("auto", "cpu") == ("xla", "since the devices are cpus")
+    assert resolve_kernel_name("auto", "gpu", "float32")[0] == "triton"
     with pytest.raises(ValueError, match="'mosaic_gpu', whose kernels multiply 16-bit floats, but"):
-        decide("mosaic_gpu", "gpu", "float32")
-    assert decide("xla", "tpu")[0] == "xla"
+        resolve_kernel_name("mosaic_gpu", "gpu", "float32")
+    assert resolve_kernel_name("xla", "tpu")[0] == "xla"
     with pytest.raises(
         ValueError, match=r"model\.experts is 'megablox', .* devices are cpus; set it"
     ):
-        decide("megablox", "cpu")
+        resolve_kernel_name("megablox", "cpu")
     with pytest.raises(ValueError, match=r"'triton', whose kernels are for gpus, .* are tpus;"):
-        decide("triton", "tpu")
+        resolve_kernel_name("triton", "tpu")
 
 
 def test_no_array_holds_tokens_times_experts_times_width():
-    tokens, num_experts, width, inner, num_chosen = 64, 32, 24, 40, 2
+    tokens, num_experts, width, inner, top_k = 64, 32, 24, 40, 2
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
     shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     weights = {n: jnp.ones((num_experts, *shape), jnp.float32) for n, shape in shapes.items()}
-    chosen = jnp.asarray(rng.integers(0, num_experts, (tokens, num_chosen)), jnp.int32)
-    shares = jnp.ones((tokens, num_chosen), jnp.float32)
+    chosen = jnp.asarray(rng.integers(0, num_experts, (tokens, top_k)), jnp.int32)
+    shares = jnp.ones((tokens, top_k), jnp.float32)
 
     def largest(product):
         def loss(x, weights, shares):
-            return (mix(x, weights, chosen, shares, product=product) ** 2).sum()
+            return (apply_experts(x, weights, chosen, shares, product=product) ** 2).sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, weights, shares).compile()
         return max(map(math.prod, shapes_in(compiled.as_text())))
 
-    assert largest(grouped_product) < tokens * num_experts * width
+    assert largest(grouped_matmul) < tokens * num_experts * width
     assert largest(jax.lax.ragged_dot) >= tokens * num_experts * width  # so the test would tell

@@ -17,9 +17,9 @@ from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.decoder import init_params
-from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
+from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import full_pass, read_tokens, relative_distance
 from tests.toys import one_device_mesh
 
@@ -43,15 +43,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 )
 def golden(request):
     folder = GOLDEN / request.param
-    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+    return read_architecture(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
 
 
 def test_the_layers_are_those_of_transformers():
-    mixed, stepped = (read_model(GOLDEN / name) for name in NAMES[1:])
-    assert (mixed.expert_layers, mixed.normalises_shares) == ((0, 2, 3, 4), True)
+    mixed, stepped = (read_architecture(GOLDEN / name) for name in NAMES[1:])
+    assert (mixed.expert_layers, mixed.renormalize) == ((0, 2, 3, 4), True)
     assert stepped.expert_layers == (1,)
-    uniform = read_model(GOLDEN / NAMES[0])
-    assert (uniform.stacks, uniform.normalises_shares) == ({}, False)
+    uniform = read_architecture(GOLDEN / NAMES[0])
+    assert (uniform.stacks, uniform.renormalize) == ({}, False)
     for config in (mixed, stepped, uniform):
         assert type(config).from_dict(config.hf_config()) == config
     made = jax.tree.map(jnp.shape, init_params(stepped, seed=0))
@@ -62,15 +62,15 @@ def loss_of(config, wanted, scan, params):
     """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
     token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    beside = AuxArrays(counted=mask.reshape(-1).astype(jnp.float32))
-    through = LayerScan(scan=scan, remat="full", beside=beside)
-    attend = XLA.within(jnp.ones_like(token_ids), positions)
-    hidden = config.hidden_states(params, token_ids, positions, attend, through)
+    aux = AuxArrays(statistics_weights=mask.reshape(-1).astype(jnp.float32))
+    layer_scan = LayerScan(scan=scan, remat="full", aux=aux)
+    attend = XLA.make_attend(jnp.ones_like(token_ids), positions)
+    hidden = config.hidden_states(params, token_ids, positions, attend, layer_scan)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     logprobs = jax.nn.log_softmax(logits[:, :-1])
     logprobs = jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=-1)[..., 0]
     loss = -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
-    usage = beside.statistics
+    usage = aux.statistics
     balance = balance_loss(usage.probabilities, usage.counts, usage.num_tokens)
     return loss + 0.1 * balance, (logits, balance)
 
@@ -102,7 +102,7 @@ def test_logits_losses_and_gradients_are_those_of_torch(golden):
     np.testing.assert_allclose(balance, wanted["balance_loss"], atol=1e-5)
     np.testing.assert_allclose(loss, wanted["loss"], atol=1e-5)
     flat, ours = flatten_dict(gradients, sep="/"), {}
-    for name, place in hf_places(config).items():
+    for name, place in locate_hf_tensors(config).items():
         own = np.asarray(flat[place.param][place.index] if place.index else flat[place.param])
         ours[name] = own.T if place.is_transposed else own
     theirs = torch_gradients(wanted)
@@ -117,7 +117,7 @@ def test_logits_losses_and_gradients_are_those_of_torch(golden):
 @pytest.fixture
 def mixed():
     folder = GOLDEN / "qwen3_moe_mixed"
-    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+    return read_architecture(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
 
 
 def test_the_sampler_computes_the_same(mixed):
@@ -153,7 +153,7 @@ def test_packed_rows(mixed):
 def fuse(folder):
     """Rewrites a folder with each layer's experts as transformers 5 has them in memory."""
     tensors = load_file(folder / "model.safetensors")
-    config = read_model(folder)
+    config = read_architecture(folder)
     for layer in config.expert_layers:
         base = f"model.layers.{layer}.mlp.experts."
         parts = {
@@ -173,7 +173,7 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
     fuse(fused)
     params = load_hf(fused)
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(source))
-    on_mesh = read_model(fused).on_mesh(one_device_mesh(), experts="auto")  # the same model
+    on_mesh = read_architecture(fused).on_mesh(one_device_mesh(), experts="auto")  # the same model
     assert on_mesh.experts.mesh is not None
     save_hf(params, on_mesh, tmp_path / "export", source=fused)
     wanted, got = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
@@ -208,5 +208,5 @@ def test_refused_by_name(tmp_path, changes, named):
     fields = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=named) as error:
-        read_model(tmp_path, "qwen3_moe")
+        read_architecture(tmp_path, "qwen3_moe")
     assert str(tmp_path / "config.json") in str(error.value)

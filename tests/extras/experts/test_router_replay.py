@@ -13,7 +13,7 @@ import pytest
 from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
-from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS, recorded_dtype
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
@@ -38,8 +38,8 @@ MOE = QwenMoeConfig(
     **{**vars(SMALL), "num_layers": 3, "qkv_bias": False},
     expert_width=24,
     num_experts=8,
-    num_chosen=2,
-    normalises_shares=False,
+    top_k=2,
+    renormalize=False,
     expert_layers=(0, 2),
 )
 PARAMS = jax.tree.map(jnp.asarray, tiny_params(MOE))
@@ -102,10 +102,10 @@ def chosen_by_full_pass(trajectories, params):
 
     @jax.jit
     def choose(params, ids):
-        beside = AuxArrays(records=True)
-        attend = XLA.within(jnp.ones_like(ids), positions)
-        MOE.hidden_states(params, ids, positions, attend, LayerScan(scan=False, beside=beside))
-        return beside.recorded[ROUTED]
+        aux = AuxArrays(records=True)
+        attend = XLA.make_attend(jnp.ones_like(ids), positions)
+        MOE.hidden_states(params, ids, positions, attend, LayerScan(scan=False, aux=aux))
+        return aux.recorded[ROUTED_EXPERTS]
 
     chosen = np.asarray(choose(params, ids)).reshape(*ids.shape, 2, 2)
     return [row[: len(t.token_ids)] for row, t in zip(chosen, trajectories, strict=True)]
@@ -113,7 +113,7 @@ def chosen_by_full_pass(trajectories, params):
 
 def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
     for trajectory, wanted in zip(sampled, chosen_by_full_pass(sampled, PARAMS), strict=True):
-        got = trajectory.token_arrays[ROUTED]
+        got = trajectory.token_arrays[ROUTED_EXPERTS]
         assert (got.dtype, got.shape) == (np.uint8, (len(trajectory.token_ids), 2, 2))
         np.testing.assert_array_equal(got[:-1], wanted[:-1])
         # The last token was sampled and never read.
@@ -129,9 +129,9 @@ def test_what_is_not_asked_for_is_not_kept(player, sampled):
 
 def test_recorded_experts_survive_json(sampled):
     saved = to_json(sampled[0])
-    got = from_json(saved).token_arrays[ROUTED]
+    got = from_json(saved).token_arrays[ROUTED_EXPERTS]
     assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got, sampled[0].token_arrays[ROUTED])
+    np.testing.assert_array_equal(got, sampled[0].token_arrays[ROUTED_EXPERTS])
     assert to_json(from_json(saved)) == saved
     without = dataclasses.replace(sampled[0], token_arrays={})
     assert "token_arrays" not in to_json(without)
@@ -153,24 +153,24 @@ class EveryExpert(QwenMoeConfig):
         object.__setattr__(self, "differences", [])
         return self
 
-    def feed_forward_beside(self, layer, x, carried, beside):
+    def feed_forward_with_aux(self, layer, x, extra_state, aux):
         if "moe" not in layer:
-            return self.feed_forward(layer, x), carried
+            return self.feed_forward(layer, x), extra_state
         given, moe = jnp.asarray(next(self.given)), layer["moe"]
         logits = x @ moe["router"]["kernel"]
-        own = jnp.argsort(-logits, axis=-1)[:, : self.num_chosen]
+        own = jnp.argsort(-logits, axis=-1)[:, : self.top_k]
         is_known = (given < self.num_experts).all(axis=-1)
         taken = jnp.where(is_known[:, None], given, own)
         mask = (taken[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
         exponentials = jnp.exp(logits)
-        total = exponentials * mask if self.normalises_shares else exponentials
+        total = exponentials * mask if self.renormalize else exponentials
         shares = mask * exponentials / total.sum(axis=-1, keepdims=True)
         inner = [jnp.einsum("md,edf->mef", x, moe[n]["kernel"]) for n in ("gate", "up")]
         each = jnp.einsum("mef,efd->med", jax.nn.silu(inner[0]) * inner[1], moe["down"]["kernel"])
         likely = (own[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
         differs = is_known & (likely != mask).any(axis=-1)
         self.differences.append((jax.lax.stop_gradient(differs), is_known))
-        return (shares[:, :, None] * each).sum(axis=1), carried
+        return (shares[:, :, None] * each).sum(axis=1), extra_state
 
 
 def whole(trajectories, replayed=MOE.recorded, **changes):
@@ -194,12 +194,12 @@ def score(params, micro, dtype=jnp.float32):
     instead="extras/experts/test_expert_update.py"
     "::test_given_experts_are_taken_with_the_shares_of_these_logits"
 )
-@pytest.mark.parametrize("normalises", [False, True])
-def test_training_computes_the_recorded_experts(sampled, normalises):
-    config = dataclasses.replace(MOE, normalises_shares=normalises)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_training_computes_the_recorded_experts(sampled, renormalize):
+    config = dataclasses.replace(MOE, renormalize=renormalize)
     packed = whole(sampled)
     micro = first_micro(packed)
-    given = micro.token_arrays[ROUTED].reshape(-1, 2, 2).swapaxes(0, 1)
+    given = micro.token_arrays[ROUTED_EXPERTS].reshape(-1, 2, 2).swapaxes(0, 1)
     by_mask = EveryExpert(**vars(config))
 
     def total(config, params):
@@ -207,9 +207,9 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
             config, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False,
             remat="none",
         )  # fmt: skip
-        beside = model.beside(micro)
-        found, _ = model.token_logprobs(params, micro, temperature=1.0, beside=beside)
-        return found.sum(), (found, beside.statistics, getattr(config, "differences", []))
+        aux = model.aux(micro)
+        found, _ = model.token_logprobs(params, micro, temperature=1.0, aux=aux)
+        return found.sum(), (found, aux.statistics, getattr(config, "differences", []))
 
     def differentiate(config):
         return jax.jit(jax.value_and_grad(partial(total, config), has_aux=True))(MOVED)
@@ -312,9 +312,9 @@ def test_prompts_of_other_experts_are_others(with_advantages):
         num_micro=2, micro_rows=1, row_tokens=208, shares_prompts=True, token_arrays=MOE.recorded
     )
     first, second, third = with_advantages[:3]
-    experts = second.token_arrays[ROUTED].copy()
+    experts = second.token_arrays[ROUTED_EXPERTS].copy()
     experts[0, 0] = (experts[0, 0] + 1) % 8
-    changed = [first, dataclasses.replace(second, token_arrays={ROUTED: experts}), third]
+    changed = [first, dataclasses.replace(second, token_arrays={ROUTED_EXPERTS: experts}), third]
     prompts = [item.prompt for item in make_items(changed, shape)]
     assert prompts[0] == prompts[2] != prompts[1]
     blind = dataclasses.replace(shape, token_arrays={})
@@ -343,8 +343,10 @@ def test_trajectories_without_a_record_choose_for_themselves(sampled):
 def test_a_model_of_hundreds_of_experts_is_packed_in_two_bytes(sampled):
     wide = dataclasses.replace(MOE, num_experts=300)
     routed = np.full((len(sampled[0].token_ids), 2, 2), 299, np.uint16)
-    packed = whole([dataclasses.replace(sampled[0], token_arrays={ROUTED: routed})], wide.recorded)
-    experts = packed.batch.token_arrays[ROUTED]
+    packed = whole(
+        [dataclasses.replace(sampled[0], token_arrays={ROUTED_EXPERTS: routed})], wide.recorded
+    )
+    experts = packed.batch.token_arrays[ROUTED_EXPERTS]
     assert experts.dtype == np.uint16
     assert (experts[packed.batch.segment_ids > 0] == 299).all()
     assert (experts[packed.batch.segment_ids == 0] == 65535).all()

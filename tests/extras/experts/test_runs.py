@@ -11,7 +11,7 @@ from examples import quickstart_world
 from jaxrl import run
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import build, settings_of
 from tests.runs import assert_same_weights, killed, lasting, run_settings
 
@@ -71,7 +71,7 @@ def test_a_run_and_its_restart(tiny_world, source, tmp_path):
         assert record["router/load_max"] >= record["router/load_max_mean"] >= 1
         assert record["router/balance_loss"] > 1.9  # 2 where all experts are used alike
     assert any(record["actor/grad_norm"] > 0 for record in steps)
-    assert read_model(tmp_path / "whole" / "export").num_experts == 4
+    assert read_architecture(tmp_path / "whole" / "export").num_experts == 4
 
     # Killed after the first step of reinforcement learning, it goes on as if nothing had been.
     killed(tmp_path / "whole", tmp_path / "again", after=41)

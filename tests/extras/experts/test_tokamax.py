@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.experts import tokamax as ours
-from jaxrl.extras.experts.products import grouped_product
-from jaxrl.models.kernel_check import tokamax_part
+from jaxrl.extras.experts.products import grouped_matmul
+from jaxrl.models.kernel_check import import_tokamax
 from tests.extras.experts.brute import brute_force
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-interpreted = partial(ours.grouped_product, interpret=True)
+interpreted = partial(ours.grouped_matmul, interpret=True)
 
 
 def differentiated(product):
@@ -55,7 +55,7 @@ def test_rows_beyond_and_empty_groups_have_no_part(case):
     spoilt, of_spoilt = (x.at[count:].set(jnp.nan) for x in (rows, gradient))
     got = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
     wanted = brute_force(rows, weights, sizes, gradient)
-    loop = differentiated(grouped_product)(rows, weights, given, gradient)
+    loop = differentiated(grouped_matmul)(rows, weights, given, gradient)
     assert {x.dtype for x in got} == {jnp.dtype("bfloat16")}
     for one, exact, other, end in zip(got, wanted, loop, (count, count, None), strict=True):
         one, other = (np.asarray(x, np.float64)[:end] for x in (one, other))
@@ -66,14 +66,14 @@ def test_rows_beyond_and_empty_groups_have_no_part(case):
 def test_float32_is_refused():
     rows, weights, sizes, _ = operands(*CASES[0])
     with pytest.raises(ValueError, match=r"float32, but .* set config\.model\.dtype to"):
-        ours.grouped_product(rows.astype(jnp.float32), weights, sizes)
+        ours.grouped_matmul(rows.astype(jnp.float32), weights, sizes)
 
 
 def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
-    tokamax_part.cache_clear()
+    import_tokamax.cache_clear()
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`\.(\n|$)"):
-        ours.grouped_product(*operands(*CASES[0])[:3])
+        ours.grouped_matmul(*operands(*CASES[0])[:3])
 
 
 def test_tokamax_s_product_in_xla_is_the_same():
@@ -82,7 +82,7 @@ def test_tokamax_s_product_in_xla_is_the_same():
     from tokamax._src.ops.ragged_dot import base
 
     rows, weights, sizes, gradient = operands(*CASES[1])
-    loop = differentiated(grouped_product)(rows, weights, sizes, gradient)
+    loop = differentiated(grouped_matmul)(rows, weights, sizes, gradient)
 
     def theirs(rows, weights, sizes):
         return base.RaggedDot(vjp=base.vjp)(rows, weights, group_sizes=sizes)
@@ -110,7 +110,7 @@ def test_three_kernels_are_lowered_for_a_hopper_chip(monkeypatch, shape):
     A, D, F, G = shape
     make = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     arguments = make((A, D)), make((G, D, F)), jax.ShapeDtypeStruct((G,), jnp.int32), make((A, F))
-    function = for_gpu(differentiated(ours.grouped_product))
+    function = for_gpu(differentiated(ours.grouped_matmul))
     with warnings.catch_warnings(), tokamax.config.cross_compile(True):
         warnings.simplefilter("error")
         program = lowered_for_gpu(jax.jit(function), *arguments)

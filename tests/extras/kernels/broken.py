@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from jaxrl.extras.experts.products import grouped_product_of_known_length
+from jaxrl.extras.experts.products import grouped_matmul_static
 from jaxrl.models.attention.reference import XLA
 
 
@@ -65,7 +65,7 @@ BREAKS = {
 
 
 def train(how):
-    return lambda q, k, v, reads: how(XLA.train(q, k, v, reads))
+    return lambda q, k, v, reads: how(XLA.attend_packed(q, k, v, reads))
 
 
 def attend_pages(how):
@@ -77,7 +77,7 @@ def attend_pages(how):
 
 
 def product(how):
-    return lambda *arguments: how(grouped_product_of_known_length(*arguments))
+    return lambda *arguments: how(grouped_matmul_static(*arguments))
 
 
 def __getattr__(name):

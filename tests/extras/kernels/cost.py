@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.extras.kernels.attention_tpu import PagesCall, pages_call
+from jaxrl.extras.kernels.attention_tpu import PagesCall, make_pages_call
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 
 NUM_ROWS = 256
@@ -111,7 +111,7 @@ def tpu_call(model: Model, tables: np.ndarray, limits: np.ndarray) -> PagesCall:
     make, page = jax.ShapeDtypeStruct, PAGE_TOKENS["mosaic"]
     q = make((*limits.shape, model.num_heads, model.head_dim), jnp.bfloat16)
     pages = (int(tables.max()) + 1, model.num_kv_heads, page, model.head_dim)
-    call = pages_call(q, make(pages, jnp.bfloat16), jnp.asarray(tables), jnp.asarray(limits))
+    call = make_pages_call(q, make(pages, jnp.bfloat16), jnp.asarray(tables), jnp.asarray(limits))
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, call)
 
 
@@ -119,7 +119,7 @@ def tpu_cost(model: Model, call: PagesCall) -> Cost:
     """Counts what a grid of the TPU kernel moves."""
     page_bytes = model.cache_bytes // model.num_layers * PAGE_TOKENS["mosaic"]
     num_steps = int(call.grid[0])
-    fetched = sum(len(call.copied(step)) for step in range(num_steps)) * page_bytes
+    fetched = sum(len(call.list_copied_pages(step)) for step in range(num_steps)) * page_bytes
     sizes = ((call.queries, 2), (call.limits, 4), (call.queries, 4), (call.numbers, 4))
     moved = sum(
         moves(call.grid, spec, call.steps) * block_bytes(spec, itemsize) for spec, itemsize in sizes

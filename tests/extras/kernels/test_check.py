@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.experts.choice import trial_of
-from jaxrl.extras.experts.products import grouped_product, grouped_product_of_known_length
+from jaxrl.extras.experts.choice import make_trial
+from jaxrl.extras.experts.products import grouped_matmul, grouped_matmul_static
 from jaxrl.extras.kernels import attention_gpu, attention_tpu, trials
 from jaxrl.extras.kernels import check as kernel_check
 from jaxrl.models.attention.reference import XLA
@@ -24,11 +24,11 @@ DEVICE = jax.devices("cpu")[0]
 
 def trial(kind, dtype):
     if kind == "train":
-        return trials.of_train(4, 2, 32, dtype, DEVICE, shares_prompts=True), XLA.train
+        return trials.of_train(4, 2, 32, dtype, DEVICE, shares_prompts=True), XLA.attend_packed
     if kind == "attend_pages":
         made = trials.of_pages(8, 2, 32, dtype, DEVICE, page_tokens=16, num_queries=16)
         return made, XLA.attend_pages
-    return trial_of(48, 32, dtype, DEVICE), grouped_product_of_known_length
+    return make_trial(48, 32, dtype, DEVICE), grouped_matmul_static
 
 
 def check(kind, dtype, line, **settings):
@@ -77,9 +77,9 @@ def test_a_kernel_that_the_user_named_has_to_pass():
         r"run: attention of the sampler, reading: outputs: off by 1\.0\d%.* Set it to 'auto'",
     ):
         check(
-            "attend_pages", jnp.float32, ["off_by_a_hundredth"], named_by="config.model.attention"
+            "attend_pages", jnp.float32, ["off_by_a_hundredth"], config_key="config.model.attention"
         )
-    found = check("attend_pages", jnp.float32, ["nothing_is_wrong"], named_by="key")
+    found = check("attend_pages", jnp.float32, ["nothing_is_wrong"], config_key="key")
     assert found.kernel_checks[0].is_sound
 
 
@@ -115,13 +115,13 @@ def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
         out, lse = XLA.attend_pages(*arguments)
         return jax.pure_callback(wait, jax.typeof(out), out), lse
 
-    monkeypatch.setattr(kernel_check, "LATE_S", 0.3)
+    monkeypatch.setattr(kernel_check, "SLOW_CHECK_S", 0.3)
     made, reference = trial("attend_pages", jnp.float32)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert capsys.readouterr().err.startswith(
         "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
     )
-    monkeypatch.setattr(kernel_check, "LATE_S", 100.0)
+    monkeypatch.setattr(kernel_check, "SLOW_CHECK_S", 100.0)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert not capsys.readouterr().err
 
@@ -189,7 +189,7 @@ def attend_with_the_weights_of_one_head_off(*arguments):
 
 
 def weigh_with_one_expert_off(rows, weights, sizes):
-    return grouped_product_of_known_length(rows, scaled(weights, 3, 1.01), sizes)
+    return grouped_matmul_static(rows, scaled(weights, 3, 1.01), sizes)
 
 
 PARTS = {
@@ -199,15 +199,15 @@ PARTS = {
         "read", attend_with_the_weights_of_one_head_off, r"means of weights\[:, :, 3:4\]"
     ),
     "gradients of a head": (
-        "train", lambda q, *rest: XLA.train(with_gradient(ONE_HEAD, 1.01)(q), *rest),
+        "train", lambda q, *rest: XLA.attend_packed(with_gradient(ONE_HEAD, 1.01)(q), *rest),
         r"gradient of queries\[:, :, 3:4\]",
     ),
     "gradients of late keys": (
-        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATE, 1.01)(k), *rest),
+        "train", lambda q, k, *rest: XLA.attend_packed(q, with_gradient(LATE, 1.01)(k), *rest),
         r"gradient of keys\[:, 938:1000\]",
     ),
     "gradients of the last keys, more": (
-        "train", lambda q, k, *rest: XLA.train(q, with_gradient(LATEST, 1.02)(k), *rest),
+        "train", lambda q, k, *rest: XLA.attend_packed(q, with_gradient(LATEST, 1.02)(k), *rest),
         r"gradient of keys\[:, 938:1000\]",
     ),
     "an expert": ("product", weigh_with_one_expert_off, r"outputs\[155:186\]"),
@@ -233,7 +233,7 @@ def test_what_is_wrong_with_a_part_alone_is_found(name):
 
 def test_products_of_either_loop_pass():
     made, reference = trial("product", jnp.bfloat16)
-    found = select_kernel(lambda _: [made], {"loop": lambda: grouped_product}, reference)
+    found = select_kernel(lambda _: [made], {"loop": lambda: grouped_matmul}, reference)
     assert found.name == "loop", found.kernel_checks
 
 

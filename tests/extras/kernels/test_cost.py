@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.models.attention.choice import append_block
+from jaxrl.models.attention.choice import prefill_block_tokens
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from tests.extras.kernels import cost
 from tests.models.attention.brute import brute_force_pages, random_pages
@@ -16,7 +16,7 @@ PAGE = PAGE_TOKENS["mosaic"]
 
 
 def block_of(platform, model):
-    return append_block(platform, model.num_heads, model.num_kv_heads)
+    return prefill_block_tokens(platform, model.num_heads, model.num_kv_heads)
 
 
 def test_a_block_that_stays_is_moved_once():
@@ -56,7 +56,7 @@ def test_decoding_on_a_tpu_costs_what_live_pages_do(load, model, kind):
     assert found.steps == (-(-counts // call.width)).sum() <= counts.sum()
     live = cost.live_bytes(model, lengths, PAGE)
     assert live <= found.fetched <= found.fetched + found.moved <= 1.2 * live
-    copied = [call.copied(step) for step in range(found.steps)]
+    copied = [call.list_copied_pages(step) for step in range(found.steps)]
     wanted = [tables[row, :count] for row, count in enumerate(counts)]
     np.testing.assert_array_equal(np.concatenate(copied), np.concatenate(wanted))
 
@@ -66,7 +66,7 @@ def test_where_nothing_is_live_there_is_one_step_that_copies_nothing():
     tables = np.zeros((4, 3), np.int32)
     call = cost.tpu_call(model, tables, np.zeros((4, 1), np.int32))
     assert int(call.grid[0]) == 1
-    assert call.copied(0) == []
+    assert call.list_copied_pages(0) == []
 
 
 @pytest.mark.parametrize("name", cost.MODELS)
@@ -104,6 +104,6 @@ def test_a_kernel_multiplies_no_page_but_live_ones_whenever_copies_come(copies, 
 def test_a_block_is_larger_where_a_tpu_would_wait_and_its_queries_fit():
     found = {name: block_of("tpu", model) for name, model in cost.MODELS.items()}
     assert found == {"Qwen3-0.6B": 128} | dict.fromkeys(list(cost.MODELS)[1:], 64)
-    assert append_block("tpu", 32, 32) == 64  # 16 MiB of a v4 would not hold them
+    assert prefill_block_tokens("tpu", 32, 32) == 64  # 16 MiB of a v4 would not hold them
     assert {block_of("gpu", model) for model in cost.MODELS.values()} == {64}
-    assert append_block("cpu", 16, 8) == 16
+    assert prefill_block_tokens("cpu", 16, 8) == 16

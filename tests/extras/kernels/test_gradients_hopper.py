@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BLOCK, TILE = hopper.BLOCK, hopper.TILE
 find_reads = jax.jit(kernels.find_reads)
-in_blocks = jax.jit(reference.in_blocks, static_argnums=4)
-blocks_of_keys = jax.jit(hopper._blocks_of_keys, static_argnums=1)
-blocks_of_queries = jax.jit(hopper._blocks_of_queries, static_argnums=1)
+pad_to_blocks = jax.jit(reference.pad_to_blocks, static_argnums=4)
+blocks_of_keys = jax.jit(hopper._find_key_blocks, static_argnums=1)
+blocks_of_queries = jax.jit(hopper._find_query_blocks, static_argnums=1)
 
 
 def packed(rng, num_queries, num_tokens, shares_prompts):
@@ -29,7 +29,7 @@ def packed(rng, num_queries, num_tokens, shares_prompts):
     segment_ids, positions, reads = random_rows(rng, 2, num_tokens, shares_prompts=shares_prompts)
     given = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
     x = jnp.zeros((2, num_tokens, 1, 1))
-    q, k, _, given = in_blocks(x[:, -num_queries:], x, x, given, TILE)
+    q, k, _, given = pad_to_blocks(x[:, -num_queries:], x, x, given, TILE)
     behind = q.shape[1] - num_queries
     before = k.shape[1] - num_tokens - behind
     reads = np.pad(reads, ((0, 0), *[(before, behind)] * 2))
@@ -39,7 +39,7 @@ def packed(rng, num_queries, num_tokens, shares_prompts):
 
 def settings(num_queries, num_tokens):
     first = num_tokens - num_queries
-    return hopper.How(scale=1.0, first=first, num_queries=num_queries, groups=1)
+    return hopper.GradientConfig(scale=1.0, first=first, num_queries=num_queries, groups=1)
 
 
 def by_block(reads, rows, columns):
@@ -59,8 +59,8 @@ def test_queries_go_once_over_each_key_block_that_they_read(
 ):
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
-        blocks, whole = (np.asarray(x) for x in blocks_of_keys(given, how))
+        given, reads, config = packed(rng, num_queries, num_tokens, shares_prompts)
+        blocks, whole = (np.asarray(x) for x in blocks_of_keys(given, config))
         is_any, _ = by_block(reads, TILE, BLOCK)
         _, is_all = by_block(reads, BLOCK, BLOCK)
         for row, tile in np.ndindex(blocks.shape[:2]):
@@ -68,10 +68,10 @@ def test_queries_go_once_over_each_key_block_that_they_read(
             visited = [shared + i if i < num_shared else own - num_shared + i for i in range(count)]
             assert len({*visited}) == count > 0
             assert {*np.flatnonzero(is_any[row, tile])} <= {*visited}
-            last = (how.first + tile * TILE) // BLOCK + TILE // BLOCK
+            last = (config.first + tile * TILE) // BLOCK + TILE // BLOCK
             assert max(visited) == last - 1  # none behind the diagonal
             for block in range(tile * TILE // BLOCK, (tile + 1) * TILE // BLOCK):
-                query = how.first + block * BLOCK
+                query = config.first + block * BLOCK
                 for key_block in visited:
                     key = key_block * BLOCK
                     if key >= whole[row, block] and key + BLOCK <= query:
@@ -83,18 +83,18 @@ def test_queries_go_once_over_each_key_block_that_they_read(
 def test_keys_go_over_all_query_blocks_that_read_them(num_queries, num_tokens, shares_prompts):
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        given, reads, how = packed(rng, num_queries, num_tokens, shares_prompts)
-        blocks, whole = (np.asarray(x) for x in blocks_of_queries(given, how))
+        given, reads, config = packed(rng, num_queries, num_tokens, shares_prompts)
+        blocks, whole = (np.asarray(x) for x in blocks_of_queries(given, config))
         is_any, is_all = by_block(reads, BLOCK, BLOCK)
         for row, tile in np.ndindex(blocks.shape[:2]):
             first, count = blocks[row, tile]
             assert count > 0
-            assert first + count <= how.num_queries // BLOCK
+            assert first + count <= config.num_queries // BLOCK
             for key_block in range(tile * TILE // BLOCK, (tile + 1) * TILE // BLOCK):
                 readers = {*np.flatnonzero(is_any[row, :, key_block])}
                 assert readers <= {*range(first, first + count)}
                 for block in range(first, first + count):
-                    query = how.first + block * BLOCK
+                    query = config.first + block * BLOCK
                     is_behind = query >= (key_block + 1) * BLOCK
                     if is_behind and query + BLOCK <= whole[row, key_block]:
                         assert is_all[row, block, key_block]
@@ -105,13 +105,13 @@ def test_work_follows_the_segments_and_not_the_row():
     # where all before the diagonal are 32 times as many and more.
     segment_ids = jnp.repeat(jnp.arange(1, 33), 128)[None]
     given = find_reads(segment_ids, jnp.tile(jnp.arange(128), 32)[None])
-    how = settings(4096, 4096)
-    assert int(blocks_of_keys(given, how)[0][..., 3].sum()) == 32 * 2
-    assert int(blocks_of_queries(given, how)[0][..., 1].sum()) == 32 * 2
+    config = settings(4096, 4096)
+    assert int(blocks_of_keys(given, config)[0][..., 3].sum()) == 32 * 2
+    assert int(blocks_of_queries(given, config)[0][..., 1].sum()) == 32 * 2
     whole = find_reads(jnp.ones((1, 4096), jnp.int32), jnp.arange(4096)[None])
-    assert int(blocks_of_keys(whole, how)[0][..., 3].sum()) == 2 * sum(range(1, 33))
+    assert int(blocks_of_keys(whole, config)[0][..., 3].sum()) == 2 * sum(range(1, 33))
     # Of one segment no block of queries needs a mask before the diagonal.
-    assert int(blocks_of_keys(whole, how)[1].max()) == 0
+    assert int(blocks_of_keys(whole, config)[1].max()) == 0
 
 
 def test_readers_of_a_shared_prompt_are_its_own():
@@ -148,10 +148,10 @@ def test_programs_with_the_longest_loops_start_first(name):
     ids = np.concatenate([np.full(length, i + 1) for i, (length, _) in enumerate(lengths)])
     positions = np.concatenate([first + np.arange(length) for length, first in lengths])
     given = find_reads(*(jnp.tile(jnp.asarray(x), (2, 1)) for x in (ids, positions)))
-    how = settings(len(ids), len(ids))
+    config = settings(len(ids), len(ids))
     heads, key_heads = 16, 8
-    keys = 2 * np.asarray(blocks_of_queries(given, how)[0])[..., 1].T
-    queries = np.asarray(blocks_of_keys(given, how)[0])[..., 3].T
+    keys = 2 * np.asarray(blocks_of_queries(given, config)[0])[..., 1].T
+    queries = np.asarray(blocks_of_keys(given, config)[0])[..., 3].T
     for costs, count, place in ((keys, key_heads, 1), (queries, heads, -1)):
         new, old = (
             np.repeat(costs[::place], count),

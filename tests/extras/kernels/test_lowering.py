@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
-from jaxrl.models.attention.choice import append_block
+from jaxrl.models.attention.choice import prefill_block_tokens
 from tests.helpers import ROOT
 from tests.programs import for_gpu, lowered_for_gpu, v6e_chip
 
@@ -28,9 +28,9 @@ SHAPES = [
 ]
 
 
-def forward_and_backward(train):
+def forward_and_backward(attend_packed):
     def run(q, k, v, reads, gradient):
-        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads), q, k, v)
         return out, back(gradient)
 
     return jax.jit(run)
@@ -44,7 +44,7 @@ def inputs(R, T, N, K, H, dtype, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_three_kernels_are_lowered_for_a_gpu(shape):
-    program = lowered_for_gpu(forward_and_backward(for_gpu(gpu.train)), *inputs(*shape))
+    program = lowered_for_gpu(forward_and_backward(for_gpu(gpu.attend_packed)), *inputs(*shape))
     assert len(re.findall(r"custom_call @\S*triton", program)) == 3
 
 
@@ -81,7 +81,7 @@ PROGRAMS = ("decode", "read")
 
 def tpu_inputs(program, model, **settings):
     """Of 256 rows, or of blocks of 2,048 tokens."""
-    block = append_block("tpu", *HEADS[model][:2])
+    block = prefill_block_tokens("tpu", *HEADS[model][:2])
     sizes = (256, 1) if program == "decode" else (2048 // block, block)
     return page_inputs(*sizes, *HEADS[model], 128, 64, "bfloat16", **settings)
 
@@ -117,7 +117,7 @@ def main():
         print(*name, program.memory_analysis().temp_size_in_bytes)
     for length in (4096, 8192):
         shape = inputs(2, length, 16, 8, 128, "bfloat16", sharding=on_chip)
-        program = forward_and_backward(tpu.train).lower(*shape).compile()
+        program = forward_and_backward(tpu.attend_packed).lower(*shape).compile()
         print(program.memory_analysis().temp_size_in_bytes)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.kernels import pages_gpu
-from jaxrl.extras.kernels.pages_gpu import PROGRAMS, next_span, share_out
-from jaxrl.models.attention.reference import FLOOR, XLA
+from jaxrl.extras.kernels.pages_gpu import NUM_PROGRAMS, next_span, partition_work
+from jaxrl.models.attention.reference import EMPTY_LSE, XLA
 from tests.models.attention.brute import assert_agrees, brute_force_pages, random_pages
 from tests.programs import for_gpu, lowered_for_gpu, sampler_programs
 
@@ -25,7 +25,7 @@ interpreted = pytest.mark.skipif(
 
 def work_of(limits, num_heads):
     # A function anew, which JAX traces anew: a test may have set the number of programs.
-    return jax.device_get(jax.jit(lambda x: share_out(x, PAGE, num_heads))(limits))
+    return jax.device_get(jax.jit(lambda x: partition_work(x, PAGE, num_heads))(limits))
 
 
 def spans(work, num_heads):
@@ -43,7 +43,7 @@ def spans(work, num_heads):
 
 def test_three_rows_among_four_programs_by_hand(monkeypatch):
     # Two key heads: rows of 3, 0 and 2 pages have 8, 0 and 6 units, so shares are 3, 4, 3 and 4.
-    monkeypatch.setattr(pages_gpu, "PROGRAMS", 4)
+    monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 4)
     work = work_of(np.array([130, 0, 128]), 2)
     assert work.pages.tolist() == [3, 0, 2]
     assert work.programs[:, 4].tolist() == [2, 3, 2, 3]
@@ -59,7 +59,7 @@ def test_three_rows_among_four_programs_by_hand(monkeypatch):
 
 def test_a_program_to_which_only_the_beginning_of_a_key_head_falls_leaves_it(monkeypatch):
     # Shares are 4, 5 and 5: the second program's last unit is the beginning of the second row.
-    monkeypatch.setattr(pages_gpu, "PROGRAMS", 3)
+    monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 3)
     work = work_of(np.array([130, 0, 128]), 2)
     assert work.programs[:, 4].tolist() == [3, 3, 4]
     assert work.programs[:, 5].tolist() == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_each_page_of_each_key_head_is_read_once_and_no_slot_is_written_twice(se
               for j in range(-(-limits[f] // PAGE))]  # fmt: skip
     assert sorted(read) == wanted
     assert len({span.slot for span in each}) == len(each)
-    assert all(0 <= span.slot < rows * num_heads + 2 * PROGRAMS for span in each)
+    assert all(0 <= span.slot < rows * num_heads + 2 * NUM_PROGRAMS for span in each)
     parts = np.unique([x[:2] for x in each], axis=0, return_counts=True)[1] if each else [0]
     assert max(parts) <= pages_gpu.MAX_PARTS
 
@@ -103,11 +103,11 @@ def test_bytes_and_steps_are_near_what_live_pages_need_and_all_multiprocessors_h
     pages = np.array([sum(span.count for span in one) for one in own])
     live = num_heads * sum(-(-limits // PAGE))
     assert pages.sum() == live
-    assert (pages > 0).sum() == PROGRAMS >= 132
-    assert PROGRAMS * pages.max() <= 1.2 * live
+    assert (pages > 0).sum() == NUM_PROGRAMS >= 132
+    assert NUM_PROGRAMS * pages.max() <= 1.2 * live
     # A span's beginning and end take as long as a page.
     costs = pages + [len(one) for one in own]
-    assert PROGRAMS * costs.max() <= 1.2 * costs.sum()
+    assert NUM_PROGRAMS * costs.max() <= 1.2 * costs.sum()
     # A span reads queries and writes a result; the merge reads the parts and writes all results.
     page_bytes, result = 2 * PAGE * H * 2, rows * (H + 1) * 4
     slots = [span.slot for one in own for span in one]
@@ -121,7 +121,7 @@ def test_bytes_and_steps_are_near_what_live_pages_need_and_all_multiprocessors_h
 
 def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
     """The test fills the slots that the kernel would; the others are not numbers."""
-    monkeypatch.setattr(pages_gpu, "PROGRAMS", 7)
+    monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 7)
     arrays = random_pages(np.random.default_rng(3), 5, 1, 6, 3, 16, PAGE, 20)
     q, keys, values, tables, limits = arrays
     work = work_of(limits[:, 0], 3)
@@ -140,7 +140,7 @@ def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
     merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge(*x, 3))(out, lse, work)
     wanted, wanted_lse = brute_force_pages(*arrays)
     np.testing.assert_allclose(merged.reshape(wanted[:, 0].shape), wanted[:, 0], atol=1e-6)
-    wanted_lse = np.where(np.isfinite(wanted_lse), wanted_lse, FLOOR)
+    wanted_lse = np.where(np.isfinite(wanted_lse), wanted_lse, EMPTY_LSE)
     np.testing.assert_allclose(merged_lse.reshape(5, 6), wanted_lse[:, 0], rtol=1e-6)
 
 
@@ -161,7 +161,7 @@ CASES = [
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_against_brute_force(case, monkeypatch):
-    monkeypatch.setattr(pages_gpu, "PROGRAMS", 5)
+    monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 5)
     *shape, dtype = case
     q, keys, values, tables, limits = random_pages(np.random.default_rng(0), *shape)
     given = [jnp.asarray(x, dtype) for x in (q, keys, values)]
@@ -172,7 +172,7 @@ def test_the_kernel_against_brute_force(case, monkeypatch):
 
 @interpreted
 def test_limits_at_edges_of_pages_rows_that_read_nothing_and_pages_that_rows_share(monkeypatch):
-    monkeypatch.setattr(pages_gpu, "PROGRAMS", 3)
+    monkeypatch.setattr(pages_gpu, "NUM_PROGRAMS", 3)
     rng = np.random.default_rng(0)
     q, keys, values, _, _ = random_pages(rng, 6, 2, 2, 1, 16, PAGE, 3)
     tables = rng.permutation(18).reshape(6, 3).astype(np.int32)
@@ -182,7 +182,7 @@ def test_limits_at_edges_of_pages_rows_that_read_nothing_and_pages_that_rows_sha
     assert_agrees(got, brute_force_pages(q, keys, values, tables, limits))
     nothing = interpreted_pages(q, keys, values, tables, 0 * limits)
     assert not nothing[0].any()
-    assert (nothing[1] == FLOOR).all()
+    assert (nothing[1] == EMPTY_LSE).all()
 
 
 def shapes(B, Q, N, K, H, page, M, dtype):

@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.kernels.attention_tokamax import Dense, Keys, Tokamax, train
+from jaxrl.extras.kernels.attention_tokamax import (
+    KeyRange,
+    TokamaxKernels,
+    XlaKernels,
+    attend_packed,
+)
 from jaxrl.models.attention.kernels import find_reads
-from jaxrl.models.kernel_check import TOKAMAX, tokamax_part
+from jaxrl.models.kernel_check import TOKAMAX_VERSION, import_tokamax
 from tests.helpers import ROOT
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
@@ -24,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def forward_and_backward(**settings):
     def run(q, k, v, reads, gradient):
-        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads, **settings), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads, **settings), q, k, v)
         return out, *back(gradient)
 
     return jax.jit(run)
@@ -65,30 +70,30 @@ def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, s
 def test_float32_is_refused():
     x = jnp.ones((1, 8, 2, 64))
     with pytest.raises(ValueError, match=r"float32, but .* set config\.model\.dtype to"):
-        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+        attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
 
 
 def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
-    tokamax_part.cache_clear()
+    import_tokamax.cache_clear()
     monkeypatch.setitem(sys.modules, "tokamax", None)
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`\.(\n|$)"):
-        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+        attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
 
 
 def test_another_version_is_refused(monkeypatch):
-    tokamax_part.cache_clear()
+    import_tokamax.cache_clear()
     other = type("tokamax", (), {"__version__": "0.0.18"})
     monkeypatch.setitem(sys.modules, "tokamax", other)
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     with pytest.raises(ImportError, match=r"tokamax 0\.0\.18 is installed.* tokamax==0\.0\.17"):
-        train(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
-    tokamax_part.cache_clear()
+        attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
+    import_tokamax.cache_clear()
 
 
 def test_one_version_is_installed_and_tested():
     for name in ("pyproject.toml", "Makefile"):
-        assert re.findall(r"tokamax==([\d.]+)", (ROOT / name).read_text()) == [TOKAMAX]
+        assert re.findall(r"tokamax==([\d.]+)", (ROOT / name).read_text()) == [TOKAMAX_VERSION]
 
 
 @pytest.mark.parametrize("which", ["own", "shared", "own of the last"])
@@ -102,13 +107,13 @@ def test_its_masks_are_those_of_the_stand_in(which):
     starts, *shared = jnp.moveaxis(find_reads(*map(jnp.asarray, (segment_ids, positions))), 1, 0)
     num_queries = 48 if which == "own of the last" else T
     own = starts, None
-    keys = Keys(
+    keys = KeyRange(
         *(x if x is None else x[:, -num_queries:] for x in {"shared": shared}.get(which, own))
     )
     (q, k, v, gradient), _ = rounded_inputs(rng, (2, T, 4, 64), 2)
     q, gradient = (x[:, -num_queries:].astype(jnp.float32) for x in (q, gradient))
     k, v = (x.astype(jnp.float32) for x in (k, v))
-    settings = Tokamax(0.125)._settings(q, k, keys)
+    settings = TokamaxKernels(0.125)._settings(q, k, keys)
     assert settings["mask"].is_causal == (which == "own")
 
     def theirs(q, k, v):
@@ -116,7 +121,7 @@ def test_its_masks_are_those_of_the_stand_in(which):
         return attention(q, k, v, return_residuals=True, **settings)
 
     out, back, (highest, total) = jax.vjp(theirs, q, k, v, has_aux=True)
-    got, lse = Dense(0.125).forward(q, k, v, keys)
+    got, lse = XlaKernels(0.125).forward(q, k, v, keys)
     # In XLA it averages all values where nothing is read; the kernels and we give 0.
     reads = jnp.isfinite(lse).swapaxes(1, 2)[..., None]
     assert reads.all() == (which != "shared")
@@ -124,7 +129,7 @@ def test_its_masks_are_those_of_the_stand_in(which):
     theirs = jnp.where(jnp.isfinite(lse), highest + jnp.log(total), -jnp.inf)
     np.testing.assert_allclose(lse, theirs, atol=1e-5)
     gradient = jnp.where(reads, gradient, 0)
-    found = Dense(0.125).backward(
+    found = XlaKernels(0.125).backward(
         q, k, v, keys, got, jnp.where(reads[..., 0].swapaxes(1, 2), lse, 0), gradient
     )
     for one, other in zip(found, back(gradient), strict=True):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl.extras.lora.adapter import Adapter, find_targets, modules_of
+from jaxrl.extras.lora.adapter import Adapter, find_targets, hf_module_names
 from jaxrl.extras.lora.files import (
-    _in_memory,
+    _transformers_name,
     check_adapter,
     load_adapter,
     load_base,
@@ -18,9 +18,9 @@ from jaxrl.extras.lora.files import (
     save_merged,
 )
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.params import join
+from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.types import Batch
 from tests.extras.lora.adapters import GOLDEN, MESH, logits_of
 from tests.helpers import relative_distance
@@ -44,37 +44,37 @@ CASES = [
 
 
 def transformers_model(folder):
-    name = read_model(folder)
+    name = read_architecture(folder)
     kind = "AutoModelForCausalLM" if name.tower is None else "AutoModelForImageTextToText"
     load = getattr(transformers, kind).from_pretrained
     return load(folder, dtype="float32", attn_implementation="eager")
 
 
-def some_adapter(source, names, is_rank_stabilised, rng):
+def some_adapter(source, names, use_rslora, rng):
     """An adapter that changes the model much, and its parameters."""
-    model = read_model(source)
+    model = read_architecture(source)
     adapter = Adapter(
         model=model,
         rank=5,
         alpha=7.0,
         targets=find_targets(model, names),
-        is_rank_stabilised=is_rank_stabilised,
+        use_rslora=use_rslora,
     )
     params = {
         path: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), jnp.float32)
-        for path, leaf in flatten_dict(adapter.parts()[0].abstract_params()).items()
+        for path, leaf in flatten_dict(adapter.param_specs()[0].abstract_params()).items()
     }
     return adapter, unflatten_dict(params)
 
 
-@pytest.mark.parametrize(("source", "names", "is_rank_stabilised"), CASES)
-def test_peft_computes_what_is_computed_here(source, names, is_rank_stabilised, tmp_path):
+@pytest.mark.parametrize(("source", "names", "use_rslora"), CASES)
+def test_peft_computes_what_is_computed_here(source, names, use_rslora, tmp_path):
     source, rng = GOLDEN / source, np.random.default_rng(0)
-    adapter, params = some_adapter(source, names, is_rank_stabilised, rng)
+    adapter, params = some_adapter(source, names, use_rslora, rng)
     save_adapter(params, adapter, tmp_path / "adapter", source=source)
     save_merged(params, adapter, tmp_path / "merged", source=source)
     token_ids = rng.integers(0, VOCAB, (2, 17))
-    policy = join(load_base(source, MESH, adapter), params)
+    policy = merge_params(load_base(source, MESH, adapter), params)
     ours = np.asarray(logits_of(adapter, policy, jnp.asarray(token_ids)))
     written = ours[0, 0] > -1e30  # no token that stands for an image is
     ours = ours[..., written]
@@ -98,7 +98,7 @@ def test_an_adapter_that_peft_has_made_just_now_is_read(tmp_path):
     settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["k_proj", "up_proj"])
     made = peft.get_peft_model(base, settings)
     made.save_pretrained(tmp_path)
-    model = read_model(source)
+    model = read_architecture(source)
     targets = find_targets(model, ["k_proj", "up_proj"])
     adapter = Adapter(model=model, rank=2, alpha=4.0, targets=targets)
     check_adapter(tmp_path, adapter)
@@ -108,20 +108,20 @@ def test_an_adapter_that_peft_has_made_just_now_is_read(tmp_path):
     np.testing.assert_array_equal(found, own.detach().numpy().T)
 
 
-@pytest.mark.parametrize(("source", "names", "is_rank_stabilised"), CASES)
-def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
+@pytest.mark.parametrize(("source", "names", "use_rslora"), CASES)
+def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
     """Without PEFT: beside each linear module of transformers stands s (x A) B, written out."""
     source, rng = GOLDEN / source, np.random.default_rng(1)
-    adapter, params = some_adapter(source, names, is_rank_stabilised, rng)
+    adapter, params = some_adapter(source, names, use_rslora, rng)
     token_ids = rng.integers(0, VOCAB, (2, 17))
     weights = rng.standard_normal(token_ids.shape).astype(np.float32)
 
     torch_model = transformers_model(source)
-    modules, s = dict(torch_model.named_modules()), 7.0 / (5**0.5 if is_rank_stabilised else 5)
+    modules, s = dict(torch_model.named_modules()), 7.0 / (5**0.5 if use_rslora else 5)
     matrices = {}
     for layer in adapter.targets:
         _, part, name = layer.split("/")[-3:]
-        for place, module in enumerate(modules_of(adapter.model, layer)):
+        for place, module in enumerate(hf_module_names(adapter.model, layer)):
             pair = [
                 torch.tensor(
                     np.asarray(params["blocks"][part][name][matrix][place])
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
                 for matrix in ("kernel_a", "kernel_b")
             ]
             matrices[layer, place] = pair
-            modules[_in_memory(adapter.model, module)].register_forward_hook(
+            modules[_transformers_name(adapter.model, module)].register_forward_hook(
                 lambda _, inputs, out, pair=pair: out + s * (inputs[0] @ pair[0]) @ pair[1]
             )
     ids = torch.tensor(token_ids)
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
     base = load_base(source, MESH, adapter)
 
     def summed(params):
-        logprobs, _ = model.token_logprobs(join(base, params), batch, temperature=1.0)
+        logprobs, _ = model.token_logprobs(merge_params(base, params), batch, temperature=1.0)
         return (logprobs * weights).sum(), logprobs
 
     gradients, logprobs = jax.jit(jax.grad(summed, has_aux=True))(params)

@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.extras.lora.adapter import Adapter, find_targets, merged, quantise
+from jaxrl.extras.lora.adapter import Adapter, find_targets, merge_layer, quantize
 from jaxrl.extras.lora.files import (
     check_adapter,
     load_adapter,
@@ -22,9 +22,9 @@ from jaxrl.extras.lora.files import (
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.params import join, split
+from jaxrl.models.params import merge_params, split
 from jaxrl.models.policy import Model
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.types import Batch
 from tests.extras.lora.adapters import GOLDEN, MESH, logits_of, plain_logits
 from tests.helpers import TINY, relative_distance
@@ -35,7 +35,7 @@ SETTINGS = {
         "rank": 3,
         "alpha": 6.0,
         "names": ["q_proj", "attention/v"],
-        "is_rank_stabilised": True,
+        "use_rslora": True,
     },
 }
 SOURCES = {"lora_all_linear": "qwen3_untied", "lora_rank_stabilised": "qwen2_tied"}
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def adapter_of(name, **changes):
     """The adapter of a golden folder."""
     settings = {**SETTINGS[name], **changes}
-    model = read_model(GOLDEN / SOURCES[name])
+    model = read_architecture(GOLDEN / SOURCES[name])
     return Adapter(model=model, targets=find_targets(model, settings.pop("names")), **settings)
 
 
@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
     token_ids, weights = jnp.asarray(golden["token_ids"]), golden["weights"]
 
     def summed(params):
-        logits = logits_of(adapter, join(base, params), token_ids, scan=scan)
+        logits = logits_of(adapter, merge_params(base, params), token_ids, scan=scan)
         table = jax.nn.log_softmax(logits)[:, :-1]
         logprobs = jnp.take_along_axis(table, token_ids[:, 1:, None], -1)[..., 0]
         return (logprobs * weights[:, 1:]).sum(), logits
@@ -121,12 +121,12 @@ def test_a_layer_by_hand():
     }
     # x W = [3, 8], x A = 7, (x A) B = [3.5, -7].
     np.testing.assert_array_equal(linear(layer, jnp.array([[3.0, 4.0]])), [[16.5, 21.0]])
-    np.testing.assert_array_equal(merged(layer), [[1.5, -1.0], [0.5, 1.0]])
+    np.testing.assert_array_equal(merge_layer(layer), [[1.5, -1.0], [0.5, 1.0]])
 
 
 def test_int8_by_hand():
     kernel = np.array([[1.27, 0.0, -2.54], [-0.634, 0.0, 1.0]], np.float32)
-    values, scale = quantise(kernel)
+    values, scale = quantize(kernel)
     np.testing.assert_array_equal(values, [[127, 0, -127], [-63, 0, 50]])
     np.testing.assert_allclose(scale, [0.01, 1.0, 0.02], rtol=1e-6)
     layer = {"kernel": jnp.asarray(values), "kernel_scale": jnp.asarray(scale)}
@@ -149,13 +149,13 @@ def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
             np.testing.assert_array_equal(found[path], weights)
     assert len(found) - len(wanted) == 7  # a scale for each linear layer
     golden = np.load(GOLDEN / name / "golden.npz")
-    logits = logits_of(adapter, join(base, params), jnp.asarray(golden["token_ids"]))
+    logits = logits_of(adapter, merge_params(base, params), jnp.asarray(golden["token_ids"]))
     assert 1e-4 < relative_distance(logits, golden["logits"]) < 0.03
 
 
 def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
     adapter, _, base = loaded("lora_all_linear")
-    one, same, other = (adapter.begin(MESH, seed) for seed in (1, 1, 2))
+    one, same, other = (adapter.load_initial_params(MESH, seed) for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, one, same)
     a, b = (one["blocks"]["mlp"]["down"][name] for name in ("kernel_a", "kernel_b"))
     assert (a.shape, b.shape) == ((2, 72, 4), (2, 4, 40))
@@ -164,14 +164,14 @@ def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
     assert jnp.abs(a - other["blocks"]["mlp"]["down"]["kernel_a"]).max() > 0.01
     token_ids = jnp.arange(12)[None]
     plain = plain_logits(adapter.model, load_hf(GOLDEN / "qwen3_untied"), token_ids)
-    np.testing.assert_array_equal(logits_of(adapter, join(base, one), token_ids), plain)
+    np.testing.assert_array_equal(logits_of(adapter, merge_params(base, one), token_ids), plain)
 
 
 def test_join_and_split_are_inverse():
     adapter, params, base = loaded("lora_rank_stabilised")
-    policy = join(base, params)
+    policy = merge_params(base, params)
     assert jax.tree.structure(policy) == jax.tree.structure(adapter.abstract_params())
-    got = split(policy, adapter.parts()[0])
+    got = split(policy, adapter.param_specs()[0])
     assert [jax.tree.structure(tree) for tree in got] == [
         jax.tree.structure(tree) for tree in (params, base)
     ]
@@ -202,7 +202,7 @@ def change(folder, **fields):
     [
         ({"rank": 8}, r"r is 4, but config\.model\.lora\.rank is 8"),
         ({"alpha": 16.0}, r"lora_alpha is 8, but config\.model\.lora\.alpha is 16"),
-        ({"is_rank_stabilised": True}, r"use_rslora is False, but config\.model\.lora\.rslora"),
+        ({"use_rslora": True}, r"use_rslora is False, but config\.model\.lora\.rslora"),
         ({"names": ["q"]}, r"has 'model\.layers\.0\.mlp\.down_proj'.*'qwen3_untied'.*targets"),
     ],
 )
@@ -212,11 +212,11 @@ def test_an_adapter_of_other_settings_is_refused(changes, told):
 
 
 def test_an_adapter_of_another_base_is_refused():
-    other = read_model(GOLDEN / "qwen2_tied")
+    other = read_architecture(GOLDEN / "qwen2_tied")
     adapter = Adapter(model=other, rank=4, alpha=8.0, targets=find_targets(other, ["all-linear"]))
     with pytest.raises(ValueError, match=r"lora_A.* calls for \[4, 48\].*'qwen3_untied'"):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
-    deeper = read_model(GOLDEN / "qwen3_biased_bf16")
+    deeper = read_architecture(GOLDEN / "qwen3_biased_bf16")
     adapter = Adapter(model=deeper, rank=4, alpha=8.0, targets=find_targets(deeper, ["all-linear"]))
     with pytest.raises(ValueError, match=r"lacks 'model\.layers\.2\..*of the model 'qwen3_untied'"):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
@@ -275,9 +275,11 @@ def test_a_new_adapter_of_another_distribution_is_read(folder):
 )
 def test_an_adapter_names_no_layer_that_it_does_not_have(source, shared, tmp_path):
     """PEFT takes each module whose name ends as one of `target_modules`."""
-    model = read_model(GOLDEN / source)
+    model = read_architecture(GOLDEN / source)
     adapter = Adapter(model=model, rank=2, alpha=4.0, targets=find_targets(model, ["all-linear"]))
-    save_adapter(adapter.begin(MESH, seed=0), adapter, tmp_path, source=GOLDEN / source)
+    save_adapter(
+        adapter.load_initial_params(MESH, seed=0), adapter, tmp_path, source=GOLDEN / source
+    )
     check_adapter(tmp_path, adapter)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     name, count = shared
@@ -304,7 +306,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
     found = []
     for is_merged in (False, True):
         adapter, params, base = loaded(name, base_dtype=base_dtype, is_merged=is_merged)
-        weights = adapter.decode_weights(join(base, params), jnp.float32)
+        weights = adapter.decode_weights(merge_params(base, params), jnp.float32)
         assert ("kernel_a" in weights["blocks"]["mlp"]["up"]) != is_merged
         found.append(plain_logits(adapter.model, weights, token_ids))
     np.testing.assert_allclose(*found, atol=1e-4)
@@ -313,7 +315,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
 def test_in_bfloat16_only_what_is_trained_stays_float32():
     adapter, params, base = loaded("lora_all_linear", base_dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype("bfloat16")}
-    weights = adapter.train_weights(join(base, params), jnp.bfloat16)
+    weights = adapter.train_weights(merge_params(base, params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     # s in B before it is rounded
     wanted = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)
@@ -340,7 +342,7 @@ def test_the_base_gets_no_gradient(scan, share):
         settings = {"num_tokens": 288, "logits_chunk_tokens": 8, "remat": "none"}
         model = Model(policy, MESH, XLA, scan_layers=scan, **settings)
         loss = lambda params: model.token_logprobs(  # noqa: E731
-            join(base, params), batch, temperature=1.0
+            merge_params(base, params), batch, temperature=1.0
         )[0].sum()
         return jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
 

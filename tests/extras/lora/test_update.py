@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.params import join
+from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
@@ -40,7 +40,7 @@ def some_adapter(seed=1):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
-        ADAPTER.parts()[0].abstract_params(),
+        ADAPTER.param_specs()[0].abstract_params(),
     )
 
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
         (BatchShape(num_micro=8, micro_rows=1, row_tokens=32), range(8)),
     ):
         packed = pack_all([sequences[i] for i in order], shape)
-        got, _ = gradient(join(base, params), packed.batch, packed.num_micro)
+        got, _ = gradient(merge_params(base, params), packed.batch, packed.num_micro)
         found.append(got)
         assert relative_distance(got, found[0]) < 1e-5
     assert jax.tree.structure(found[0]) == jax.tree.structure(params)
@@ -90,12 +90,12 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
 
 
 def test_an_update_changes_the_adapter_alone():
-    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.parts()[1]))
+    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.param_specs()[1]))
     before = jax.tree.map(np.array, base)
     model, optimizer = adapted_model(base), optax.adamw(1e-2)
     start = some_adapter()
-    params = jax.device_put(start, param_shardings(MESH, ADAPTER.parts()[0]))
-    state = init_state(params, MESH, ADAPTER.parts()[0], optimizer)
+    params = jax.device_put(start, param_shardings(MESH, ADAPTER.param_specs()[0]))
+    state = init_state(params, MESH, ADAPTER.param_specs()[0], optimizer)
     moments = optax.tree_utils.tree_get(state.opt_state, "mu")
     assert jax.tree.structure(moments) == jax.tree.structure(start)
     packed = pack_all(random_sequences(LENGTHS), WHOLE)

@@ -4,12 +4,12 @@ from jaxrl.builders.capacity import GIB
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import ROOT
 
-QWEN_7B = read_model(ROOT / "configs/models/qwen2.5-7b")
-QWEN_30B = read_model(ROOT / "configs/models/qwen3-30b-a3b")
-QWEN_32B = read_model(ROOT / "configs/models/qwen3-32b")
+QWEN_7B = read_architecture(ROOT / "configs/models/qwen2.5-7b")
+QWEN_30B = read_architecture(ROOT / "configs/models/qwen3-30b-a3b")
+QWEN_32B = read_architecture(ROOT / "configs/models/qwen3-32b")
 NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * GIB)
 AHEAD = {"rollout.async_level": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
 
@@ -25,4 +25,4 @@ def large_run(fsdp=8, tensor=1, **keys):
 
 
 def train_phase(config, model=QWEN_7B, target=NODE):
-    return memory.update_phase(config, model, target, "train")
+    return memory.plan_update(config, model, target, "train")

@@ -15,8 +15,8 @@ CONTEXT = "rollout.context.max_tokens"
 class TestMicroRows:
     def test_the_largest_that_fits(self):
         config = large_run(**{"optimizer.micro_rows": 0, "rollout.tasks_per_step": 64})
-        rows, peak = advice.best_micro_rows(config, QWEN_7B, NODE, "train")
-        usable = NODE.memory_bytes * memory.USABLE
+        rows, peak = advice.find_micro_rows(config, QWEN_7B, NODE, "train")
+        usable = NODE.memory_bytes * memory.USABLE_SHARE
         assert rows % 8 == 0
         assert peak <= usable
         config.optimizer.micro_rows = rows
@@ -28,7 +28,7 @@ class TestMicroRows:
     def test_no_more_than_a_batch_needs(self):
         endless = replace(NODE, memory_bytes=10**15)
         config = large_run(**{"optimizer.micro_rows": 0, "optimizer.num_minibatches": 2})
-        assert advice.best_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
+        assert advice.find_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
 
     @pytest.mark.parametrize(
         ("row_tokens", "rows"), [(64, 8), (100, 6), (288, 2), (512, 2), (4096, 2)]
@@ -37,7 +37,7 @@ class TestMicroRows:
         cpu = replace(NODE, platform="cpu", num_devices=1, memory_bytes=10**15)
         keys = {"rollout.max_prompt_tokens": 32, "rollout.max_total_tokens": row_tokens}
         config = large_run(fsdp=1, **keys, **{"optimizer.micro_rows": 0})
-        assert advice.best_micro_rows(config, QWEN_7B, cpu, "train")[0] == rows
+        assert advice.find_micro_rows(config, QWEN_7B, cpu, "train")[0] == rows
 
     def test_a_cpu_takes_fewer_where_they_do_not_fit_or_are_not_needed(self):
         cpu = replace(NODE, platform="cpu", num_devices=1, memory_bytes=10**15)
@@ -46,10 +46,10 @@ class TestMicroRows:
             train_phase(config.with_values({"optimizer.micro_rows": rows}), target=cpu).peak
             for rows in (1, 2)
         ]
-        tight = replace(cpu, memory_bytes=round(sum(peaks) / 2 / memory.USABLE))
-        assert advice.best_micro_rows(config, QWEN_7B, tight, "train") == (1, peaks[0])
+        tight = replace(cpu, memory_bytes=round(sum(peaks) / 2 / memory.USABLE_SHARE))
+        assert advice.find_micro_rows(config, QWEN_7B, tight, "train") == (1, peaks[0])
         config = config.with_values({"stages": ("sft",), "sft.batch_size": 1})
-        assert advice.best_micro_rows(config, QWEN_7B, cpu, "sft")[0] == 1
+        assert advice.find_micro_rows(config, QWEN_7B, cpu, "sft")[0] == 1
 
     def test_where_nothing_fits(self):
         small = replace(NODE, memory_bytes=16 * GIB)
@@ -62,7 +62,7 @@ class TestAdvice:
         config = large_run(**{"optimizer.micro_rows": 512, "rollout.max_total_tokens": 4096})
         plan = lambda **keys: memory.make_plan(config.with_values(keys), QWEN_7B, NODE)  # noqa: E731
         assert not plan().fits
-        found = advice.advise(config, QWEN_7B, NODE)
+        found = advice.suggest_settings(config, QWEN_7B, NODE)
         assert {"optimizer.micro_rows": 128} in [one.settings for one in found]
         assert not plan(**{"optimizer.micro_rows": 256}).fits
         for one in found:
@@ -80,7 +80,7 @@ class TestAdvice:
         assert advice._halvings(2048, least=1025) == []
         config = large_run(**{"optimizer.micro_rows": 72, "rollout.max_total_tokens": 16384})
         assert not memory.make_plan(config, QWEN_7B, NODE).fits
-        found = advice.advise(config, QWEN_7B, NODE)
+        found = advice.suggest_settings(config, QWEN_7B, NODE)
         assert {"optimizer.micro_rows": 32} in [one.settings for one in found]
 
     def test_decoded_rows_stay_multiples_too(self):
@@ -114,7 +114,7 @@ class TestAdvice:
 
     def test_weights_copied_to_every_device_are_split(self):
         # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
-        found = advice.advise(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
+        found = advice.suggest_settings(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
         assert {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1} in [a.settings for a in found]
 
     def test_a_tensor_axis_takes_fewer_rows_with_it(self):
@@ -127,7 +127,7 @@ class TestAdvice:
         )
         assert not memory.make_plan(config, QWEN_7B, node).fits
         mesh = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
-        found = advice.advise(config, QWEN_7B, node)
+        found = advice.suggest_settings(config, QWEN_7B, node)
         assert {**mesh, "optimizer.micro_rows": 4} in [one.settings for one in found]
 
     def test_more_devices_where_no_setting_helps(self):
@@ -135,8 +135,8 @@ class TestAdvice:
         # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
         # Even with the moments on the host it is 8 of them, and 2 of 8 GiB more for each device.
         small = replace(NODE, memory_bytes=40 * GIB)
-        assert advice.advise(config, QWEN_32B, small) == []
-        assert advice.devices_needed(config, QWEN_32B, small) == 16
+        assert advice.suggest_settings(config, QWEN_32B, small) == []
+        assert advice.find_num_devices(config, QWEN_32B, small) == 16
 
 
 def keys_tried(config, target=NODE):
@@ -180,8 +180,10 @@ class TestWhatElseThereIs:
         # 7.6e9 parameters on eight devices: two bytes less each are 1.77 GiB, eight are 7.1.
         wanted = {"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": True}
         for less, helps in ((1.7, (True, True)), (7.0, (False, True)), (7.2, (False, False))):
-            memory_bytes = round((peak - less * GIB) / memory.USABLE)
-            found = advice.advise(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
+            memory_bytes = round((peak - less * GIB) / memory.USABLE_SHARE)
+            found = advice.suggest_settings(
+                config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes)
+            )
             settings = [one.settings for one in found]
             assert tuple(one in settings for one in wanted) == helps
 
@@ -189,7 +191,7 @@ class TestWhatElseThereIs:
         config = large_run(**AHEAD, **{"rollout.max_num_seqs": 72})
         alone = memory.make_plan(config.with_values({"rollout.async_level": 0}), QWEN_7B, NODE)
         assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
-        found = advice.advise(config, QWEN_7B, target_of(alone.peak))
+        found = advice.suggest_settings(config, QWEN_7B, target_of(alone.peak))
         settings = [one.settings for one in found]
         assert settings[0] == {"rollout.async_level": 0}
         [own] = [one for one in settings if one.get("mesh.rollout_devices")]
@@ -228,4 +230,4 @@ class TestWhatElseThereIs:
 
 def target_of(usable):
     """A node whose devices may be filled so far."""
-    return replace(NODE, memory_bytes=round(usable / memory.USABLE) + 2)
+    return replace(NODE, memory_bytes=round(usable / memory.USABLE_SHARE) + 2)

@@ -19,7 +19,7 @@ from jaxrl import launch
 from jaxrl.builders import components
 from jaxrl.builders.capacity import GIB, CacheSizes, gib
 from jaxrl.extras.plan import advice, display, memory
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
 from tests.helpers import readme_config, resolved
 
@@ -61,11 +61,11 @@ def test_bytes_for_people_by_hand():
 def test_the_plan_of_a_tiny_model_is_in_mib(tiny_world):
     """In GiB each of its rows is 0.00."""
     config = resolved(debug_tiny.get_config(str(tiny_world)))
-    model = read_model(tiny_world / "model")
+    model = read_architecture(tiny_world / "model")
     laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
     plan = memory.make_plan(config, model, laptop)
     out = io.StringIO()
-    Console(file=out, width=120, color_system=None).print(display.show(plan, [], None))
+    Console(file=out, width=120, color_system=None).print(display.format_plan(plan, [], None))
     table = out.getvalue()
     assert "MiB" in table.split("part")[1].splitlines()[0]
     rows = [float(n) for n in re.findall(r"│ +([\d.]+) │", table)]
@@ -94,11 +94,11 @@ class TestShipped:
         exec(path.read_text(encoding="utf-8"), names)
         config = resolved(names["get_config"]())
         laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * GIB)
-        assert memory.make_plan(config, read_model(tiny_world / "model"), laptop).fits
+        assert memory.make_plan(config, read_architecture(tiny_world / "model"), laptop).fits
 
     def test_the_readme_s_example(self):
         config = resolved(readme_config())
-        model = read_model(ROOT / "configs/models" / Path(config.model.path).name.lower())
+        model = read_architecture(ROOT / "configs/models" / Path(config.model.path).name.lower())
         advice.choose_micro_rows(config, model, NODE)
         assert memory.make_plan(config, model, NODE).fits
 
@@ -108,7 +108,7 @@ class TestMicroRows:
         config = resolved(debug_tiny.get_config(str(tiny_world)))
         config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 0
         roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB)
-        monkeypatch.setattr(memory, "host_target", lambda: roomy)
+        monkeypatch.setattr(memory, "detect_target", lambda: roomy)
         [sft, _] = launch._fit_memory(config, tmp_path)
         assert config.sft.optimizer.micro_rows == 3  # of 192 tokens: more than 512
         assert config.optimizer.micro_rows == 3
@@ -136,7 +136,7 @@ class TestMicroRows:
         config.optimizer.micro_rows = 0
         config.mesh.data = -1
         target = memory.Target(platform="cpu", num_devices=num_devices, memory_bytes=GIB)
-        monkeypatch.setattr(memory, "host_target", lambda: target)
+        monkeypatch.setattr(memory, "detect_target", lambda: target)
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         stored = {"optimizer": {"micro_rows": began}}
         (tmp_path / "config.json").write_text(json.dumps(stored))
@@ -157,7 +157,7 @@ class TestRefusal:
 
     def on(self, monkeypatch, **changes):
         target = replace(NODE, memory_bytes=GIB, **changes)
-        monkeypatch.setattr(memory, "host_target", lambda: target)
+        monkeypatch.setattr(memory, "detect_target", lambda: target)
 
     @pytest.mark.parametrize("platform", ["gpu", "tpu"])
     def test_an_accelerator_that_is_too_small(self, config, tmp_path, monkeypatch, platform):
@@ -201,12 +201,12 @@ class TestRefusal:
     )
     def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, plan, free_bytes, told):
         here = memory.Target(platform="cpu", num_devices=1, memory_bytes=GIB, free_bytes=free_bytes)
-        monkeypatch.setattr(memory, "host_target", lambda: here)
+        monkeypatch.setattr(memory, "detect_target", lambda: here)
         _, shown, _ = plan(f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}")
         assert told in shown.out
 
     def test_what_fits_goes_on_without_a_word(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(memory, "host_target", lambda: NODE)
+        monkeypatch.setattr(memory, "detect_target", lambda: NODE)
         config = large_run()
         config.model.path = str(ROOT / config.model.path)
         assert launch._fit_memory(config, tmp_path) == []
@@ -228,10 +228,12 @@ class TestWithoutItsFolder:
 
     def test_a_run_on_an_accelerator_names_its_cache(self):
         config = large_run()
-        cache = CacheSizes.of(config, QWEN_7B, memory.target_mesh(config, QWEN_7B, NODE), 1, 64)
+        cache = CacheSizes.of(
+            config, QWEN_7B, memory.make_target_mesh(config, QWEN_7B, NODE), 1, 64
+        )
         assert cache.fixed_pages(config, "gpu") is None
         with pytest.raises(ValueError, match=r"config\.rollout\.cache_gib is 0.*extras/plan"):
-            components.pages_left(config, QWEN_7B, 64)
+            components.count_free_pages(config, QWEN_7B, 64)
         config.rollout.cache_gib = 2.0
         # A page has keys and values of 28 layers with 4 heads of 128, in two bytes.
         assert cache.fixed_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)

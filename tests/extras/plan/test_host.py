@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from jaxrl.extras.plan.host import host_memory
-from jaxrl.runtime.host_memory import give_back
+from jaxrl.extras.plan.host import read_host_memory
+from jaxrl.runtime.host_memory import trim_memory
 
 MIB = 2**20
 
@@ -20,7 +20,7 @@ def system(tmp_path):
             file = tmp_path / name.replace("__", "/").replace("_dot_", ".")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        return host_memory(tmp_path)
+        return read_host_memory(tmp_path)
 
     write(proc__meminfo="MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
     return write
@@ -92,6 +92,6 @@ def test_what_is_given_back_is_the_system_s():
     last = np.ones(2**13)
     before = resident()
     del pieces
-    give_back()
+    trim_memory()
     assert before - resident() > 40  # of 64 MiB
     assert last.all()

@@ -34,7 +34,7 @@ from tests.helpers import TINY_MOE, resolved, settings
 @pytest.fixture
 def copies_bfloat16(monkeypatch):
     """A CPU's compiler that multiplies float32 copies, as with JAX 0.10.2."""
-    monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", False)
+    monkeypatch.setattr(memory, "CPU_HAS_BFLOAT16_MATMUL", False)
 
 
 class TestByHand:
@@ -59,21 +59,21 @@ class TestByHand:
 
     def test_the_cache_takes_what_is_left(self):
         config = large_run(**{"rollout.max_num_seqs": 4096})
-        phase = memory.rollout_phase(config, QWEN_7B, NODE)
+        phase = memory.plan_rollout(config, QWEN_7B, NODE)
         page = 28 * 2 * 4 * 128 * 2 * memory.PAGE_TOKENS["triton"]
         assert NODE.usable - page < phase.peak <= NODE.usable
         # A CPU has room for its rows, 128 of full length, whatever that takes.
         small = replace(NODE, platform="cpu")
         config = large_run(**{"rollout.max_num_seqs": 1024, "model.dtype": "float32"})
-        kept = memory.rollout_phase(config, QWEN_7B, small).kept
+        kept = memory.plan_rollout(config, QWEN_7B, small).kept
         assert kept["KV cache"] == 128 * 28 * 2 * 4 * 128 * 2048 * 4
 
     def test_the_cache_that_is_configured(self):
-        kept = memory.rollout_phase(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
+        kept = memory.plan_rollout(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
         assert 1.99 * GIB < kept["KV cache"] <= 2 * GIB
         # One trajectory: 28 x 2 x 4 x 128 x 2048 values of two bytes.
         with pytest.raises(ValueError, match=r"cache_gib=0\.1 does not hold .* 11\d\.\d\d MiB"):
-            memory.rollout_phase(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
+            memory.plan_rollout(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
 
     def test_a_cache_that_does_not_fit_is_planned_for_one_trajectory(self):
         tiny = replace(NODE, memory_bytes=GIB)
@@ -129,7 +129,7 @@ class TestByHand:
         target, model = replace(NODE, platform=platform), replace(QWEN_7B, tie_embeddings=tied)
         head, table = {"model.head_dtype": "float32"}, 152_064 * 3584
         plain, own = (
-            memory.rollout_phase(large_run(**keys), model, target).kept["decode weights"]
+            memory.plan_rollout(large_run(**keys), model, target).kept["decode weights"]
             for keys in ({}, head)
         )
         had = platform == "cpu" or not tied  # a table of two bytes a value
@@ -188,13 +188,13 @@ class TestByHand:
                 model.abstract_params(),
             )
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
-            planned = memory.rollout_phase(config, model, target).kept["decode weights"]
+            planned = memory.plan_rollout(config, model, target).kept["decode weights"]
             assert planned == pytest.approx(held, abs=4 * model.width)
 
     def test_a_cpu_samples_in_bfloat16_from_copies_in_float32(self, copies_bfloat16):
         cpu = replace(NODE, platform="cpu")
         phases = {
-            dtype: memory.rollout_phase(large_run(**{"model.dtype": dtype}), QWEN_7B, cpu)
+            dtype: memory.plan_rollout(large_run(**{"model.dtype": dtype}), QWEN_7B, cpu)
             for dtype in ("float32", "bfloat16")
         }
         found = {
@@ -211,19 +211,19 @@ class TestByHand:
 
     @pytest.mark.parametrize("num_rows", [8, 16])
     def test_a_cpu_that_multiplies_bfloat16_copies_for_one_row_alone(self, num_rows, monkeypatch):
-        monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
+        monkeypatch.setattr(memory, "CPU_HAS_BFLOAT16_MATMUL", True)
         config = large_run(**{"rollout.max_num_seqs": num_rows})  # on eight devices
-        phase = memory.rollout_phase(config, QWEN_7B, replace(NODE, platform="cpu"))
+        phase = memory.plan_rollout(config, QWEN_7B, replace(NODE, platform="cpu"))
         copies = 4 * (28 * 233_057_792 + 152_064 * 3584) + 2 * phase.kept["KV cache"]
         wanted = pytest.approx(copies, rel=1e-6) if num_rows == 8 else 0
         assert phase.moments["decode"].get("float32 copies", 0) == wanted
         assert "float32 copies" not in phase.moments["reading"]
         # A value that is multiplied is as large as it is kept.
-        reading, layer = phase.moments["reading"], QWEN_7B.memory_terms(1).read_activations
+        reading, layer = phase.moments["reading"], QWEN_7B.memory_terms(1).prefill_activations
         assert reading["activations"] == 256 * 2 * layer
 
     def test_a_cpu_that_multiplies_bfloat16_trains_like_an_accelerator(self, monkeypatch):
-        monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
+        monkeypatch.setattr(memory, "CPU_HAS_BFLOAT16_MATMUL", True)
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         layers = train_phase(large_run(fsdp=1, **{"optimizer.micro_rows": 2}), target=one)
         weights = layers.moments["layers"]["weights in the compute dtype"]
@@ -250,7 +250,7 @@ class TestByHand:
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * GIB)
         keys = {"model.dtype": "float32", "rollout.max_num_seqs": 64, "eval.max_tasks": 3}
         config = large_run(fsdp=1, **keys, **{"eval.samples": 2})
-        kept = memory.rollout_phase(config, QWEN_7B, one).kept
+        kept = memory.plan_rollout(config, QWEN_7B, one).kept
         past = {}
         for stages, suites in (
             (("train",), ("greedy",)),
@@ -305,7 +305,7 @@ class TestByHand:
         keys = {"mesh.data": 1, "mesh.expert": 8, "optimizer.micro_rows": 8}
         config = large_run(fsdp=1, **keys)
         model = programs.MODELS["30b-a3b"]
-        gathered = memory.update_phase(config, model, NODE, "train").moments["layers"]
+        gathered = memory.plan_update(config, model, NODE, "train").moments["layers"]
         # Attention alone: 32 heads of queries, 4 of keys and values, and the router.
         values = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128
         assert gathered["layers gathered"] == pytest.approx(2 * 2 * values, rel=1e-3)
@@ -433,7 +433,7 @@ def test_a_rollout_one_step_ahead_lies_beside_the_update():
         train_phase(large_run(**{"rollout.cache_gib": 4.0})),
         train_phase(large_run(**AHEAD)),
     )
-    sampler = memory.rollout_phase(large_run(**AHEAD), QWEN_7B, NODE)
+    sampler = memory.plan_rollout(large_run(**AHEAD), QWEN_7B, NODE)
     moment = sum(sampler.moments[sampler.moment].values())
     more = sampler.kept["decode weights"] + sampler.kept["KV cache"] + moment
     assert beside.peak == alone.peak + more
@@ -530,9 +530,9 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     )
     target = memory.Target(platform=platform, num_devices=1, memory_bytes=GIB)
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
-    phase = memory.update_phase(config, TINY_MOE, target, "train")
+    phase = memory.plan_update(config, TINY_MOE, target, "train")
     tokens = batch_shape(config, "train", 1).row_tokens
-    held = experts.activations - (0 if platform == "cpu" else experts.reused)
+    held = experts.activations - (0 if platform == "cpu" else experts.reused_activations)
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * held
     )

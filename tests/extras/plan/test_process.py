@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import save_hf
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.extras.plan.cases import ROOT
 
 
@@ -22,7 +22,7 @@ def test_a_warm_start_takes_what_is_planned(tiny_world, tmp_path):
     fields |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
     fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     (folder / "config.json").write_text(json.dumps(fields))
-    model = read_model(folder)
+    model = read_architecture(folder)
     save_hf(init_params(model, 0), model, tmp_path / "larger", source=None)
     shutil.copy(tmp_path / "larger/model.safetensors", folder)
     keys = {"stages": "('sft',)", "sft.num_steps": 1, "model.path": folder}

@@ -14,12 +14,12 @@ from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime import resume
-from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, steps_in
+from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, list_steps
 from jaxrl.runtime.preemption import Best
-from jaxrl.training.collect import Collected
+from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.run_state import Progress
 from jaxrl.training.usage import UsageStats
-from jaxrl.training.watch import RollBack, Sign, UnsoundError
+from jaxrl.training.watch import Rollback, Sign, UnsoundError
 from tests.helpers import build, method_of, settings_of
 from tests.runs import (
     assert_same_weights,
@@ -171,7 +171,7 @@ def test_what_was_given_up_is_spent_all_the_same(plain, apply_rollback):
 
 
 def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
-    ahead = Collected(
+    ahead = CollectedGroups(
         **{"groups": [], "buffered_groups": [], "num_tasks_taken": 0, "sampled_stats": []},
         metrics={},
         ledger=UsageStats(num_trajectories=2, num_calls={"search": 3}),
@@ -183,7 +183,7 @@ def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
         components=types.SimpleNamespace(engine=types.SimpleNamespace(release=lambda: None)),
         display=Display(),
     )
-    runs.roll_back(session, RollBack(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
+    runs.roll_back(session, Rollback(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
     progress = Progress(ledger=UsageStats(num_trajectories=6), prefetched=ahead)  # of a checkpoint
     [decision] = resume.read_rollbacks(tmp_path)
     runs.apply_rollback(progress, decision, Values({5: 0.5}))
@@ -214,7 +214,7 @@ def decided(workdir, to_step):
 def carried_out(workdir):
     with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
         lines = runs.apply_rollbacks(workdir, checkpointer)
-    return lines, steps_in(workdir / "checkpoints")
+    return lines, list_steps(workdir / "checkpoints")
 
 
 @pytest.mark.parametrize(("is_damaged", "to_step"), [(True, 4), (False, 3)])
@@ -225,7 +225,7 @@ def test_nothing_goes_before_there_is_something_to_go_back_to(is_damaged, to_ste
         damage(workdir, 4)
     with pytest.raises(CheckpointError, match=f"go back to step {to_step}, but .* has no complete"):
         carried_out(workdir)
-    assert steps_in(workdir / "checkpoints") == [4, 6]
+    assert list_steps(workdir / "checkpoints") == [4, 6]
 
 
 def test_a_target_that_is_damaged_gives_way_to_an_older_one(plain, tmp_path):

@@ -23,7 +23,7 @@ from jaxrl.extras.sentinel.evidence import (
 )
 from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import WatchState, check_step
-from jaxrl.types import members, with_fields
+from jaxrl.types import flatten_groups, with_fields
 from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
 from tests.extras.sentinel import faults
 from tests.helpers import method_with
@@ -192,7 +192,7 @@ def test_loops_and_lengths():
                 rollout_logprobs=np.full(66, -1.0, np.float32),
                 rollout_entropies=np.full(66, 0.4, np.float32),
             )
-            for t in members(groups)
+            for t in flatten_groups(groups)
         ]
         return with_advantages(grouped(grown))
 
@@ -228,7 +228,7 @@ def test_groups_without_a_signal_are_told_after_eight_steps():
 
 def test_advantages_that_do_not_add_up():
     def change(step, groups):
-        trajectories = members(groups)
+        trajectories = flatten_groups(groups)
         shifted = [t.advantage + (0.1 if step == 7 else 0.0) for t in trajectories]
         return with_fields(groups, advantage=shifted)
 
@@ -245,7 +245,7 @@ def test_the_reward_fell_since_its_best():
         acting += watched.acting
     [sign] = [one for one in acting if one["name"] == "reward_fell"]
     assert 5 <= sign["since"] <= 9
-    means = [np.mean([t.reward for t in members(step_groups(s))]) for s in range(1, 10)]
+    means = [np.mean([t.reward for t in flatten_groups(step_groups(s))]) for s in range(1, 10)]
     best = max(range(5, 10), key=lambda s: np.mean(means[s - 5 : s]))
     assert sign["since"] == best
 
@@ -279,7 +279,7 @@ def test_samples_that_are_the_same_by_chance_are_no_twins():
                 token_ids=np.array([t.token_ids[0]] * 2 + [5 if rng.random() < 0.9 else 6] * 20),
                 rollout_logprobs=np.where(t.loss_mask, math.log(0.9) / 20, 0.0),
             )
-            for t in members(groups)
+            for t in flatten_groups(groups)
         ]
         return grouped(made)
 
@@ -329,7 +329,7 @@ def test_small_measures_by_hand():
 def test_numbers_of_a_step_by_hand():
     groups = step_groups(3)
     found = evidence_of(RECORD, groups, METHOD)
-    scored = members(groups)
+    scored = flatten_groups(groups)
     right = [t for t in scored if t.advantage > 0]
     sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for t in right])
     assert found["likelihood"] == pytest.approx(float(sampled.mean()), rel=1e-6)
@@ -371,5 +371,5 @@ def test_every_sign_is_declared_and_documented():
     source = Path(signs.__file__).read_text()
     named = re.findall(r"""(?:return|:) \(?"([a-z]+_[a-z_]+)", ?\(?""", source)
     page = (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
-    assert sorted({*named} - {"config_"}) == sorted(signs.judge.signs)
-    assert all(f"`{name}`" in page for name in signs.judge.signs)
+    assert sorted({*named} - {"config_"}) == sorted(signs.detect_signs.signs)
+    assert all(f"`{name}`" in page for name in signs.detect_signs.signs)

@@ -27,7 +27,7 @@ from jaxrl.extras.serve.worker import (
     Worker,
 )
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, TOP_P, kind_of, sample
+from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, TOP_P, sample, select_kind
 from tests.extras.serve.served import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -75,7 +75,7 @@ def test_rows_are_drawn_as_alone(kind):
     for row, (temperature, share) in enumerate(zip(temperatures, shares, strict=True)):
         alone = DRAW(
             logits[row : row + 1], uniforms[row : row + 1],
-            jnp.float32(temperature), jnp.float32(share), kind=kind_of(temperature, share),
+            jnp.float32(temperature), jnp.float32(share), kind=select_kind(temperature, share),
         )  # fmt: skip
         for one, other in zip(got, alone, strict=True):
             np.testing.assert_allclose(one[row], other[0], rtol=1e-6)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jaxrl.extras.view.report import write_report
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 from tests.browser import Browser, needs_chromium
 from tests.extras.view.workdirs import (
     LAST,
@@ -196,7 +196,7 @@ def test_a_trajectory_token_by_token(tmp_path, browser, open_page):
     browser.go("trajectory", "run=0&step=6&line=0&by=entropy")
     tokens = "[...document.querySelectorAll('#tokens [data-i]')]"
     whole = "".join(texts(browser, "#tokens [data-i]")).replace("↵\n", "\n").replace("·", "")
-    assert whole == printable(TOKENIZER.decode(record["token_ids"]))
+    assert whole == escape_control_chars(TOKENIZER.decode(record["token_ids"]))
     colors = browser.evaluate(f"{tokens}.map((e) => e.style.background)")
     strengths = [float(c.rsplit("/", 1)[1][:-1]) if c else 0.0 for c in colors]
     # The entropies grow with the position, and so do the colors of sampled tokens.

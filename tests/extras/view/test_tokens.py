@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.view.tokens import Tokens, load_vocabulary, quantities, token_texts
-from jaxrl.utils.text import printable
+from jaxrl.utils.text import escape_control_chars
 from tests.extras.view.workdirs import TOKENIZER, make_run, trajectory, view, write_trajectories
 
 LISTS = {
@@ -102,7 +102,7 @@ def test_a_trajectory_is_its_record_with_its_tokens(tmp_path):
     expected = trajectory("task 1", reward=1.0, advantage=0.5)
     assert answer["ids"] == expected["token_ids"]
     assert answer["is_sampled"] == expected["loss_mask"]
-    assert "".join(answer["texts"]) == printable(TOKENIZER.decode(expected["token_ids"]))
+    assert "".join(answer["texts"]) == escape_control_chars(TOKENIZER.decode(expected["token_ids"]))
     assert answer["record"]["turns"] == expected["turns"]
     assert not {"token_ids", "loss_mask", "rollout_logprobs"} & answer["record"].keys()
     assert answer["problem"] == ""

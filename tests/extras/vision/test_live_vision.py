@@ -13,7 +13,7 @@ from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.layers import LayerScan
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.vision import logits_of
 
 torch = pytest.importorskip("torch")
@@ -87,7 +87,7 @@ def qwen3(seed):
     most = min(tower["num_layers"], decoder["num_layers"])
     deep = rng.choice(tower["num_layers"], rng.integers(1, most + 1), replace=False)
     vision = Qwen3Vision(
-        **tower, side=int(rng.integers(1, 9)), deep_layers=tuple(sorted(map(int, deep)))
+        **tower, side=int(rng.integers(1, 9)), deepstack_layers=tuple(sorted(map(int, deep)))
     )
     has_bias = bool(rng.integers(2))
     kind = {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": True}
@@ -139,7 +139,7 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
     config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, tmp_path / "hf")
-    assert read_model(tmp_path / "hf") == config
+    assert read_architecture(tmp_path / "hf") == config
     model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     images, ids = random_images(config, rng, int(rng.integers(1, 4)))
     patches = torch.tensor(np.concatenate([one.patches for one in images]))
@@ -156,11 +156,11 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
             image_grid_thw=grids,
             mm_token_type_ids=kinds,
         ).logits[0]
-    arranged = config.tower.arrange(images)
-    see = partial(config.tower.embeddings, through=LayerScan(scan=False))
-    rows = arranged.patches[None], arranged.places[None]
+    collated = config.tower.collate(images)
+    see = partial(config.tower.encode, layer_scan=LayerScan(scan=False))
+    rows = collated.patches[None], collated.coords[None]
     params = load_hf(tmp_path / "hf")
-    seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(arranged.units)]
+    seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(collated.units)]
     np.testing.assert_allclose(seen, features.numpy(), atol=1e-4, rtol=0)
     run = jax.jit(partial(logits_of, config, rows=[ids], images_of_rows=[images]))
     found = run(params)[0][:, 3:]
@@ -173,7 +173,7 @@ def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path, family)
     fields = getattr(transformers, f"{family}Config").from_dict(config.hf_config())
     model = reference_class(family)(fields).bfloat16()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
-    assert read_model(tmp_path / "source") == config
+    assert read_architecture(tmp_path / "source") == config
     params = load_hf(tmp_path / "source")
     save_hf(params, config, tmp_path / "export", source=tmp_path / "source")
     again = reference_class(family).from_pretrained(tmp_path / "export", dtype=torch.bfloat16)

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
-from jaxrl.extras.vision.tower import attend_within
+from jaxrl.extras.vision.tower import attend_segments
 from jaxrl.extras.vision.vision import attend_windows
-from jaxrl.models.attention.reference import LOWEST, XLA
-from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
+from jaxrl.models.attention.reference import MASK_VALUE, XLA
+from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 
@@ -34,11 +34,11 @@ FOLDER = FOLDERS / "qwen2_5_vl"
 def test_the_tower_sees_what_the_reference_sees(name):
     config, params, wanted, images = golden(name)
     order = [2, 0, 1]  # beside others, and behind padding, as alone
-    arranged = config.tower.arrange([images[i] for i in order])
+    collated = config.tower.collate([images[i] for i in order])
     padding = [(0, 24), (0, 0)]
-    rows = (np.pad(x, padding)[None] for x in (arranged.patches, arranged.places))
-    seen = jax.jit(config.tower.embeddings, static_argnums=3)(params["vision"], *rows, LayerScan())
-    found = {i: seen[0][units] for i, units in zip(order, arranged.units, strict=True)}
+    rows = (np.pad(x, padding)[None] for x in (collated.patches, collated.coords))
+    seen = jax.jit(config.tower.encode, static_argnums=3)(params["vision"], *rows, LayerScan())
+    found = {i: seen[0][units] for i, units in zip(order, collated.units, strict=True)}
     features = jnp.concatenate([found[i] for i in range(3)])
     np.testing.assert_allclose(features, wanted["features"], atol=1e-4, rtol=0)
 
@@ -48,21 +48,21 @@ def test_positions_by_hand():
     config = golden()[0]
     image = Image(patches=np.zeros((16, config.tower.patch_values), np.float32), grid=(1, 4, 4))
     ids = np.array([1, 2, 3, *[config.tower.token_id] * 4, 4, 5])
-    found = config.tower.positions(ids, [image]).T
+    found = config.tower.compute_positions(ids, [image]).T
     assert found.tolist() == [
         [0, 1, 2, 3, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 3, 4, 4, 5, 6],
         [0, 1, 2, 3, 4, 3, 4, 5, 6],
     ]
-    again = config.tower.positions(ids[3:], [image], start=3).T
+    again = config.tower.compute_positions(ids[3:], [image], start=3).T
     assert (again == found[:, 3:]).all()
-    assert config.tower.positions(ids[:3], []).T.tolist() == [[0, 1, 2]] * 3
+    assert config.tower.compute_positions(ids[:3], []).T.tolist() == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_positions_are_those_of_the_reference(name):
     config, _, wanted, images = golden(name)
-    found = config.tower.positions(wanted["token_ids"][0], images).T
+    found = config.tower.compute_positions(wanted["token_ids"][0], images).T
     np.testing.assert_array_equal(found, wanted["positions"][:, 0])
 
 
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_reference_and_an_image_matters(name):
     expected = wanted["logits"][0][:, is_text]
     for logits in real, again:
         np.testing.assert_allclose(logits[:, is_text], expected, atol=2e-4, rtol=0)
-        assert (logits[:, ~is_text] == LOWEST).all()
+        assert (logits[:, ~is_text] == MASK_VALUE).all()
     assert abs(real - nothing)[-1].max() > 0.1
     np.testing.assert_array_equal(real[:4], nothing[:4])  # before the first image
 
@@ -89,12 +89,12 @@ def test_gradients_are_those_of_the_reference(name):
     at = np.flatnonzero(ids[1:] != config.tower.token_id) + 1
 
     def loss(params):
-        logits = logits_of(config, params, [ids], [images], through=LayerScan(remat="names"))[0]
+        logits = logits_of(config, params, [ids], [images], layer_scan=LayerScan(remat="names"))[0]
         return -jax.nn.log_softmax(logits)[at - 1, ids[at]].mean()
 
     found = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     difference = total = 0.0
-    for tensor, place in hf_places(config).items():
+    for tensor, place in locate_hf_tensors(config).items():
         leaf = found[place.param][place.index]
         gradient, expected = leaf.T if place.is_transposed else leaf, wanted[f"gradient/{tensor}"]
         difference += ((gradient - expected) ** 2).sum()
@@ -112,7 +112,7 @@ def test_text_alone_is_as_by_the_decoder(name):
     names = {field.name for field in dataclasses.fields(QwenConfig)}
     text = QwenConfig(**{name: getattr(config, name) for name in names})
     positions = jnp.arange(3)[None]
-    attend = XLA.within(jnp.ones_like(ids), positions)
+    attend = XLA.make_attend(jnp.ones_like(ids), positions)
     of_text = {name: entry for name, entry in params.items() if name != "vision"}
     found, wanted = (
         jax.jit(one.hidden_states, static_argnums=(3, 4))(tree, ids, positions, attend, LayerScan())
@@ -128,8 +128,8 @@ def test_windows_are_as_whole_attention_with_windows_for_numbers():
     ids = np.repeat([0, 1, 2, 3, 4, 5, -1], sizes)
     ids = np.stack([ids, np.repeat([0, 1, 2, 3, 4, 5], [2, 4, 4, 4, 4, 5])])
     ids[1, 18:] = -1
-    found = attend_windows(q, k, v, jnp.asarray(ids), most=4)
-    wanted = attend_within(q, k, v, jnp.asarray(ids))
+    found = attend_windows(q, k, v, jnp.asarray(ids), block_size=4)
+    wanted = attend_segments(q, k, v, jnp.asarray(ids))
     np.testing.assert_allclose(found[ids >= 0], wanted[ids >= 0], atol=1e-6)
     assert np.isfinite(found).all()
 
@@ -165,7 +165,7 @@ def test_both_spellings_of_names_come_in_and_go_out_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, out, renamed)
     assert (tmp_path / "new_out" / "preprocessor_config.json").is_file()
     save_hf(params, config, tmp_path / "fresh")
-    assert read_model(tmp_path / "fresh") == config
+    assert read_architecture(tmp_path / "fresh") == config
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(tmp_path / "fresh"))
 
 
@@ -175,7 +175,7 @@ def test_names_of_qwen3_come_in_and_go_out_bit_for_bit(tmp_path):
     assert "model.visual.deepstack_merger_list.1.linear_fc2.bias" in stored
     save_hf(params, config, tmp_path / "out", source=FOLDERS / "qwen3_vl")
     save_hf(params, config, tmp_path / "fresh")
-    assert read_model(tmp_path / "fresh") == config
+    assert read_architecture(tmp_path / "fresh") == config
     for folder in tmp_path / "out", tmp_path / "fresh":
         out = load_file(folder / "model.safetensors")
         assert out.keys() == stored.keys()
@@ -207,12 +207,12 @@ def test_config_of_qwen2_5_as_published():
 
 def test_config_of_qwen3_as_published():
     """Qwen3-VL-4B-Instruct, of 4.44 B parameters; its rotary pairs by hand."""
-    config = read_model(ROOT / "configs" / "models" / "qwen3-vl-4b")
+    config = read_architecture(ROOT / "configs" / "models" / "qwen3-vl-4b")
     sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(config.abstract_params())]
     assert sum(sizes) == 4_437_815_808
-    assert (config.tower.side, config.tower.num_added) == (48, 3)
+    assert (config.tower.side, config.tower.num_deepstack_layers) == (48, 3)
     # Height and width take turns with time until each has 20 of the 64 pairs.
-    pairs = "".join(map(str, config._axes_of_pairs()))
+    pairs = "".join(map(str, config._pair_axes()))
     assert pairs == "012" * 20 + "0" * 4
     again = Qwen3VLConfig.from_dict(config.hf_config())
     assert again == config
@@ -223,7 +223,7 @@ def test_learned_positions_by_hand():
     vision = dataclasses.replace(golden("qwen3_vl")[0].tower, side=3, width=1)
     table = np.array([[0.0], [1.0], [4.0], [10.0], [11.0], [14.0], [50.0], [51.0], [54.0]])
     images = [image((1, 4, 2)), image((1, 2, 6))]
-    places = jnp.asarray(vision.arrange(images).places)
+    places = jnp.asarray(vision.collate(images).coords)
     at, sizes = vision._rows_and_columns(places)
     # Unit by unit of 2 x 2.
     of_units = [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -319,14 +319,14 @@ def test_images_that_do_not_fit_their_tokens(num_ids, images, why):
     config = golden()[0]
     ids = np.array([1, *[config.tower.token_id] * num_ids, 2])
     with pytest.raises(ValueError, match=why):
-        config.tower.positions(ids, images)
+        config.tower.compute_positions(ids, images)
 
 
 def test_an_image_in_two_places_is_refused():
     config = golden()[0]
     ids = np.array([90, 90, 1, 90, 90])
     with pytest.raises(ValueError, match=r"not side by side; expected runs of \[4\]"):
-        config.tower.positions(ids, [image((1, 4, 4))])
+        config.tower.compute_positions(ids, [image((1, 4, 4))])
 
 
 def test_equal_images_are_told_from_others():

@@ -67,7 +67,7 @@ def test_pages_or_their_copy_and_the_chunk_behind_them(shape):
     merged = jax.jit(reference.merge)(*own, out[:, 0], lse[:, 0])
     for longest in (limits.max(), 40, 0):
         below = np.minimum(limits, longest)
-        past = jax.jit(reference.open_past)(keys, values, tables)
+        past = jax.jit(reference.gather_past)(keys, values, tables)
         got = jax.jit(reference.attend_past)(q[:, 0], past, below[:, 0], *chunk, 1)
         for b in range(B):
             named = tables[b, : -(-below[b, 0] // keys.shape[2])]

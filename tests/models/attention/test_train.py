@@ -16,28 +16,28 @@ from tests.models.attention.brute import brute_force, random_inputs, random_rows
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KERNELS = {
-    "xla": reference.train,
-    "triton": partial(gpu.train, interpret=True),
-    "mosaic": partial(tpu.train, interpret=True),
+    "xla": reference.attend_packed,
+    "triton": partial(gpu.attend_packed, interpret=True),
+    "mosaic": partial(tpu.attend_packed, interpret=True),
 }
 
 
 @cache
-def compiled(train):
+def compiled(attend_packed):
     """Outputs and gradients, compiled once for arrays of the same shapes."""
 
     def run(q, k, v, gradient, *ids):
         reads = find_reads(*ids)
-        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: attend_packed(q, k, v, reads), q, k, v)
         return out, *back(gradient)
 
     return jax.jit(run)
 
 
-def differentiated(train, dtype, q, k, v, gradient, segment_ids, positions):
+def differentiated(attend_packed, dtype, q, k, v, gradient, segment_ids, positions):
     """Outputs and gradients in float32, of arrays cast to `dtype`; padding gives 0."""
     cast = [jnp.asarray(x, dtype) for x in (q, k, v, gradient)]
-    out, *gradients = compiled(train)(*cast, segment_ids, positions)
+    out, *gradients = compiled(attend_packed)(*cast, segment_ids, positions)
     results = [np.asarray(x, np.float32) for x in (out, *gradients)]
     assert all(np.isfinite(x).all() for x in results)
     assert (out.dtype, *(x.dtype for x in gradients)) == (jnp.dtype(dtype),) * 4
@@ -45,7 +45,7 @@ def differentiated(train, dtype, q, k, v, gradient, segment_ids, positions):
 
 
 def check(name, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5):
-    train, rng = KERNELS[name], np.random.default_rng(seed)
+    attend_packed, rng = KERNELS[name], np.random.default_rng(seed)
     *ids, reads = random_rows(rng, *shape[:2], shares_prompts=name != "mosaic")
     q, k, v, gradient = random_inputs(rng, shape, num_kv_heads)
     gradient *= (ids[0] > 0)[:, :, None, None]
@@ -54,7 +54,7 @@ def check(name, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5)
             np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v, gradient)
         )
     wanted = brute_force(q, k, v, gradient, reads)
-    got = differentiated(train, dtype, q, k, v, gradient, *ids)
+    got = differentiated(attend_packed, dtype, q, k, v, gradient, *ids)
     for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=tolerance, err_msg=name)
 
@@ -92,9 +92,9 @@ def test_tokens_of_other_segments_and_padding_change_nothing():
     inside = segment_ids == 2
     gradient *= inside[:, :, None, None]
     other = [np.where(inside[:, :, None, None], x, 7.0).astype(np.float32) for x in (q, k, v)]
-    for train in KERNELS.values():
-        alone = differentiated(train, "float32", q, k, v, gradient, *ids)
-        changed = differentiated(train, "float32", *other, gradient, *ids)
+    for attend_packed in KERNELS.values():
+        alone = differentiated(attend_packed, "float32", q, k, v, gradient, *ids)
+        changed = differentiated(attend_packed, "float32", *other, gradient, *ids)
         for one, two in zip(alone, changed, strict=True):
             np.testing.assert_array_equal(one[inside], two[inside])
         assert not any(x[~inside].any() for x in alone[1:])

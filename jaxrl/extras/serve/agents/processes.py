@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.extras.serve.agents.runner import FOLDER, kill_marked
-from jaxrl.utils.child_process import Child, EndedError, SilentError
-from jaxrl.utils.concurrency import side_by_side
+from jaxrl.utils.child_process import ChildExitedError, ChildProcess, ChildTimeoutError
+from jaxrl.utils.concurrency import parallel_map
 
 START_S = 120.0
 """Seconds for a process to load its agent."""
@@ -74,7 +74,7 @@ class AgentSettings:
         return str(Path(__file__).with_name(file)) if file else self.function
 
 
-class AgentProcess(Child):
+class AgentProcess(ChildProcess):
     """A process that runs agents, and its folder. Writing to it never blocks.
 
     Attributes:
@@ -105,32 +105,32 @@ class AgentProcess(Child):
     @property
     def output(self) -> str:
         """Return the end of the process's output."""
-        return self.reported.decode(errors="replace").strip()[-1000:]
+        return self.stderr_buffer.decode(errors="replace").strip()[-1000:]
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a line for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
-    def readline(self, patience_s: float = math.inf) -> dict[str, Any]:
+    def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
         """Return the next message; detect the process's end even if others hold its pipes."""
-        ends = time.monotonic() + patience_s
+        ends = time.monotonic() + timeout_s
         while True:
             try:
-                return super().readline(min(patience_s, _POLL_S))
-            except SilentError:
+                return super().readline(min(timeout_s, _POLL_S))
+            except ChildTimeoutError:
                 if self._process.poll() is not None:
-                    raise EndedError(self._what, self.wait()) from None
+                    raise ChildExitedError(self._what, self.wait()) from None
                 if time.monotonic() > ends:
                     raise
 
-    def read(self, is_enough: Callable[[], bool], patience_s: float) -> bool:
+    def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
         """Read, and keep only the end of the process's output."""
 
         def trim_and_check() -> bool:
-            del self.reported[:-_OUTPUT]
+            del self.stderr_buffer[:-_OUTPUT]
             return is_enough()
 
-        return super().read(trim_and_check, patience_s)
+        return super().read(trim_and_check, timeout_s)
 
     def close(self) -> None:
         """Kill the process and everything that it started."""
@@ -181,7 +181,7 @@ class AgentProcesses:
         """
         with self._lock:
             if not self._processes:  # side by side, since an agent may take long to load
-                side_by_side(lambda _: self._start(), range(self._count), max_threads=self._count)
+                parallel_map(lambda _: self._start(), range(self._count), max_threads=self._count)
 
     def play(self, episode: Mapping[str, Any]) -> None:
         """Start an episode, given its name under `episode` and the agent's input.
@@ -234,7 +234,7 @@ class AgentProcesses:
         self._processes.append(process)
         try:
             first = process.readline(START_S)
-        except (EndedError, SilentError, ValueError) as error:
+        except (ChildExitedError, ChildTimeoutError, ValueError) as error:
             first = {"failed": f"{error}. {process.output}"}
         if "failed" in first:
             process.close()
@@ -271,6 +271,6 @@ def _close_all(processes: list[AgentProcess]) -> None:
     for process in list(processes):
         process.send({"end": True})
     for process in list(processes):
-        with contextlib.suppress(SilentError):
+        with contextlib.suppress(ChildTimeoutError):
             process.wait(_ENDING_S)
         process.close()

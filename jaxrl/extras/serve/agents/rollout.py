@@ -1,8 +1,8 @@
 """Agent rollouts: start agents, serve their requests with the run's engine, collect sampled ids.
 
 The server runs as long as the run. Between rollouts the engine's thread is paused and agents'
-requests wait. Up to `Sampling.unfinished` groups continue in the next rollout. They keep their
-tokens, each with the version of the weights that sampled it, and are returned once complete.
+requests wait. Up to `SamplingConfig.max_unfinished` groups continue in the next rollout. They keep
+their tokens, each with the version of the weights that sampled it, and are returned once complete.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.extras.serve.server import MAX_CONNECTIONS, Endpoint, Server, bind_port
 from jaxrl.extras.serve.worker import Worker
-from jaxrl.sampling.episodes import EpisodePlayer, Limits, Pay, Schedule
-from jaxrl.sampling.interfaces import Processor, Sampling
-from jaxrl.sampling.rollout import LOOK_S, check_stop, keys_of, places_of
+from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, TokenLimits
+from jaxrl.sampling.interfaces import Processor, SamplingConfig
+from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop, derive_keys, make_group_keys
 from jaxrl.sampling.trajectory import Sample
 from jaxrl.types import Draw, Group
-from jaxrl.utils.concurrency import MAX_ERROR
-from jaxrl.utils.text import writable
+from jaxrl.utils.concurrency import MAX_ERROR_CHARS
+from jaxrl.utils.text import replace_surrogates
 
 MODEL = "policy"
 """Name of the model for agents."""
@@ -94,7 +94,7 @@ class _RunningGroup:
         return max(episode.ended or 0.0 for episode in self.episodes)
 
 
-class AgentRollout(EpisodePlayer):
+class AgentRollout(BaseRollout):
     """Rollout of groups of episodes by agents that call the engine over HTTP."""
 
     def __init__(
@@ -102,16 +102,16 @@ class AgentRollout(EpisodePlayer):
         env: AgentEnv,
         engine: ServedEngine,
         tokenizer: Tokenizer,
-        limits: Limits,
-        schedule: Schedule,
-        pay: Pay,
+        limits: TokenLimits,
+        schedule: ReplySchedule,
+        pay: RewardFn,
         processor: Processor | None = None,
         *,
         log: Callable[[str], None],
     ):
         """Bind the port and load the agent; the server starts with the first rollout.
 
-        The other arguments are those of `EpisodePlayer`. `log` writes a line to the run's log.
+        The other arguments are those of `BaseRollout`. `log` writes a line to the run's log.
 
         Raises:
             ValueError: The port or the agent is not available, or the model cannot be served.
@@ -157,7 +157,7 @@ class AgentRollout(EpisodePlayer):
     def __call__(
         self,
         draws: Sequence[Draw],
-        sampling: Sampling,
+        sampling: SamplingConfig,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -178,8 +178,8 @@ class AgentRollout(EpisodePlayer):
             ValueError: The agent cannot be started again.
         """
         worker = self._start_server()
-        keys = places_of(draws, sampling)
-        if sampling.unfinished:  # evaluations must not drop training's groups
+        keys = make_group_keys(draws, sampling)
+        if sampling.max_unfinished:  # evaluations must not drop training's groups
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
                 self._abandon(self._groups.pop(key))
         groups = self._open_groups(draws, keys, sampling)
@@ -194,7 +194,7 @@ class AgentRollout(EpisodePlayer):
         for episode in episodes:
             episode.since = now if episode.is_started else None
         try:
-            self._play(groups, episodes, worker, sampling.unfinished, should_stop, progress)
+            self._play(groups, episodes, worker, sampling.max_unfinished, should_stop, progress)
         except BaseException:
             for group in groups:
                 self._abandon(group)
@@ -208,7 +208,7 @@ class AgentRollout(EpisodePlayer):
             worker.pause()
         # Return the groups that ended first, as many as this call waited for. Keep the others.
         done = sorted((group for group in groups if group.is_done), key=lambda group: group.ended)
-        done = done[: max(len(groups) - sampling.unfinished, 0)]
+        done = done[: max(len(groups) - sampling.max_unfinished, 0)]
         for key, group in zip(keys, groups, strict=True):
             if group not in done:
                 self._groups[key] = group
@@ -217,7 +217,7 @@ class AgentRollout(EpisodePlayer):
         for group in done:
             samples += [self._to_sample(e, group.draw.attempt) for e in group.episodes]
             self._abandon(group)
-        scored = iter(self._score(samples, sampling))
+        scored = iter(self._score_groups(samples, sampling))
         return [next(scored) if group in done else None for group in groups]
 
     def _start_server(self) -> Worker:
@@ -246,11 +246,11 @@ class AgentRollout(EpisodePlayer):
         self,
         draws: Sequence[Draw],
         keys: Sequence[tuple[int, int, int]],
-        sampling: Sampling,
+        sampling: SamplingConfig,
     ) -> list[_RunningGroup]:
         """Return the groups of all draws, both unfinished and new ones."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
-        random_keys = iter(keys_of(new, sampling, self._engine.device))
+        random_keys = iter(derive_keys(new, sampling, self._engine.device))
         groups = []
         for draw, key in zip(draws, keys, strict=True):
             if key in self._groups:
@@ -295,7 +295,7 @@ class AgentRollout(EpisodePlayer):
             self._stop_late()
             while waiting and self._num_active() < max_concurrent:
                 self._launch(waiting.popleft())
-            self._changed.wait(LOOK_S)
+            self._changed.wait(IDLE_POLL_S)
 
     def _num_active(self) -> int:
         """Return the number of running agents, without episodes that are on hold."""
@@ -419,7 +419,7 @@ class AgentRollout(EpisodePlayer):
         if not contexts and not error:
             error = "the agent gave a reward and never called the model"
         if error:
-            error = writable(error)[:MAX_ERROR]
+            error = replace_surrogates(error)[:MAX_ERROR_CHARS]
             if episode.turns:
                 episode.turns[-1] = dataclasses.replace(episode.turns[-1], error=error)
             else:

@@ -24,9 +24,9 @@ from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.extras.serve.generation import Completion
 from jaxrl.extras.serve.schemas import Body, parse_body, validate
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
-from jaxrl.sampling.episodes import Limits
-from jaxrl.sampling.sample_keys import context_key
-from jaxrl.utils.text import writable
+from jaxrl.sampling.episodes import TokenLimits
+from jaxrl.sampling.sample_keys import derive_context_key
+from jaxrl.utils.text import replace_surrogates
 
 MAX_REWARD = 1e6
 
@@ -48,7 +48,7 @@ class RewardBody(Body, extra="forbid"):
     ]
     is_correct: bool = Field(default_factory=lambda fields: fields.get("reward", 0.0) >= 1)
     is_abstention: bool = False
-    final_answer: Annotated[str, AfterValidator(writable)] = ""
+    final_answer: Annotated[str, AfterValidator(replace_surrogates)] = ""
 
 
 def parse_reward(value: Any) -> RewardBody:
@@ -95,7 +95,7 @@ class AgentSession:
         *,
         key: np.ndarray,
         params: SamplingParams,
-        limits: Limits,
+        limits: TokenLimits,
         max_turns: int,
     ):
         """Open the session.
@@ -146,7 +146,7 @@ class AgentSession:
                 self.is_spent = True
                 raise ContextLengthError(num_prompt, min(num_left, num_prompt))
             self._num_requests += 1
-            key = context_key(self._key, self._num_requests)
+            key = derive_context_key(self._key, self._num_requests)
         max_tokens = min(request.max_tokens, room)
         return dataclasses.replace(request, params=self._params, max_tokens=max_tokens), [key]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
 from jaxrl.extras.serve.agents.environment import AgentEnv, PlayedEngine
-from jaxrl.sampling.episodes import Limits, Schedule
-from jaxrl.sampling.interfaces import Sampling, Seeds
+from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.types import Draw
 from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine
 
@@ -29,7 +29,7 @@ def limits(**changes):
         "max_total_tokens": MAX_TOTAL,
         "max_observation_tokens": 64,
     }
-    return Limits(**(settings | changes))
+    return TokenLimits(**(settings | changes))
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _:
     engine.clear()
     engine.set_weights(PARAMS)
     pay = lambda groups: [[one.reward for one in group] for group in groups]  # noqa: E731
-    rollout = env.rollout(engine, TOKENIZER, within or limits(), Schedule(), pay, log=log)
+    rollout = env.rollout(engine, TOKENIZER, within or limits(), ReplySchedule(), pay, log=log)
     try:
         yield rollout
     finally:
@@ -66,7 +66,7 @@ def draws(*tasks):
 def sampling(group_size=2, *, step=0, **changes):
     settings = {"temperature": 1.0, "top_p": 1.0, "policy_version": step}
     settings["seeds"] = Seeds(seed=0, stage=1, step=step)
-    return Sampling(group_size=group_size, **(settings | changes))
+    return SamplingConfig(group_size=group_size, **(settings | changes))
 
 
 def noted(folder):

@@ -321,7 +321,7 @@ def test_of_what_agents_print_the_end_is_kept_and_an_answer_of_many_bytes_refuse
     made.play(episode("a"))
     most = 0
     while ended.empty():
-        most = max(most, len(made._processes[0].reported))
+        most = max(most, len(made._processes[0].stderr_buffer))
         time.sleep(0.001)
     assert most < 1_000_000
     assert "expected at most 1048576" in ended.get()[2]

@@ -17,7 +17,7 @@ from jaxrl.extras.serve.agents import rollout as agent_rollout
 from jaxrl.extras.serve.agents.environment import PlayedEngine
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Seeds
-from jaxrl.types import members
+from jaxrl.types import flatten_groups
 from tests.extras.serve.agents.played import (
     TO_PLAY,
     agents,
@@ -98,7 +98,7 @@ def test_the_run_says_how_to_draw_and_the_same_draws_come_again(tmp_path):
         (folder := tmp_path / name).mkdir()
         with agents("converses", settings={"folder": str(folder)}) as rollout:
             groups = rollout(draws("a", "b"), sampling(step=step, temperature=temperature))
-        return [t.token_ids.tolist() for t in members(groups)]
+        return [t.token_ids.tolist() for t in flatten_groups(groups)]
 
     one = play("one", 0)
     assert play("again", 0) == one
@@ -114,7 +114,7 @@ def test_replies_that_are_lost_are_given_again_and_trained_once(tmp_path, says_s
     settings = {"folder": str(tmp_path), "says_so": says_so}
     with agents("loses", settings=settings) as rollout:
         groups = rollout(draws("a", "b"), sampling())
-    trained = members(groups)
+    trained = flatten_groups(groups)
     for group in groups:
         pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
         assert pairs == sorted(map(as_pairs, noted(tmp_path)[group.task_id]))
@@ -157,7 +157,7 @@ def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
 def play_programs(*names, log=lambda _: None):
     """The trajectories of programs that do what their task's name says."""
     with agents(command=(sys.executable, str(TO_PLAY)), log=log) as rollout:
-        return members(rollout(draws(*names), sampling(1)))
+        return flatten_groups(rollout(draws(*names), sampling(1)))
 
 
 def test_a_program_plays_an_episode_and_rewards_it_by_address_or_file():
@@ -202,7 +202,7 @@ def test_a_reward_that_is_posted_after_the_end_is_refused(tmp_path, monkeypatch)
         for task in tasks:
             reward = json.loads((tmp_path / task.task.id).read_text())
             assert post(reward["url"], {"reward": 1}, reward["key"])[0] == 404
-    writes, forgets = members(groups)
+    writes, forgets = flatten_groups(groups)
     assert writes.reward_parts["reward"] == 0.75
     assert not forgets.is_scored
 
@@ -247,7 +247,7 @@ def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path, monkeyp
     tasks = draws("a", ("b", {"slow": True}), "c")
     folder = {"folder": str(tmp_path)}
     with agents("waits", settings=folder, max_concurrent=8) as rollout:
-        first = rollout(tasks, sampling(step=0, unfinished=1))
+        first = rollout(tasks, sampling(step=0, max_unfinished=1))
         assert [group and group.task_id for group in first] == ["a", None, "c"]
         rollout._engine.set_weights(PARAMS)  # as after an update
         late[0] += 1000.0
@@ -272,10 +272,10 @@ def test_what_goes_on_later_neither_ages_nor_takes_room_in_an_evaluation(tmp_pat
     folder = {"folder": str(tmp_path)}
     evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
     with agents("waits", settings=folder, max_concurrent=2, deadline_s=3.0) as rollout:
-        first = rollout(tasks, sampling(1, unfinished=1))
+        first = rollout(tasks, sampling(1, max_unfinished=1))
         assert [group is None for group in first] == [True, False]
         found = rollout(draws(("e", {"slow": True}), "f"), evaluation)
-        assert ["not ended after 3 s" in t.error for t in members(found)] == [True, False]
+        assert ["not ended after 3 s" in t.error for t in flatten_groups(found)] == [True, False]
         assert "f" in noted(tmp_path)  # though b and e were there
         (tmp_path / "go").touch()
         [group] = rollout(tasks[:1], sampling(1, step=1))
@@ -285,10 +285,10 @@ def test_what_goes_on_later_neither_ages_nor_takes_room_in_an_evaluation(tmp_pat
 def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
     tasks = draws("a", ("b", {"slow": True}))
     with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=8) as rollout:
-        rollout(tasks, sampling(unfinished=1))
+        rollout(tasks, sampling(max_unfinished=1))
         assert len(rollout._running) == 2
         # The run goes back to a checkpoint, behind which it draws otherwise.
-        back = sampling(unfinished=1, seeds=Seeds(seed=0, stage=5, step=0))
+        back = sampling(max_unfinished=1, seeds=Seeds(seed=0, stage=5, step=0))
         rollout(draws("c", "d"), back)
         assert len(rollout._groups) == 1
         assert {m.task.id for m in rollout._running.values()} <= {"c", "d"}
@@ -300,7 +300,7 @@ def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp
     within = limits(max_response_tokens=400)
     tasks = draws("a", "b")
     with agents("converses", settings=settings, within=within) as rollout:
-        first = rollout(tasks, sampling(1, step=0, unfinished=1))
+        first = rollout(tasks, sampling(1, step=0, max_unfinished=1))
         place = first.index(None)
         [group] = rollout([tasks[place]], sampling(1, step=1))
     [trajectory] = group.trajectories
@@ -308,7 +308,7 @@ def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp
     assert set(versions.tolist()) == {0, 1}
     with agents("converses", settings=settings, within=within) as rollout:
         whole = rollout([tasks[place]], sampling(1, step=0))
-    assert members(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
+    assert flatten_groups(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
 
 
 def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):
