@@ -16,9 +16,10 @@ The workdir holds the run, exactly as with `jaxrl train`. The same call resumes 
 from __future__ import annotations
 
 import contextlib
+import html
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ml_collections import ConfigDict
 from jaxrl import launch
 from jaxrl.builders import validation
 from jaxrl.logs.display import Display
+from jaxrl.logs.results import SUITE_LABELS, Scores, format_scores, read_scores
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import list_steps, quiet_orbax, read_value, sort_by_value
 from jaxrl.runtime.preemption import Interrupted
@@ -37,7 +39,7 @@ from jaxrl.runtime.watchdog import watchdog
 from jaxrl.utils.secrets import redact_output
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """Results of a run.
 
@@ -45,7 +47,9 @@ class Run:
         workdir: Folder of the run.
         metrics: One row per record of `metrics.jsonl`, null for missing metrics. `step` counts
             over all stages, `stage` names the stage.
-        scores: Means of the last evaluation by name, such as `val-core/all/exact_match/mean@1`.
+        scores: Means of the last evaluation, such as `scores["reward"]`, `scores["exact_match"]`,
+            `scores["exact_match/greedy"]` or `scores["two_hop/exact_match"]`.
+        scores_before: Means of the first evaluation, if there are several.
         best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the latest one if none
             has a value; None without checkpoints.
         report: HTML report of the run, if it exists.
@@ -53,9 +57,84 @@ class Run:
 
     workdir: Path
     metrics: pa.Table
-    scores: dict[str, float]
+    scores: Scores
+    scores_before: Scores
     best_checkpoint: Path | None
     report: Path | None
+
+    def __str__(self) -> str:
+        """Describe the run in five lines: steps, scores, controls, checkpoint and report."""
+        steps = [stage for stage, _, _ in self._points("timing_s/step")]
+        counts = (f"{stage} {steps.count(stage)}" for stage in dict.fromkeys(steps))
+        evaluations = [scores for scores in (self.scores_before, self.scores) if scores]
+        scores, controls = (*format_scores(evaluations), "", "")[:2]
+        return "\n".join(
+            (
+                f"{self.workdir}: {', '.join(counts) or 'no'} steps",
+                scores or "not evaluated",
+                controls or "controls: none",
+                f"best checkpoint: {self.best_checkpoint or 'none'}",
+                f"report: {self.report or 'none'}",
+            )
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return a table of the scores, and curves of the train stage, for notebooks."""
+        rows = []
+        for measure in ("reward", "exact_match"):
+            for suite, label in SUITE_LABELS.items():
+                if (score := self.scores.get(f"{measure}/{suite}")) is not None:
+                    before = self.scores_before.get(f"{measure}/{suite}")
+                    cells = (label, "" if before is None else f"{before:.3f}", f"{score:.3f}")
+                    name = f"<td>{measure.replace('_', ' ')}</td>"
+                    rows.append(name + "".join(f"<td>{cell}</td>" for cell in cells))
+        head = "<tr><th></th><th></th><th>before</th><th>after</th></tr>"
+        table = f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        curves = []
+        for title, name in CURVES.items():
+            points = [(step, y) for stage, step, y in self._points(name) if stage == "train"]
+            curves.append(_draw_curve(title, points))
+        return f"<div><code>{html.escape(str(self.workdir))}</code>{table}{''.join(curves)}</div>"
+
+    def _points(self, name: str) -> list[tuple[str, int, float]]:
+        """Return (stage, step, value) of the records that have a metric."""
+        if name not in self.metrics.column_names:
+            return []
+        columns = (self.metrics[column].to_pylist() for column in ("stage", "step", name))
+        return [
+            (stage, step, value)
+            for stage, step, value in zip(*columns, strict=True)
+            if value is not None
+        ]
+
+
+CURVES = {
+    "reward": "critic/rewards/mean",
+    "entropy": "actor/entropy",
+    "searches": "num_searches/mean",
+}
+"""Titles and metrics of the curves that a notebook shows."""
+
+
+def _draw_curve(title: str, points: Sequence[tuple[int, float]]) -> str:
+    """Return an SVG image of a curve, 220 by 110 pixels; "" for less than two points."""
+    if len(points) < 2:
+        return ""
+    steps, values = zip(*points, strict=True)
+    low, high = min(values), max(values)
+    path = " ".join(
+        f"{10 + 200 * (step - steps[0]) / (steps[-1] - steps[0]):.1f},"
+        f"{90 - 60 * (value - low) / ((high - low) or 1.0):.1f}"
+        for step, value in points
+    )
+    return (
+        '<svg width="220" height="110" font-size="11" fill="currentColor">'
+        f'<text x="10" y="16">{title}: {values[0]:.3g} → {values[-1]:.3g}</text>'
+        f'<polyline points="{path}" fill="none" stroke="currentColor"/>'
+        f'<text x="10" y="106">{low:.3g} to {high:.3g}, {len(points)} steps</text></svg>'
+    )
 
 
 def train(
@@ -120,10 +199,7 @@ def load_run(workdir: str | Path) -> Run:
     lines = file.read_bytes().splitlines()
     # A running job may have written only part of the last line.
     records = [record for record in map(parse_record, lines) if record is not None]
-    scores: dict[str, float] = {}
-    for record in records:
-        eval_metrics = {name: value for name, value in record.items() if name.startswith("val-")}
-        scores = eval_metrics or scores
+    evaluations = read_scores(workdir, records[-1]["step"] if records else 0)
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     checkpoints = workdir / "checkpoints"
@@ -134,7 +210,8 @@ def load_run(workdir: str | Path) -> Run:
     return Run(
         workdir=workdir,
         metrics=pa.table(columns),
-        scores=scores,
+        scores=evaluations[-1] if evaluations else {},
+        scores_before=evaluations[0] if len(evaluations) > 1 else {},
         best_checkpoint=checkpoints / str(ranked[0]) if ranked else None,
         report=report if report.is_file() else None,
     )

@@ -16,6 +16,7 @@ from jaxrl.logs.eval_summary import (
     compute_attribution,
     format_suite_line,
     format_tables,
+    held_out_score,
     is_unscored,
     summarize,
     to_metrics,
@@ -242,20 +243,20 @@ def run_suites(
             run_state.workdir,
             (t for groups in groups_by_suite.values() for t in flatten_groups(groups)),
         )
-    # Report. The final evaluation prints its complete text, others a line per suite.
+    # Report. `jaxrl evaluate` prints the tables; a training run prints a line per suite.
+    label = run_state.progress.label if stage == "train" else stage
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
     errors = {suite: first_error(flatten_groups(groups_by_suite[suite])) for suite in unscored}
     for suite, error in errors.items():
         display.log(
-            f"warning: {stage} {step} {suite}: no question could be scored, since every "
+            f"warning: {label} {suite}: no question could be scored, since every "
             f"episode ended in an environment error; the first: {error}"
         )
-    lines = [
-        f"{stage} {step} {format_suite_line(suite, summary)}"
-        for suite, summary in summaries.items()
-    ]
-    for line in [text] if stage == "evaluate" else lines:
+    is_only_stage = run_state.settings.stages == ("evaluate",)
+    lines = [f"{label} {format_suite_line(suite, summary)}" for suite, summary in summaries.items()]
+    for line in [text] if is_only_stage else lines:
         display.log(line)
+    run_state.held_out = next(map(held_out_score, summaries.values()), None)
     metrics = {"timing_s/testing": time.perf_counter() - started, **compute_memory_metrics()}
     run_state.progress.ledger += ledger
     run_state.pending_usage = UsageStats()

@@ -100,18 +100,12 @@ def run(
             is_recorded = True
             with contextlib.closing(run_state.metrics_log), _stop_display(display):
                 is_done = run_stages(run_state)
-    # Report the contents of the workdir, and warn if nothing was learned.
+    # End with the scores and the report's path. Warn first if nothing was learned.
     progress = run_state.progress
-    report_lines: list[str] = []
-    write_report(run_state, report_lines.append)
-    paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
-    names = sorted(path.name + "/" * path.is_dir() for path in paths)
-    display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
         lr = components.method.optimizer.lr
         display.log(describe_no_learning(progress.stage_step, lr))
-    for line in report_lines:
-        display.log(line)
+    write_report(run_state, display.log)
 
 
 def describe_unsaved_work(run_state: RunState) -> str:
@@ -221,11 +215,11 @@ def run_stages(run_state: RunState) -> bool:
     except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
         run_state.save_progress()
         if isinstance(error, Interrupted):
-            saved = f"step {progress.step} is saved. The same command resumes there"
+            saved = f"{progress.label} is saved. The same command resumes there"
             nothing = describe_unsaved_work(run_state)
             display.log(f"stopped; {saved if run_state.saved else nothing}")
         if isinstance(error, BudgetSpentError):
-            saved = f"step {progress.step} is saved" if run_state.saved else "nothing is saved yet"
+            saved = f"{progress.label} is saved" if run_state.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
         # Rendering the report takes seconds. Skip it for an interrupted run without any records.
         has_no_records = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
@@ -404,7 +398,7 @@ def load_initial_params(run_state: RunState) -> Params:
     load_args = model, settings.model_path, settings.architecture, counter
     model.base = load_frozen_params(*load_args)
     if run_state.saved:
-        display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
+        display.log(f"resuming after {progress.label}")
         return run_state.restored.pop("params")
     display.log(f"no checkpoint in {run_state.workdir}: starting from {settings.model_path}")
     is_lazy = settings.stages == ("evaluate",)

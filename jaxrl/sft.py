@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl.data.stream import Stream
-from jaxrl.logs.steps import DISPLAYED_METRICS, compute_memory_metrics
+from jaxrl.logs.steps import compute_memory_metrics
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
@@ -21,8 +21,12 @@ from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
-SFT_DISPLAY_METRICS = {"loss": "sft/loss"} | {
-    name: DISPLAYED_METRICS[name] for name in ("tokens/s", "s/step", "GiB")
+SFT_DISPLAY_METRICS = {
+    "loss": "sft/loss",
+    "entropy": "sft/entropy",
+    "grad norm": "sft/grad_norm",
+    "lr": "sft/lr",
+    "tokens/s": "perf/throughput",
 }
 """Metric behind each number that the display shows."""
 

@@ -549,10 +549,14 @@ def act_on_signs(run_state: RunState) -> None:
 
 def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
     """Show the main metrics of a step on the display."""
-    numbers = {name: to_json_number(record.get(key)) for name, key in DISPLAYED_METRICS.items()}
+    values = {**record, "held_out": run_state.held_out}
+    shown: dict[str, float] = {}
+    for name, keys in DISPLAYED_METRICS.items():
+        numbers = [to_json_number(values[key]) for key in keys if key in values]
+        if numbers and numbers[0] is not None:
+            shown[name] = numbers[0]
     if not run_state.settings.ledger.prices:
-        numbers.pop("spent")
-    shown = {name: number for name, number in numbers.items() if number is not None}
+        shown.pop("spent", None)
     run_state.display.step(run_state.progress.stage_step, shown)
 
 

@@ -71,8 +71,20 @@ def test_a_run_returns_what_its_folder_holds(whole, settings):
     assert whole.report is None  # the fixture leaves it out
     page = report.write_report([whole.workdir])
     assert api.load_run(whole.workdir).report.resolve() == page
-    assert whole.scores == {n: v for n, v in written[-1].items() if n.startswith("val-")}
-    assert "val-core/all/exact_match/mean@4" in whole.scores
+    last = written[-1]
+    assert whole.scores["exact_match"] == last["val-core/all/exact_match/mean@4"]
+    assert whole.scores["exact_match/greedy"] == last["val-core/all/exact_match/greedy"]
+    first = next(r for r in written if "val-core/all/exact_match/greedy" in r)
+    assert whole.scores_before["exact_match/greedy"] == first["val-core/all/exact_match/greedy"]
+
+
+def test_a_run_prints_in_five_lines_and_shows_as_a_table(whole):
+    lines = str(whole).splitlines()
+    assert len(lines) == 5
+    assert f"{whole.scores['exact_match']:.3f}" in lines[1]
+    page = whole._repr_html_()
+    assert f"<td>{whole.scores['exact_match/greedy']:.3f}</td>" in page
+    assert page.count("<polyline") == 3  # reward, entropy, searches
 
 
 def test_modules_are_found_where_the_run_found_them(tmp_path, monkeypatch):

@@ -415,7 +415,7 @@ def test_every_part_of_the_reward_is_shown_those_with_weight_first():
     assert exact[:4] == ["all", "exact_match", "0", "0.500"]
     assert max(len(line) for line in text.splitlines()) <= 80
     assert format_suite_line("greedy", made) == (
-        "greedy: exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
+        "greedy: reward -0.100; exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
     )
     record = build_record(1, "evaluate", {}, {}, {"greedy": made})
     assert record["reward_weights"] == {"greedy": dict(made.weights)}

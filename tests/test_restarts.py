@@ -158,22 +158,24 @@ def num_lines(workdir):
 def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world, tmp_path, capsys):
     config, workdir = settings(tiny_world), tmp_path / "run"
     stops = [
-        (after_records(workdir, 9), 9),  # in the supervised stage
-        (after_records(workdir, NUM_SFT), NUM_SFT),  # in the evaluation before the first step
-        (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1),  # in a rollout; nothing is due
-        (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2),  # in an evaluation
-        (after_records(workdir, NUM_SFT + 5), NUM_SFT + 4),  # in a rollout right after a checkpoint
-        (after_records(workdir, LAST + 1), LAST),  # in the evaluate stage
+        (after_records(workdir, 9), 9, "sft 9"),  # in the supervised stage
+        # In the evaluation before the first step.
+        (after_records(workdir, NUM_SFT), NUM_SFT, f"sft {NUM_SFT}"),
+        (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1, "train 1"),  # in a rollout; not due
+        (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2, "train 2"),  # in an evaluation
+        # In a rollout right after a checkpoint.
+        (after_records(workdir, NUM_SFT + 5), NUM_SFT + 4, "train 4"),
+        (after_records(workdir, LAST + 1), LAST, f"train {NUM_TRAIN}"),  # in the evaluate stage
     ]
-    for should_stop, step in stops:
+    for should_stop, step, label in stops:
         assert not play(config, workdir, should_stop)
-        assert f"stopped; step {step} is saved." in capsys.readouterr().out
+        assert f"stopped; {label} is saved." in capsys.readouterr().out
         assert list_steps(workdir / "checkpoints")[-1] == step
         pending = position(workdir, step)["record"]
         assert (pending is not None) == (step == NUM_SFT + 2)
     assert play(config, workdir)
     out = capsys.readouterr().out
-    assert f"resuming after step {LAST} (train {NUM_TRAIN})" in out
+    assert f"resuming after train {NUM_TRAIN}" in out
     assert_same_run(workdir, base)
 
 
@@ -215,7 +217,7 @@ def signalled(base, tiny_world, workdir, environment, number):
     assert f"{number.name}: stopping; once more to end at once" in log
     assert "Traceback" not in log
     newest = list_steps(workdir / "checkpoints")[-1]
-    assert f"stopped; step {newest} is saved." in log
+    assert f"stopped; train {newest - NUM_SFT} is saved." in log
     assert newest >= NUM_SFT + 3
 
 
@@ -352,7 +354,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
         f"warning: checkpoint {newest.name} is damaged ({name}: missing, or not as it was"
         in told.err
     )
-    assert f"resuming after step {NUM_SFT + 2} (train 2)" in told.out
+    assert "resuming after train 2" in told.out
     shutil.rmtree(workdir / "checkpoints" / "damaged")
     assert_same_run(workdir, base)
 

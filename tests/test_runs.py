@@ -110,14 +110,13 @@ def test_a_run_leaves_what_it_promises(base):
 
 
 def test_its_output_ends_in_before_and_after_and_the_report(base):
-    """One line of scores, then the page: what a newcomer looks for."""
-    *_, scores, page = (base / "stdout").read_text().splitlines()
+    """Scores, controls, then the page: what a newcomer looks for."""
+    *_, scores, controls, page = (base / "stdout").read_text().splitlines()
     number = r"\d\.\d{3}"
     assert re.fullmatch(
-        rf"exact match: sampled {number} -> {number}, greedy {number} -> {number}, "
-        rf"search finds nothing {number}",
-        scores,
+        rf"exact match: sampled {number} -> {number}, greedy {number} -> {number}", scores
     )
+    assert re.fullmatch(rf"controls, exact match: search finds nothing {number}", controls)
     assert page == f"report: {base / 'report.html'}"
 
 
@@ -212,7 +211,7 @@ def test_each_program_is_compiled_once(base, tiny_world):
 def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, stage):
     workdir = killed(base, tmp_path / "restarted", after=after)
     play(run_settings(tiny_world, **BASE), workdir)
-    assert f"resuming after step {after} ({stage} " in capsys.readouterr().out
+    assert f"resuming after {stage} " in capsys.readouterr().out
     assert lasting(workdir) == lasting(base)
     assert_same_weights(workdir / "export", base / "export")
     last = "evaluate_44.json"
@@ -408,7 +407,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         with pytest.raises(NothingWorksError, match=r"batches in a row .*: no route to host\."):
             go_on(workdir)
         assert [record["step"] for record in records(workdir)] == [0, 1, 2]
-        assert f"resuming after step {stage_step}" in capsys.readouterr().out
+        assert f"resuming after train {stage_step}" in capsys.readouterr().out
     is_mended = True
     go_on(workdir)
     assert [record["outcome/environment_error"] for record in records(workdir)[3:]] == [0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,6 +15,17 @@ from rich.spinner import Spinner
 from rich.table import Column
 
 from jaxrl.utils.text import escape_control_chars
+
+
+class _StageProgress(Progress):
+    """Progress bar of a stage, with the numbers of the last step in columns below it."""
+
+    numbers: tuple[str, ...] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the bar and the numbers, which wrap between entries on a narrow terminal."""
+        yield from super().get_renderables()
+        yield Columns(self.numbers, padding=(0, 2))
 
 
 class Display:
@@ -40,7 +52,7 @@ class Display:
         self._spinner = Spinner("dots", style="status.spinner")
         self._status: Live | None = None  # the live line outside a stage
         self._first: tuple[int, float] | None = None  # a stage's first step and its end time
-        self._progress: Progress | None = None
+        self._progress: _StageProgress | None = None
         self.last_progress_at, self.last_activity = time.monotonic(), ""
 
     def _record_progress(self, text: str) -> None:
@@ -64,22 +76,20 @@ class Display:
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
         if self.console.is_terminal and not self.console.quiet:
-            self._progress = Progress(
+            self._progress = _StageProgress(
                 TextColumn("{task.description} {task.completed}/{task.total}"),
-                *([BarColumn()] if self.console.width >= 140 else []),
-                # On a narrow terminal, wrap the numbers rather than cut off the time.
-                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+                BarColumn(bar_width=min(40, self.console.width // 4)),
+                TimeRemainingColumn(compact=True),
                 TextColumn(
                     "{task.fields[activity]}", markup=False, table_column=Column(no_wrap=False)
                 ),
-                TimeRemainingColumn(compact=True),
                 console=self.console,
                 redirect_stderr=self._is_shared,
                 speed_estimate_period=3600,  # the default, 30 s, is too short for one step
             )
             self._progress.start()
             self._bar = self._progress.add_task(
-                stage, total=num_steps, completed=first_step, numbers="", activity=""
+                stage, total=num_steps, completed=first_step, activity=""
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -87,9 +97,10 @@ class Display:
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+        texts = tuple(f"{name} {value}" for name, value in shown.items())
         if self._progress is not None:
-            self._progress.update(self._bar, completed=step, numbers=text, activity="")
+            self._progress.numbers = texts
+            self._progress.update(self._bar, completed=step, activity="")
             return
         now = time.monotonic()
         if self._first is None:
@@ -104,7 +115,7 @@ class Display:
             minutes, seconds = divmod(round(eta_s), 60)
             hours, minutes = divmod(minutes, 60)
             eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {eta} left")
+        self.log(f"{self._stage} {step}/{self._num_steps}  {'  '.join(texts)}  {eta} left")
 
     def activity(self, text: str) -> None:
         """Show an activity within a step or before the first one."""

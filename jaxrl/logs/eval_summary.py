@@ -20,6 +20,7 @@ from rich.text import Text
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.rewards.attribution import Attribution, attribute
 from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.logs.results import paid_reward
 from jaxrl.logs.statistics import (
     bootstrap_means,
     column_means,
@@ -255,6 +256,13 @@ def is_unscored(summary: EvalSummary) -> bool:
     return counts["unscored_questions"] == counts["num_questions"]
 
 
+def held_out_score(summary: EvalSummary) -> float | None:
+    """Return the exact match over all questions, or the reward if exact match is not measured."""
+    means = summary.means["all"]
+    score = means.get("exact_match", paid_reward(means, summary.weights))
+    return None if score is None or math.isnan(score) else score
+
+
 def format_suite_line(suite: str, summary: EvalSummary) -> str:
     """Format the scores of a suite in one line."""
     if is_unscored(summary):
@@ -267,8 +275,11 @@ def format_suite_line(suite: str, summary: EvalSummary) -> str:
     weighted_parts = [
         part for part, weight in summary.weights.items() if weight and part != "exact_match"
     ]
-    parts = "".join(f"; {part} {summary.means['all'][part]:.3f}" for part in weighted_parts)
-    return f"{suite}: exact match {by_set}{parts}; searches {summary.means['all']['searches']:.2f}"
+    means = summary.means["all"]
+    parts = "".join(f"; {part} {means[part]:.3f}" for part in weighted_parts)
+    reward = paid_reward(means, summary.weights)
+    paid = "" if reward is None or not weighted_parts else f"reward {reward:.3f}; "
+    return f"{suite}: {paid}exact match {by_set}{parts}; searches {means['searches']:.2f}"
 
 
 def format_tables(

@@ -24,17 +24,19 @@ from jaxrl.training.packing import PackedBatch
 from jaxrl.types import Group, Trajectory, flatten_groups
 
 DISPLAYED_METRICS = {
-    "reward": "critic/rewards/mean",
-    "exact match": "reward/exact_match/mean",
-    "searches": "num_searches/mean",
-    "python calls": "num_python_calls/mean",
-    "response": "response_length/mean",
-    "tokens/s": "perf/throughput",
-    "s/step": "timing_s/step",
-    "spent": "perf/ledger/total/cost",
-    "GiB": "perf/max_memory_gib",
+    "reward": ("critic/rewards/mean",),
+    "held-out": ("held_out",),
+    "KL": ("actor/kl_measured", "actor/kl_loss", "actor/ppo_kl"),
+    "entropy": ("actor/entropy",),
+    "grad norm": ("actor/grad_norm",),
+    "lr": ("actor/lr",),
+    "tokens/s": ("perf/throughput",),
+    "spent": ("perf/ledger/total/cost",),
 }
-"""Numbers that the display shows after a training step, and their metrics."""
+"""Numbers that the display shows after a training step, each the first metric that is present.
+
+`held_out` is the score of the last evaluation, see `logs.eval_summary.held_out_score`.
+"""
 
 
 @dataclass(kw_only=True)

@@ -149,6 +149,11 @@ class Progress:
         return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
 
     @property
+    def label(self) -> str:
+        """The stage and its number of completed steps, such as `train 30`."""
+        return f"{self.stage} {self.stage_step}"
+
+    @property
     def effective_weights_step(self) -> int:
         """Step that the run's weights come from: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
@@ -242,6 +247,7 @@ class RunState:
     # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
     pending_usage: UsageStats = field(default_factory=UsageStats)
     make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
+    held_out: float | None = None  # score of this start's last evaluation; see `held_out_score`
 
     def begin_stage(self, stage: str) -> bool:
         """Move the progress to a stage; return False if it is done."""
@@ -347,7 +353,7 @@ class RunState:
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
-        self.display.activity(f"saving step {self.progress.step}")
+        self.display.activity("saving a checkpoint")
         trim_memory()  # make room for the host copies of the save
         self.checkpointer.save(
             self.progress.step,

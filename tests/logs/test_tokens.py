@@ -125,4 +125,4 @@ def test_a_run_is_the_same_with_and_without(tiny_world, cache_folder, tmp_path):
             np.testing.assert_allclose(np.array(line["kl_weights"])[mask], 0.05)
             np.testing.assert_allclose(np.array(line["token_advantages"])[mask], line["advantage"])
     settings = dataclasses.asdict(settings_of(config))
-    assert (settings["tokens"], settings["trajectories"]) == (True, 6)
+    assert (settings["tokens"], settings["num_logged_trajectories"]) == (True, 6)

@@ -11,19 +11,11 @@ from typing import Any
 
 from jaxrl.config.schema import default_config, flatten
 from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
+from jaxrl.logs.results import SUITE_LABELS, paid_reward, pays_exact_match_only
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import to_finite_float
 
 STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
-
-SUITE_LABELS = {
-    "sampled": "sampled",
-    "greedy": "greedy",
-    "empty_search": "search finds nothing",
-    "random_search": "search finds anything",
-    "blank_images": "images show nothing",
-}
-"""Labels of evaluation suites, in display order."""
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
 """Measures of an evaluation that are counts rather than means."""
@@ -55,7 +47,7 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.workdir.resolve()),
         "step": run.records[-1]["step"] if run.records else None,
-        "offset": next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0),
+        "offset": num_warm_start_steps(run),
         "stages": progress(run),
         "is_finished": is_finished(run),
         "warnings": find_warnings(run),
@@ -77,6 +69,17 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
         "num_files": run.index.num_files,
         "num_indexed": run.index.num_indexed,
     }
+
+
+def num_warm_start_steps(run: RunReader) -> int:
+    """Return the number of steps before the stage `train`, which global steps include."""
+    return next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0)
+
+
+def name_step(run: RunReader, step: float) -> str:
+    """Return the name of a global step within its stage."""
+    num_before = num_warm_start_steps(run)
+    return f"warm-start step {step:.0f}" if step < num_before else f"step {step - num_before:.0f}"
 
 
 def progress(run: RunReader) -> list[dict[str, Any]]:
@@ -131,7 +134,8 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
         for suite, by_set in evaluation.summary.items():
             num_questions, num_unscored, _ = map(as_dict(as_dict(by_set).get("all")).get, COUNTS)
             if num_questions and num_questions == num_unscored:
-                text = f"{STAGE_LABELS[evaluation.stage]}, step {evaluation.step}, {suite}"
+                step = name_step(run, evaluation.step)
+                text = f"{STAGE_LABELS[evaluation.stage]}, {step}, {suite}"
                 warnings.append((True, f"every episode failed in an evaluation: {text}"))
     answers = [rows for e in evaluations_of(run) for rows in e.answers.values()]
     errors = [run.index.error, *(row["error"] for rows in answers for row in rows)]
@@ -141,7 +145,8 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     for change in run.changes:
         if accepted := as_list(change.get("accepted")):
             keys = ", ".join(map(str, accepted))
-            text = f"{keys} changed after step {change.get('step')}: not one experiment"
+            step = name_step(run, to_finite_float(change.get("step")) or 0)
+            text = f"{keys} changed after {step}: not one experiment"
             warnings.append((True, text))
     return warnings
 
@@ -166,18 +171,24 @@ def suites_of(run: RunReader) -> list[str]:
 def scores(run: RunReader) -> list[dict[str, Any]]:
     """Return the means of all evaluations, by suite, data set and measure.
 
-    Exact match comes first, then other reward parts with a weight, then parts without one, then
-    other measures. `weight` is None for measures that are not reward parts.
+    The reward comes first, then its parts by weight, exact match, parts without a weight, and other
+    measures. `weight` is None for measures that are not reward parts. The reward has a row only if
+    it differs from exact match.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
     weights: dict[str, float] = {}
     for evaluation in evaluations_of(run):
         for suite in (name for name in suites_of(run) if name in evaluation.summary):
-            for part, weight in as_dict(evaluation.weights.get(suite)).items():
-                weights[part] = to_finite_float(weight) or 0.0
+            suite_weights = {
+                part: to_finite_float(weight) or 0.0
+                for part, weight in as_dict(evaluation.weights.get(suite)).items()
+            }
+            weights |= suite_weights
             for data_set, means in as_dict(evaluation.summary[suite]).items():
-                for measure, mean in as_dict(means).items():
-                    value = to_finite_float(mean)
+                values = {name: to_finite_float(mean) for name, mean in as_dict(means).items()}
+                if not pays_exact_match_only(suite_weights):
+                    values = {"reward": paid_reward(values, suite_weights), **values}
+                for measure, value in values.items():
                     if value is None or measure in COUNTS:
                         continue
                     interval: Any = evaluation.intervals
@@ -187,9 +198,14 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, measure), []).append(point)
 
-    def rank(key: tuple[str, str, str]) -> tuple[bool, bool, bool]:
+    def rank(key: tuple[str, str, str]) -> tuple[bool, ...]:
         measure = key[2]
-        return measure != "exact_match", not weights.get(measure), measure not in weights
+        return (
+            measure != "reward",
+            not weights.get(measure),
+            measure != "exact_match",
+            measure not in weights,
+        )
 
     return [
         {
@@ -206,12 +222,11 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
 def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
     """Return the first and last score over all held-out questions, by measure and suite.
 
-    The measure is exact match, or if absent each reward part with a nonzero weight. The first score
-    is None if there is only one.
+    The measures are the reward, if it differs from exact match, and exact match. The first score is
+    None if there is only one.
     """
     rows = [row for row in scores(run) if row["data_set"] == "all"]
-    main = [row for row in rows if row["measure"] == "exact_match"]
-    main = main or [row for row in rows if row["weight"]]
+    main = [row for row in rows if row["measure"] in ("reward", "exact_match")]
     return {
         (row["measure"], row["suite"]): (
             row["points"][0] if len(row["points"]) > 1 else None,
@@ -219,16 +234,6 @@ def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]
         )
         for row in main
     }
-
-
-def one_line(run: RunReader) -> str:
-    """Return the first and last held-out scores in one line; "" without scores."""
-    by_measure: dict[str, list[str]] = {}
-    for (measure, suite), (first, last) in held_out(run).items():
-        before = "" if first is None else f"{first[1]:.3f} -> "
-        text = f"{SUITE_LABELS.get(suite, suite)} {before}{last[1]:.3f}"
-        by_measure.setdefault(measure.replace("_", " "), []).append(text)
-    return "; ".join(f"{measure}: {', '.join(texts)}" for measure, texts in by_measure.items())
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
@@ -386,7 +391,8 @@ def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict
     for number, group in enumerate(groups):
         for position in group["runs"]:
             run, result = runs[position], results[position]
-            step = f"{run.records[-1]['step']:,}" if run.records else "–"
+            num_steps = run.records[-1]["step"] - num_warm_start_steps(run) if run.records else 0
+            step = f"{num_steps:,}" if run.records else "–"
             sampled = dict(costs(run)).get("sampled tokens")
             seconds = sum(sum(row["parts"].values()) for row in times(run))
             cells = [(step, "" if is_finished(run) else "not finished")]

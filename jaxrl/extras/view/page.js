@@ -110,7 +110,6 @@ const colorOf = (run) => (settings.isCombined && hasSeeds() ? groupOf(run) : run
 const dot = (color) => el("i", { class: `dot c${color % 8}` });
 const chosenRun = (query) => Math.min(Number(query.get("run")) || 0, overview.runs.length - 1);
 const suiteLabels = () => Object.assign({}, ...overview.runs.map((run) => run.suites));
-const hasOffsets = () => unique(overview.runs.map((run) => run.offset)).length > 1;
 
 function runSelect(query, view) {
   if (isSingle()) return null;
@@ -202,8 +201,12 @@ function combine(curves) {
   });
 }
 
-// Number of steps before the stage `train`, subtracted if runs differ in it, so that curves align.
-const stepsBefore = (run) => (hasOffsets() ? overview.runs[run].offset : 0);
+// Files and addresses hold global steps. The page counts the steps of the stage `train`, so that the
+// curves of runs with different warm starts align.
+const stepsBefore = (run) => overview.runs[run].offset;
+const shownStep = (run, step) => integer(step - stepsBefore(run));
+const stepName = (run, step) => (step < stepsBefore(run) ? `warm-start step ${integer(step)}`
+  : `step ${shownStep(run, step)}`);
 
 // One line per label and visible run; combined seeds count as one run.
 function makeLines(labels, pointsOf, isShifted = true) {
@@ -402,7 +405,7 @@ function alerts(run) {
   return [
     ...warnings.map(([isSerious, text]) => (isSerious ? div("alert said", head, text) : soft(head, text))),
     ...firsts.map(({ sign, step, text, action }) => div("alert said", head,
-      el("b", {}, `${words(sign)}, first at step ${step}`), `: ${text} (${action})`)),
+      el("b", {}, `${words(sign)}, first at step ${shownStep(run, step)}`), `: ${text} (${action})`)),
     problems.length ? soft(head, "Unreadable: ", problems.join("; ")) : "",
   ];
 }
@@ -413,7 +416,7 @@ function tiles(run) {
     const hasTwo = points.length > 1, sign = change < 0 ? "−" : "+";
     return div("card tile", small(`${words(measure)}, ${suiteLabels()[suite]}`),
       div("big", score(last[1]), hasTwo ? badge(change >= 0, sign + score(Math.abs(change))) : ""),
-      small(hasTwo ? `${score(first[1])} at step ${first[0]} · ` : "", interval(last) && `95%: ${interval(last)}`));
+      small(hasTwo ? `${score(first[1])} at step ${shownStep(run, first[0])} · ` : "", interval(last) && `95%: ${interval(last)}`));
   }));
 }
 
@@ -475,7 +478,7 @@ function runOverview(run) {
   const summary = overview.runs[run], config = Object.fromEntries(summary.config);
   const stage = ({ stage: name, num_done: done, num_planned: planned, stopped_early: stopped }) => [
     `${name}: ${integer(done)}`, isNumber(planned) ? ` of ${integer(planned)}` : "",
-    isNumber(stopped) ? `, stopped early at step ${integer(stopped)}` : ""].join("");
+    isNumber(stopped) ? `, stopped early at step ${shownStep(run, stopped)}` : ""].join("");
   return [
     el("h1", {}, summary.name, badge(summary.is_finished, summary.is_finished ? "finished" : "not finished")),
     soft(summary.stages.map(stage).join(" · ")),
@@ -491,8 +494,7 @@ function comparison() {
     : [dot(colorOf(run)), el("a", { href: hash("overview", [["run", run]]) }, name)], said(below)];
   const shown = rows.filter(({ run }) => run === null || !hiddenRuns.has(run));
   return [el("h1", {}, `${overview.runs.length} runs`),
-    soft("Runs that differ only in the seed form a group. The buttons above hide runs; click a name to open a run.",
-      hasOffsets() ? " Curves count steps from the end of the warm start." : ""),
+    soft("Runs that differ only in the seed form a group. The buttons above hide runs; click a name to open a run."),
     card("Comparison", table(columns, shown.map((row) => [title(row), ...row.cells.slice(1)]))),
     ...visibleRuns().flatMap(alerts), ""];
 }
@@ -605,7 +607,7 @@ async function trajectoriesView(query, isCurrent) {
     const key = sortBox.value.replace("-", ""), sign = sortBox.value === key ? -1 : 1;
     return allRows().filter((row) => (!outcomeBox.value || row.outcome === outcomeBox.value)
       && (!correctBox.value || String(row.correct) === correctBox.value)
-      && isWithin(row.step, stepLow, stepHigh) && isWithin(row.reward, rewardLow, rewardHigh)
+      && isWithin(row.step - stepsBefore(row.run), stepLow, stepHigh) && isWithin(row.reward, rewardLow, rewardHigh)
       && hasText([...task(row), row.answer], text.value))
       .sort((a, b) => (a[key] === null) - (b[key] === null) || sign * (a[key] - b[key]) || a.line - b.line);
   }
@@ -625,7 +627,7 @@ async function trajectoriesView(query, isCurrent) {
         [[isSingle() ? "" : dot(colorOf(row.run)), verdict(row.correct)]],
         el("a", { class: "said line", href: trajectoryHash(row) }, task(row)[1] || "(no question)"),
         el("span", { class: "said line" }, row.answer), words(row.outcome),
-        ...columns.map((name) => number(row[name]))]), 4));
+        shownStep(row.run, row.step), ...columns.slice(1).map((name) => number(row[name]))]), 4));
     const go = (label, to) => el("button",
       { disabled: to < 0 || to >= numPages, onclick: () => { page = to; draw(); } }, label);
     pager.replaceChildren(go("previous", page - 1), `page ${page + 1} of ${numPages}`, go("next", page + 1));
@@ -747,9 +749,9 @@ async function trajectoryView(query, isCurrent) {
   const shown = ["turns", "reward_parts", "generated_text", "question", "query", "reward_records"];
   const others = Object.entries(record).filter(([name]) => !shown.includes(name));
   const chip = (other) => el("a", { class: "chip", href: trajectoryHash(other), "aria-current": String(other === row) },
-    `step ${other.step} `, verdict(other.correct), ` ${number(other.reward, 3)}`);
+    `step ${shownStep(run, other.step)} `, verdict(other.correct), ` ${number(other.reward, 3)}`);
   main.replaceChildren(el("h1", { class: "said" }, String(record.query || record.question || record.task_id)),
-    facts([["run", overview.runs[run].name], ["step", integer(step)], ["outcome", words(record.outcome)],
+    facts([["run", overview.runs[run].name], ["step", shownStep(run, step)], ["outcome", words(record.outcome)],
       ["answer", [verdict(row?.correct), " ", record.final_answer || "nothing"]],
       ["accepted", [record.answers].flat().slice(0, 4).join(" | ")],
       ["reward", number(record.reward)], ["advantage", number(record.advantage)]]),
@@ -779,7 +781,7 @@ function detailsView(query) {
     inner && typeof inner === "object" ? flat(inner, `${head}${key}.`) : [[`${head}${key}`, code(inner)]]));
   main.replaceChildren(div("toolbar", runSelect(query, "details"), soft(folder)),
     card("Configuration", soft(`Keys that differ from their defaults; search all ${config.length}.`), search, body),
-    ...changes.map((change) => card(`Settings changed after step ${change.step}`,
+    ...changes.map((change) => card(`Settings changed after ${stepName(run, change.step)}`,
       table(["key", "before", "after"], Object.entries(change.changes)
         .map(([key, value]) => [key, code(value?.before), code(value?.now)]), 3))),
     ...starts.map((start, i) => card(`${i ? "Restart" : "Start"} ${start.started ?? ""}`,

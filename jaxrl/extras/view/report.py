@@ -20,9 +20,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.extras.view.facts import one_line, suites_of
+from jaxrl.extras.view.facts import suites_of
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.viewer import Viewer, to_plain
+from jaxrl.logs.results import format_scores, read_scores
 from jaxrl.utils.files import open_atomic
 
 MAX_ANSWERS = 100
@@ -49,7 +50,7 @@ def write_report(
         out: Path of the page; by default `report.html` in the run's folder, or for several runs in
             their common parent.
         ignore: Keys or sections that may differ among the seeds of one group.
-        log: Function that receives one line about a single run, or a table of several runs.
+        log: Function that receives lines about a single run, or a table of several runs.
 
     Returns:
         Path of the page.
@@ -69,8 +70,11 @@ def write_report(
         file.write(page)
     if log and len(viewer.runs) > 1:
         log(format_comparison(viewer.at("overview")["comparison"]))
-    elif log and (line := one_line(viewer.runs[0])):
-        log(line)
+    elif log:
+        [run] = viewer.runs
+        last_step = run.records[-1]["step"] if run.records else 0
+        for line in format_scores(read_scores(run.workdir, last_step)):
+            log(line)
     return out
 
 

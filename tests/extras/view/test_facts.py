@@ -55,13 +55,16 @@ class TestScores:
             write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
         rows = facts.scores(read(run))
         assert [(row["measure"], row["data_set"], row["weight"]) for row in rows] == [
+            ("reward", "all", None),
             ("mine.brevity", "all", 0.5),
             ("f1", "all", 0.0),
             ("f1", "one", 0.0),
             ("searches", "all", None),
         ]
-        # Without exact match, the parts with weight are the held-out scores.
-        assert facts.one_line(read(run)) == "mine.brevity: greedy 0.500 -> 0.500"
+        # Without exact match, the reward is the held-out score.
+        [(name, (first, last))] = facts.held_out(read(run)).items()
+        assert name == ("reward", "greedy")
+        assert first[1] == last[1] == 0.5 * 0.5
 
     def test_early_stopping(self, run):
         """At step 5 of 12, with an evaluation of the weights of step 4."""
@@ -190,9 +193,9 @@ class TestWarnings:
         write_lines(run / "config_history.jsonl", [{"step": 0, "changes": {}}, line, "{"])
         assert read(run).changes == [line]
         assert facts.find_warnings(read(run)) == [
-            (True, "every episode failed in an evaluation: evaluation, step 5, greedy"),
+            (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
             (True, "an environment error: down"),
-            (True, "optimizer.lr changed after step 4: not one experiment"),
+            (True, "optimizer.lr changed after step 2: not one experiment"),
         ]
 
 
@@ -247,7 +250,7 @@ class TestComparison:
         path = runs[2] / "metrics.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
         *_, killed, mean = view(*runs).at("overview")["comparison"]["rows"]
-        assert killed["cells"][1] == ["4", "not finished"]
+        assert killed["cells"][1] == ["2", "not finished"]
         # 0.75 and 0.5: the deviation is 0.25 / √2.
         assert (mean["run"], mean["cells"][2]) == (
             None,

@@ -95,12 +95,12 @@ def test_overview_of_a_run(tmp_path, browser, open_page):
     open_page(run)
     assert browser.text("h1") == "runfinished"
     assert texts(browser, ".tile .big") == ["0.750+0.500", "0.250"]
-    assert "entropy rise, first at step 4: it rose (warn)" in browser.text(".alert")
+    assert "entropy rise, first at step 2: it rose (warn)" in browser.text(".alert")
     assert values(browser, "exact match") == {"sampled": 0.75, "search finds nothing": 0.25}
     assert values(browser, "Reward") == {"reward": 0.75}
     # Five points of two suites have an error bar each; the sign is a line in charts of training.
     assert len(texts(browser, '[data-chart="exact match"] circle')) == 3
-    assert texts(browser, '[data-chart="Reward"] .mark title') == ["entropy_rise, step 4: it rose"]
+    assert texts(browser, '[data-chart="Reward"] .mark title') == ["entropy_rise, step 2: it rose"]
     assert texts(browser, '[data-chart="exact match"] .mark') == []
     rows = texts(browser, "section:first-of-type tbody tr")
     assert "exact match0.250 → 0.7500.625 to 0.8750.2500.125 to 0.375" in rows
@@ -172,14 +172,14 @@ def test_trajectories_are_filtered_and_sorted(tmp_path, browser, open_page):
     for selector, value, count in (
         ("[name=text]", "TASK 1", 6),
         ("[name=correct]", "1", 3),
-        ('[name="step from"]', "4", 2),
+        ('[name="step from"]', "2", 2),
         ('[name="reward to"]', "0.5", 0),
     ):
         fill(browser, selector, value)
         browser.wait(f"document.querySelector('#count').textContent === '{count}'")
     fill(browser, '[name="reward to"]', "")
     fill(browser, "[name=sort]", "-step")
-    browser.wait("document.querySelector('tbody td:nth-child(5)')?.textContent === '4'")
+    browser.wait("document.querySelector('tbody td:nth-child(5)')?.textContent === '2'")
     click(browser, "tbody a")
     browser.wait("document.documentElement.dataset.ready === 'trajectory'")
     assert browser.evaluate("location.hash").startswith("#trajectory?run=0&step=4&line=3")
@@ -214,7 +214,7 @@ def test_a_trajectory_token_by_token(tmp_path, browser, open_page):
     assert "old_logprobs is not one number per token" in browser.text("details")
     kinds = texts(browser, "#tokens .tokens-row small:first-child")
     assert (kinds[0], "model" in kinds, "inserted" in kinds) == ("prompt", True, True)
-    assert texts(browser, ".chip") == ["step 6 ✓ 1", "step 6 ✗ 0"]
+    assert texts(browser, ".chip") == ["step 4 ✓ 1", "step 4 ✗ 0"]
     assert texts(browser, "pre.call") == ["字"]
     click(browser, '[data-by="advantage"]')
     browser.wait("location.hash.endsWith('by=advantage')")

@@ -114,10 +114,13 @@ class TestStaticPage:
 
 
 class TestTerminal:
-    def test_a_run_is_one_line(self, run, capsys):
+    def test_a_run_is_its_scores_and_its_controls(self, run, capsys):
         main(["--static", str(run)])
-        line = "exact match: sampled 0.250 -> 0.750, search finds nothing 0.250"
-        assert capsys.readouterr().out.splitlines() == [line, str(run / "report.html")]
+        assert capsys.readouterr().out.splitlines() == [
+            "exact match: sampled 0.250 -> 0.750",
+            "controls, exact match: search finds nothing 0.250",
+            str(run / "report.html"),
+        ]
 
     def test_several_runs_are_a_table(self, tmp_path, capsys):
         runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
@@ -126,9 +129,9 @@ class TestTerminal:
         cells = [re.split(r"\s{2,}", line.strip()) for line in (first, below, second, last)]
         scores = ["0.250 → 0.750", "0.250"]
         assert cells == [
-            ["lr_1e-06", "5", *scores, "–", "16.8 s"],
+            ["lr_1e-06", "3", *scores, "–", "16.8 s"],
             ["optimizer.lr=1e-06", "0.625 to 0.875", "0.125 to 0.375"],
-            ["lr_3e-06", "5", *scores, "–", "16.8 s"],
+            ["lr_3e-06", "3", *scores, "–", "16.8 s"],
             ["optimizer.lr=3e-06", "0.625 to 0.875", "0.125 to 0.375"],
         ]
         assert path == str(tmp_path / "report.html")
@@ -141,8 +144,8 @@ class TestTerminal:
     def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(self, run, monkeypatch):
         lines = []
         write_or_warn(run, lines.append)
-        score, page = lines
-        assert score.startswith("exact match: sampled 0.250 -> 0.750")
+        score, _, page = lines
+        assert score == "exact match: sampled 0.250 -> 0.750"
         assert page == f"report: {run / 'report.html'}"
         monkeypatch.setattr(report, "render", lambda _: 1 / 0)
         write_or_warn(run, lines.append)

@@ -1,0 +1,110 @@
+"""Held-out scores of a run, from the files in its `eval/` folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl.utils.json_io import to_finite_float
+
+SUITE_LABELS = {
+    "sampled": "sampled",
+    "greedy": "greedy",
+    "empty_search": "search finds nothing",
+    "random_search": "search finds anything",
+    "blank_images": "images show nothing",
+}
+"""Labels of evaluation suites, in display order. All after `greedy` are controls."""
+
+STAGES = ("train", "evaluate")
+_FILE = re.compile(rf"({'|'.join(STAGES)})_(\d+)\.json")
+
+Scores = dict[str, float]
+"""Means of one evaluation by name, such as `exact_match`; see `read_scores`."""
+
+
+def paid_reward(means: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """Return the weighted sum of the mean reward parts; None if a weighted part has no value."""
+    parts = [(means.get(part), weight) for part, weight in weights.items() if weight]
+    total = 0.0
+    for mean_of_part, weight in parts:
+        if mean_of_part is None or math.isnan(mean_of_part):
+            return None
+        total += weight * mean_of_part
+    return total if parts else None
+
+
+def pays_exact_match_only(weights: Mapping[str, float]) -> bool:
+    """Return True if the reward is the exact match, so that one number shows both."""
+    return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
+
+
+def read_scores(workdir: Path, last_step: int) -> list[Scores]:
+    """Read the scores of the evaluations up to the global step `last_step`, oldest first.
+
+    A name is `<measure>/<suite>` for all questions and `<dataset>/<measure>/<suite>` for the
+    questions of one dataset. Names without a suite are those of the first suite. `reward` is the
+    weighted sum of the reward parts. Unreadable files are skipped.
+    """
+    paths = {}
+    for path in (workdir / "eval").glob("*.json"):
+        if (match := _FILE.fullmatch(path.name)) and int(match[2]) <= last_step:
+            paths[int(match[2]), STAGES.index(match[1])] = path
+    evaluations = []
+    for _, path in sorted(paths.items()):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            evaluations.append(_flatten(content["summary"], content.get("reward_weights", {})))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+    return evaluations
+
+
+def _flatten(
+    suites: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    weights: Mapping[str, Mapping[str, float]],
+) -> Scores:
+    scores: Scores = {}
+    order = [*SUITE_LABELS, *(suite for suite in suites if suite not in SUITE_LABELS)]
+    for suite in (name for name in order if name in suites):
+        is_first = not scores
+        for dataset, means in suites[suite].items():
+            prefix = "" if dataset == "all" else f"{dataset}/"
+            numbers = {name: to_finite_float(value) for name, value in means.items()}
+            numbers = {"reward": paid_reward(numbers, weights.get(suite, {})), **numbers}
+            for name, value in numbers.items():
+                if value is not None:
+                    scores[f"{prefix}{name}/{suite}"] = value
+                    if is_first:
+                        scores[f"{prefix}{name}"] = value
+    return scores
+
+
+def format_scores(evaluations: Sequence[Scores]) -> list[str]:
+    """Format a line of the first and last scores, and a line of the controls.
+
+    The reward comes first, unless it equals the exact match. Returns [] without evaluations.
+    """
+    before = evaluations[0] if len(evaluations) > 1 else {}
+    after = evaluations[-1] if evaluations else {}
+    rewards = {name: value for name, value in after.items() if name.startswith("reward/")}
+    equals = all(after.get(f"exact_match/{n.partition('/')[2]}") == v for n, v in rewards.items())
+    lines = []
+    suites = [*SUITE_LABELS]
+    for prefix, group in (("", suites[:2]), ("controls, ", suites[2:])):
+        parts = []
+        for measure in ("exact_match",) if equals else ("reward", "exact_match"):
+            texts = []
+            for suite in group:
+                if (value := after.get(f"{measure}/{suite}")) is not None:
+                    old = before.get(f"{measure}/{suite}")
+                    arrow = "" if old is None else f"{old:.3f} -> "
+                    texts.append(f"{SUITE_LABELS[suite]} {arrow}{value:.3f}")
+            if texts:
+                parts.append(f"{measure.replace('_', ' ')}: {', '.join(texts)}")
+        lines += [prefix + "; ".join(parts)] if parts else []
+    return lines
