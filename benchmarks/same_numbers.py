@@ -19,7 +19,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,14 @@ OLD_KEYS = {
     "rollout.max_num_seqs": "rollout.num_rows",
     "kl.apply_to": "kl.place",
     "loss.token_filter": "loss.gate",
+    "shaping.centered_gain": "shaping.centred_gain",
 }
 """New to old names of keys, for older revisions."""
 OLD_POSITION = {
     "buffered_groups": "leftover",
     "in_flight_tasks": "unfinished",
     "prefetched": "pending",
+    "sampled_stats": "tried",
 }
 """New to old names of the fields of a checkpoint's position."""
 
@@ -326,7 +328,7 @@ def content(path: Path) -> Any:
                 gone = ("schedule", "num_broken_off")  # old revisions only
                 left_out = ("config", "contents", "record", *gone)
                 names = {old: new for new, old in OLD_POSITION.items()}
-                kept = {names.get(k, k): v for k, v in saved.items() if k not in left_out}
+                kept = rename({k: v for k, v in saved.items() if k not in left_out}, names)
                 values |= {f"position/{name}": value for name, value in untimed(kept).items()}
             elif folder.is_dir():
                 leaves = jax.tree_util.tree_leaves_with_path(reader.restore(folder))
@@ -338,6 +340,13 @@ def content(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return path.read_bytes()
     return [untimed(json.loads(text)) for text in lines_of(path)]
+
+
+def rename(value: Any, names: Mapping[str, str]) -> Any:
+    """Replace the names of fields in a JSON value."""
+    if isinstance(value, dict):
+        return {names.get(key, key): rename(inner, names) for key, inner in value.items()}
+    return [rename(inner, names) for inner in value] if isinstance(value, list) else value
 
 
 def lines_of(path: Path) -> Sequence[str]:

@@ -112,7 +112,7 @@ DIMENSIONS = [
     each("shaping.sample_level", (True, False)),
     each("shaping.stage_tolerance", (0, 5)),
     each("shaping.entropy_reward", (False, True)),
-    each("shaping.centred_gain", (False, True)),
+    each("shaping.centered_gain", (False, True)),
     each("shaping.entropy_window", (2, 4)),
     each("shaping.bootstrap_tasks", (0, 3)),
     each("optimizer.num_minibatches", (1, 2)),

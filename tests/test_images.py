@@ -187,7 +187,7 @@ class TestRecords:
 
 class TestProcessor:
     def test_patches_are_in_blocks_of_a_token(self, processor):
-        """Against loops over rows, columns and colours; no resizing at this size."""
+        """Against loops over rows, columns and colors; no resizing at this size."""
         image = drawn(width=16, height=24)
         made = processor(Picture(data=encoded(image)))
         mean = np.array([0.48145466, 0.4578275, 0.40821073])
@@ -307,7 +307,7 @@ class TestProcessor:
 
     @pytest.mark.parametrize("kind", ["animated", "CMYK", "palette", "palette with a hole", "gray"])
     def test_other_kinds_of_images_are_what_pillow_makes_of_them(self, processor, kind):
-        """The first of an animation; colours where something is transparent."""
+        """The first of an animation; colors where something is transparent."""
         image, others = drawn(16, 16), [drawn(16, 16, seed=1)]
         data = {
             "animated": lambda: encoded(image, "GIF", save_all=True, append_images=others),

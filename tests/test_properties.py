@@ -359,7 +359,7 @@ def test_groups_are_those_of_a_task_wherever_they_stand(name, baseline, made, or
         mixed = [made[i] for i in order]
         np.testing.assert_allclose(estimate(mixed, 3), wanted, atol=2e-6)
     assert not wanted[[not t.is_scored for t in made]].any()
-    # What another group does is none of a group's business, where nothing is normalised over all.
+    # What another group does is none of a group's business, where nothing is normalized over all.
     if name not in ("reinforce_plus_plus", "pass_at_k_entropy_guided"):
         others = np.array([t.task_id != "t0" for t in made])
         failed = {"outcome": Outcome.ENVIRONMENT_ERROR}

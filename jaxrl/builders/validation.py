@@ -166,7 +166,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
             c.filter.resample_attempts and has_stage_gate(shaping),
             "filter.resample_attempts and shaping.stage_level are set",
         ),
-        ("shaping.centred_gain", shaping.entropy_reward, "shaping.entropy_reward is True"),
+        ("shaping.centered_gain", shaping.entropy_reward, "shaping.entropy_reward is True"),
         (
             "shaping.trigger_words",
             windows,

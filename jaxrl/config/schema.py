@@ -349,7 +349,7 @@ _ENTRIES: dict[str, Key] = {
     "shaping.sample_level": Key(True, "In the late stage, give no bonus in groups whose answers "
         "differ much."),
     "shaping.entropy_reward": Key(False, "Reward tokens of high entropy by difficulty (ARES)."),
-    "shaping.centred_gain": Key(False, "Start gains at 0 instead of half their size."),
+    "shaping.centered_gain": Key(False, "Start gains at 0 instead of half their size."),
     "shaping.entropy_window": Key(4, "Tokens of an entropy window.", above=0),
     "shaping.entropy_percentile": Key(95.0, "Percentile of the windows of each trajectory; the "
         "median over the batch is the threshold.", at_least=0, at_most=100),

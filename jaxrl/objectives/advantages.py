@@ -152,7 +152,7 @@ def pass_at_k_combination(
 def pass_at_k_exceeding(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute pass@k advantages, weighted towards hard groups: `A_k * 4 / (10 * ln(c + 0.5))`.
+    """Compute pass@k advantages, weighted toward hard groups: `A_k * 4 / (10 * ln(c + 0.5))`.
 
     From https://arxiv.org/abs/2508.10751; c is the number of correct trajectories in the group. The
     factor is 0.99 for c = 1, 0.44 for c = 2, and decreases from there. The arguments are those of

@@ -113,7 +113,7 @@ def entropy_reward(
     *,
     targets: Mapping[str, float],
     coefficients: Mapping[str, float],
-    centred_gain: bool = False,
+    centered_gain: bool = False,
 ) -> Float[np.ndarray, " N"]:
     """Compute the reward for exploring as much as the difficulty of the task requires.
 
@@ -127,7 +127,7 @@ def entropy_reward(
     - wrong: a gain of up to `0.6 C`, `0.8 C` or `C` that grows as `delta` exceeds `M`.
 
     As published, a gain starts at half its maximum, so a wrong answer can score higher than a
-    correct one. `centred_gain` makes it start at 0.
+    correct one. `centered_gain` makes it start at 0.
 
     Args:
         counts: Number of tokens with high window entropy in each trajectory.
@@ -136,7 +136,7 @@ def entropy_reward(
         targets: Target count of each bucket. Trajectories in a bucket without a target, which is
             not calibrated yet, get 0.
         coefficients: ARES's alpha of each bucket, in units of reward.
-        centred_gain: True for gains of `2 * sigmoid - 1` instead of `sigmoid`.
+        centered_gain: True for gains of `2 * sigmoid - 1` instead of `sigmoid`.
     """
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
@@ -148,13 +148,13 @@ def entropy_reward(
             continue
         rewards[i] = _entropy_term(
             bucket, int(counts[i]), bool(is_correct[i]), targets[bucket], coefficients[bucket],
-            centred_gain=centred_gain,
+            centered_gain=centered_gain,
         )  # fmt: skip
     return rewards
 
 
 def _entropy_term(
-    bucket: str, count: int, is_correct: bool, target: float, alpha: float, *, centred_gain: bool
+    bucket: str, count: int, is_correct: bool, target: float, alpha: float, *, centered_gain: bool
 ) -> float:
     params = _REWARD_PARAMS[bucket]
     delta = count - target
@@ -163,7 +163,7 @@ def _entropy_term(
 
     def gain(excess: float) -> float:
         sigmoid = 1.0 / (1.0 + math.exp(-excess / params.temperature))
-        return 2.0 * sigmoid - 1.0 if centred_gain else sigmoid
+        return 2.0 * sigmoid - 1.0 if centered_gain else sigmoid
 
     def penalty(excess: float) -> float:
         excess, knee = max(excess, 0.0), params.knee

@@ -63,7 +63,7 @@ class TokenLimits:
         max_image_tokens: Maximum number of image tokens in prompt and observations; 0 for
             `max_total_tokens`. A prompt with more is overlong; an observation with more ends the
             trajectory.
-        context: Rule for episodes with several contexts, which all count towards
+        context: Rule for episodes with several contexts, which all count toward
             `max_total_tokens`; None for a single context.
     """
 

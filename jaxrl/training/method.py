@@ -97,7 +97,7 @@ class ShapingSettings:
     stage_tolerance: int
     sample_level: bool
     entropy_reward: bool
-    centred_gain: bool
+    centered_gain: bool
     entropy_window: int
     entropy_percentile: float
     entropy_decay: float

@@ -100,6 +100,6 @@ def add_entropy_reward(
             [controllers.bucket(trajectories[i].task_id) for i in scored],
             targets=controllers.coefficients.targets,
             coefficients=controllers.coefficients.alphas,
-            centred_gain=shaping.centred_gain,
+            centered_gain=shaping.centered_gain,
         )
     return add_reward(groups, "entropy", amounts)

@@ -205,7 +205,7 @@ BROKEN = [
     ("reward.weights", {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
-    ("shaping.centred_gain", {"shaping.centred_gain": True}),
+    ("shaping.centered_gain", {"shaping.centered_gain": True}),
     ("shaping.alpha_init", {"shaping.entropy_reward": True, "shaping.alpha_init": 2.5}),
     ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
     ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),

@@ -61,8 +61,8 @@ def test_what_stands_for_nothing_is_refused_with_its_key(key, value, message):
         validate(config)
 
 
-def thing(engine, *, size, colour="red"):
-    return engine, size, colour
+def thing(engine, *, size, color="red"):
+    return engine, size, color
 
 
 def test_parameters_are_bound_by_name():

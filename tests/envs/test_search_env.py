@@ -126,7 +126,7 @@ def test_only_the_rows_whose_search_fails_are_lost():
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "told"),
+    ("behavior", "told"),
     [
         (ConnectionError("refused"), "ConnectionError: refused"),
         (KeyError("result"), "KeyError: 'result'"),
@@ -136,14 +136,14 @@ def test_only_the_rows_whose_search_fails_are_lost():
         (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR_CHARS - 14)),
     ],
 )
-def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behaviour, told):
+def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behavior, told):
     class Broken(SearchEngine):
         def run(self, query):
             if query != "bad":
                 return f"found {query}"
-            if isinstance(behaviour, BaseException):
-                raise behaviour
-            return behaviour
+            if isinstance(behavior, BaseException):
+                raise behavior
+            return behavior
 
     class Together(Broken):
         def run_batch(self, queries):

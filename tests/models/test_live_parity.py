@@ -76,7 +76,7 @@ def random_llama(seed):
 
 
 def random_moe(seed):
-    """A small mixture of experts: any layers dense, shares normalised or not."""
+    """A small mixture of experts: any layers dense, shares normalized or not."""
     rng = np.random.default_rng(seed)
     dense = random_config(2 * seed + 1)
     expert_layers = tuple(i for i in range(dense.num_layers) if rng.integers(3)) or (0,)

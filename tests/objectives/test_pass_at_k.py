@@ -62,7 +62,7 @@ def test_too_few_wrong_for_a_subset_to_fail_is_exactly_zero(run):
 
 
 def by_all_subsets(is_correct, k):
-    """Every k-subset with its normalised reward; each trajectory's mean over its subsets."""
+    """Every k-subset with its normalized reward; each trajectory's mean over its subsets."""
     subsets = list(itertools.combinations(range(len(is_correct)), k))
     rewards = np.array([float(any(is_correct[i] for i in subset)) for subset in subsets])
     if rewards.min() == rewards.max():

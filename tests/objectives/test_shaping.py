@@ -178,14 +178,14 @@ def test_an_unknown_difficulty_is_refused():
 
 @pytest.mark.parametrize("is_correct", [True, False])
 @pytest.mark.parametrize("bucket", ["easy", "medium", "hard"])
-def test_a_centred_gain_is_twice_the_gain_less_its_size(bucket, is_correct):
-    plain, centred = entropy(bucket, is_correct), entropy(bucket, is_correct, centred_gain=True)
+def test_a_centered_gain_is_twice_the_gain_less_its_size(bucket, is_correct):
+    plain, centered = entropy(bucket, is_correct), entropy(bucket, is_correct, centered_gain=True)
     size = {"easy": 0.3, "medium": 0.4, "hard": 0.6}[bucket]  # C and the share of a wrong answer
     is_gain = plain > 0
-    np.testing.assert_allclose(centred[is_gain], 2 * plain[is_gain] - size, atol=1e-6)
-    np.testing.assert_array_equal(centred[~is_gain], plain[~is_gain])
+    np.testing.assert_allclose(centered[is_gain], 2 * plain[is_gain] - size, atol=1e-6)
+    np.testing.assert_array_equal(centered[~is_gain], plain[~is_gain])
     if not is_correct:
-        assert centred[0] == 0  # nothing is paid for a miss that did not explore
+        assert centered[0] == 0  # nothing is paid for a miss that did not explore
 
 
 def scalar_entropy_reward(bucket, is_correct, count, target, alpha):

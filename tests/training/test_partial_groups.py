@@ -1,4 +1,4 @@
-"""A group that lost members to environment errors is normalised over what is left, everywhere."""
+"""A group that lost members to environment errors is normalized over what is left, everywhere."""
 
 import dataclasses
 

@@ -156,8 +156,8 @@ def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
     assert is_same(add_entropy_reward(groups, Controllers.init(plain), plain.shaping), groups)
 
 
-def test_a_centred_gain_where_asked_for():
-    method = entropy_method(**{"shaping.centred_gain": True})
+def test_a_centered_gain_where_asked_for():
+    method = entropy_method(**{"shaping.centered_gain": True})
     groups = with_windows([make_trajectory()], [wavering(10)])
     [wrong] = flatten_groups(add_entropy_reward(groups, CALIBRATED, method.shaping))
     assert wrong.reward == 0

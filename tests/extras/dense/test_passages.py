@@ -83,8 +83,8 @@ def test_candidates_that_cannot_tell_are_not_the_last_word():
 
 def test_int8_finds_what_float32_finds_among_100_000_clustered_vectors():
     rng = np.random.default_rng(0)
-    centres = unit(rng, 500, 128)
-    vectors = centres[rng.integers(500, size=100_000)]
+    centers = unit(rng, 500, 128)
+    vectors = centers[rng.integers(500, size=100_000)]
     vectors += 0.03 * rng.standard_normal(vectors.shape, np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     queries = vectors[rng.integers(100_000, size=96)]

@@ -482,8 +482,8 @@ def test_a_blank_image_has_its_size_and_shows_nothing(processor):
     )
     blank = PIL.Image.open(io.BytesIO(sent_image(messages[1]["content"][0])))
     assert blank.size == (40, 24)
-    [(_, colour)] = blank.getcolors()
-    assert colour == (128, 128, 128)
+    [(_, color)] = blank.getcolors()
+    assert color == (128, 128, 128)
 
 
 def test_a_recorded_answer_belongs_to_the_image(processor, tmp_path):

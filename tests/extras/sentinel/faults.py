@@ -31,7 +31,7 @@ def huge_rewards(groups: Groups) -> Groups:
 
 
 def swapped_ids(groups: Groups) -> Groups:
-    """Two neighbouring sampled ids that changed places in every response."""
+    """Two neighboring sampled ids that changed places in every response."""
 
     def swap(trajectory: Trajectory) -> Trajectory:
         places = np.flatnonzero(trajectory.loss_mask)
