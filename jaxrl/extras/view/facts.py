@@ -27,7 +27,7 @@ TIMINGS = {
     "evaluation": "timing_s/testing",
     "checkpoint": "timing_s/save_checkpoint",
 }
-"""Parts of a run's time, with the metrics that measure them."""
+"""Metrics of the time that a run spends on each part, by label of the part."""
 
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
@@ -35,14 +35,14 @@ TOTALS = {
     "ledger/total/observation_tokens": "inserted tokens",
     "perf/ledger/total/cost": "cost",
 }
-"""Labels of the metrics with a run's totals."""
+"""Labels of the metrics that hold a run's totals, by metric name."""
 
 Point = tuple[int, float, float | None, float | None, str]
-"""Step of the weights, value, bounds of the 95% interval, and evaluating stage."""
+"""Step of the weights, value, lower and upper bound of the 95% interval, and stage."""
 
 
 def summarize_run(run: RunReader) -> dict[str, Any]:
-    """Return the page's data about a run, except for curves, answers and trajectories."""
+    """Summarize a run for the page, except for curves, answers and trajectories."""
     return {
         "name": run.name,
         "folder": str(run.workdir.resolve()),
@@ -110,7 +110,7 @@ def is_finished(run: RunReader) -> bool:
 
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
-    """Return (is serious, text) for each problem of a run."""
+    """Return (is_serious, text) for each problem found in a run."""
     # Steps without a gradient, by reason.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
@@ -120,14 +120,14 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     measured = [value for value in map(to_finite_float, learned) if value is not None]
     warnings = []
     if measured and not any(measured):
-        warnings.append((True, "nothing learned: no update had a gradient"))
+        warnings.append((True, "nothing learned: every gradient was zero"))
     for reason, without in (
         ("every episode failed", failed),
-        ("all rewards that are compared were equal", [s for s in silent if s not in failed]),
+        ("all compared rewards were equal", [s for s in silent if s not in failed]),
         ("the gradient was not finite", skipped),
     ):
         if without:
-            text = f"{len(without)} of {len(steps)} steps taught nothing: {reason}"
+            text = f"{len(without)} of {len(steps)} steps had no effect: {reason}"
             warnings.append((2 * len(without) >= len(steps), text))
     # Evaluations in which nothing was scored, and the first environment error.
     for evaluation in evaluations_of(run):
@@ -146,19 +146,19 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
         if accepted := as_list(change.get("accepted")):
             keys = ", ".join(map(str, accepted))
             step = name_step(run, to_finite_float(change.get("step")) or 0)
-            text = f"{keys} changed after {step}: not one experiment"
+            text = f"{keys} changed after {step}: not a single experiment"
             warnings.append((True, text))
     return warnings
 
 
 def evaluations_of(run: RunReader) -> list[Evaluation]:
-    """Return the evaluations up to the last record; later files are from a killed run."""
+    """Return the evaluations up to the last logged step; later files are from a killed run."""
     end = run.records[-1]["step"] if run.records else math.inf
     return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
 
 
 def suites_of(run: RunReader) -> list[str]:
-    """Return the suites of all evaluations in display order."""
+    """Return the suites of all evaluations, in display order."""
     present = {
         suite: None
         for evaluation in evaluations_of(run)
@@ -223,7 +223,7 @@ def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]
     """Return the first and last score over all held-out questions, by measure and suite.
 
     The measures are the reward, if it differs from exact match, and exact match. The first score is
-    None if there is only one.
+    None if there is only one evaluation.
     """
     rows = [row for row in scores(run) if row["data_set"] == "all"]
     main = [row for row in rows if row["measure"] in ("reward", "exact_match")]
@@ -237,7 +237,7 @@ def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
-    """Count the answers of the last evaluation by suite and kind of failure ("" for none)."""
+    """Count the answers of the last evaluation, by suite and kind of failure ("" for none)."""
     asked = [evaluation for evaluation in evaluations_of(run) if evaluation.answers]
     return {
         suite: dict(Counter(row["failure"] or "" for row in rows))
@@ -247,7 +247,7 @@ def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
 
 
 def costs(run: RunReader) -> list[tuple[str, float]]:
-    """Return labeled totals of the run, evaluations included; [] if nothing was recorded."""
+    """Return labels and values of the run's totals, including evaluations; [] if none is logged."""
     records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"
@@ -259,9 +259,9 @@ def costs(run: RunReader) -> list[tuple[str, float]]:
 
 
 def times(run: RunReader) -> list[dict[str, Any]]:
-    """Return the seconds of each stage, by part.
+    """Return the seconds that each stage spent on each part of `TIMINGS`, and on the rest.
 
-    Time between two records, for example of a checkpoint, belongs to the later record.
+    Time between two records, such as that of a checkpoint, counts toward the later record.
     """
     rows = []
     for stage in dict.fromkeys(record["stage"] for record in run.records):
@@ -283,7 +283,7 @@ def times(run: RunReader) -> list[dict[str, Any]]:
 
 
 def metric_names(run: RunReader) -> dict[str, list[str]]:
-    """Return the names of numeric metrics, by stage."""
+    """Return the names of the numeric metrics of each stage."""
     names: dict[str, dict[str, None]] = {}
     for record in run.records:
         by_stage = names.setdefault(record["stage"], {})
@@ -296,8 +296,8 @@ def metric_names(run: RunReader) -> dict[str, list[str]]:
 def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
     """Return the steps and values of a metric in a stage.
 
-    If there are more than `max_points`, neighbors are merged into mean step, mean, minimum and
-    maximum.
+    More than `max_points` points are downsampled: neighbors are merged into mean step, mean,
+    minimum and maximum.
     """
     points = [
         [record["step"], value]
@@ -317,7 +317,7 @@ def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[f
 
 
 def config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
-    """Return (key, value, default, differs from default) for every key."""
+    """Return (key, value, default, is_changed) for every config key."""
     defaults = flatten(default_config())
     return [
         (key, value, defaults.get(key), _as_json(value) != _as_json(defaults.get(key)))
@@ -330,20 +330,20 @@ def _as_json(value: Any) -> str:
 
 
 def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Group runs with configurations that differ only in the seed.
+    """Group runs whose configs differ only in the seed.
 
     Args:
         runs: Runs in the order of the command line.
         ignore: Further keys or sections that may differ within a group.
 
     Returns:
-        For each group the positions of its `runs`, a `label`, and the values of the `settings` in
-        which groups differ.
+        For each group: `runs` (positions in the argument), `label`, and `settings` (values of the
+        keys that differ between groups).
     """
     defaults = flatten(default_config())
 
     def compared(run: RunReader) -> dict[str, Any]:
-        # A key that the run lacks had the effect of its default.
+        # A key that is missing from the run's config had its default value.
         config = defaults | run.config if run.config else {}
         names = ("seed", *ignore)
         return {
@@ -376,11 +376,11 @@ def _shorten(text: str) -> str:
 
 
 def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a table with one row per run, and one row of means per group of several runs.
+    """Return a table with a row per run, and a row of means per group of several runs.
 
     Returns:
-        `columns` and `rows`. Each row has the position of its `run` (None for means) and `group`,
-        and `cells` of two texts each: a value, and a note below it.
+        `columns` and `rows`. Each row has the positions of its `run` (None for means) and `group`,
+        and `cells`: pairs of a value and a note to show below it.
     """
     results = [held_out(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
@@ -402,7 +402,7 @@ def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict
             title = (run.name, "\n".join(group["settings"]))
             rows.append({"run": position, "group": number, "cells": [title, *cells]})
         if len(group["runs"]) > 1:
-            # Leave out unfinished runs: their last score is from an intermediate step.
+            # Exclude unfinished runs: their last score is from an intermediate step.
             done = [results[n] for n in group["runs"] if is_finished(runs[n])]
             cells = [_mean_cell([r[name] for r in done if name in r]) for name in names]
             title = ("mean ± sd", group["label"])
@@ -434,7 +434,7 @@ def _mean_and_deviation(values: Sequence[float]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    """Format a duration, such as 12.3 s, 4 min 05 s or 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Readers of a workdir with missing, truncated, damaged or growing files."""
+"""Readers for a workdir whose files may be missing, truncated, damaged or growing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
-"""Names that identify a workdir; it holds at least one of them."""
+"""Files and folders by which a workdir is recognized: it contains at least one of them."""
 
 
 @dataclass
 class JsonLines:
-    """Records of a growing JSONL file. Each line is parsed once.
+    """Incremental reader of a growing JSONL file. Each line is parsed once.
 
     Attributes:
-        path: Path of the file, which need not exist.
-        names: Required fields and their types.
+        path: Path of the file, which may be missing.
+        names: Type of each required field.
         records: Valid records in file order.
         num_damaged: Number of invalid lines.
     """
@@ -50,7 +50,7 @@ class JsonLines:
     def refresh(self) -> bool:
         """Read appended lines; start over if the file was replaced or truncated.
 
-        An incomplete last line is kept until its rest arrives.
+        An incomplete last line is buffered until the rest of it is written.
 
         Returns:
             True if anything changed.
@@ -91,17 +91,17 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Contents of one file of `eval/`, without the responses.
+    """Contents of one file in `eval/`, without the responses.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the JSON file.
         stage: Stage of the evaluation.
         step: Global step of the evaluation.
         weights_step: Global step of the evaluated weights.
         summary: Means by suite, data set and measure.
         intervals: 95% intervals by suite, data set and measure.
-        weights: Weights by suite and reward part.
-        answers: Rows by suite, one per sample in file order.
+        weights: Reward weights by suite and reward part.
+        answers: One row per sample by suite, in file order.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class Evaluation:
 
 
 class _File(NamedTuple):
-    """Value of a file as last read, or the problem with it."""
+    """Parsed contents of a file, or the reason why it is unreadable."""
 
     identity: Identity | None
     value: Any
@@ -128,11 +128,11 @@ class RunReader:
     Attributes:
         workdir: Folder of the run.
         name: Display name, unique among the displayed runs.
-        version: Number of refreshes that changed something.
-        config: Flat configuration; {} if it is missing.
+        version: Number of refreshes that found changes.
+        config: Flat config; {} if `config.json` is missing.
         evaluations: Evaluations in chronological order.
-        starts: Objects of `environment.json`, one per start.
-        changes: Lines of `config_history.jsonl` with changed settings.
+        starts: Objects in `environment.json`, one per start of the run.
+        changes: Objects in `config_history.jsonl` that contain changed settings.
         index: Index of `trajectories/`.
     """
 
@@ -166,7 +166,7 @@ class RunReader:
         """Read changed files.
 
         Args:
-            seconds: Seconds after which indexing of trajectories pauses until the next refresh.
+            seconds: Time limit on indexing trajectories; the next refresh continues.
         """
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
@@ -189,7 +189,7 @@ class RunReader:
         self.version += any(changed)
 
     def _read(self, path: Path, read: Callable[[Path], Any]) -> bool:
-        """Read a file if it has changed; return True if it has."""
+        """Read a file again if it has changed. Return True if it has."""
         identity = identify(path)
         if path in self._files and self._files[path].identity == identity:
             return False
@@ -203,10 +203,10 @@ class RunReader:
         return True
 
     def read_answer(self, evaluation: Evaluation, suite: str, row: int) -> dict[str, Any]:
-        """Read the complete record of an answer from its file.
+        """Read the complete record of an answer from the evaluation's file.
 
         Raises:
-            LookupError: The file has changed and lacks this row.
+            LookupError: The file has changed and no longer has this row.
             OSError, ValueError: The file is unreadable.
         """
         return _records(_read_content(evaluation.path, identify(evaluation.path)), suite)[row]
@@ -229,7 +229,7 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
             )
         if not any((workdir / name).exists() for name in FILES):
             raise FileNotFoundError(
-                f"{workdir} is not a run: it holds none of {', '.join(FILES)}. Name a run's folder."
+                f"{workdir} is not a run: it has none of {', '.join(FILES)}. Pass a run's folder."
             )
         folders.setdefault(workdir.resolve(), workdir)
     names = [path.name for path in folders]
@@ -239,12 +239,12 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict, else an empty one."""
+    """Return the value if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the value if it is a list, else an empty one."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -259,7 +259,7 @@ def _read_changes(path: Path) -> list[dict[str, Any]]:
 
 
 def _records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """Return the answers of a suite, without entries that are not objects."""
+    """Return the answer records of a suite, skipping entries that are not objects."""
     records = as_list(as_dict(content.get("questions")).get(suite))
     return [record for record in records if isinstance(record, dict)]
 
@@ -291,7 +291,7 @@ def _read_evaluation(path: Path) -> Evaluation:
 
 
 def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that the list of answers shows."""
+    """Return the fields of a record that the page lists."""
     return {
         "task_id": str(record.get("task_id")),
         "sample": to_finite_float(record.get("sample_index")) or 0,

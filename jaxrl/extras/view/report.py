@@ -1,4 +1,4 @@
-"""The page as one self-contained file, and a comparison of runs for the terminal."""
+"""Self-contained HTML report of runs, and a table for the terminal that compares them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TRAJECTORIES = 32
 """Maximum number of trajectories per run in the static page."""
 
 MAX_DETAIL_BYTES = 8 * 2**20
-"""Size limit on all complete answers and trajectories in the static page."""
+"""Limit on the total size of complete answers and trajectories in the static page."""
 
 
 def write_report(
@@ -43,17 +43,17 @@ def write_report(
     ignore: Sequence[str] = (),
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page of runs as one self-contained file.
+    """Write a self-contained HTML report of runs.
 
     Args:
         workdirs: Folders of the runs, finished or not.
-        out: Path of the page; by default `report.html` in the run's folder, or for several runs in
-            their common parent.
-        ignore: Keys or sections that may differ among the seeds of one group.
-        log: Function that receives lines about a single run, or a table of several runs.
+        out: Path of the report. The default is `report.html` in the run's folder, or in the common
+            parent folder of several runs.
+        ignore: Config keys or sections that may differ between runs of a group.
+        log: Function that receives lines about a single run, or a table about several.
 
     Returns:
-        Path of the page.
+        Path of the report.
 
     Raises:
         FileNotFoundError: A folder is not a run.
@@ -79,7 +79,7 @@ def write_report(
 
 
 def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """Write the report at the end of a run; an error is only a warning."""
+    """Write the report at the end of a run; log a warning instead of raising an error."""
     try:
         log(f"report: {write_report([workdir], log=log)}")
     except Exception as error:
@@ -88,9 +88,9 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
 
 
 def snapshot(viewer: Viewer) -> dict[str, Any]:
-    """Return the answers that the static page needs, by address.
+    """Return the JSON responses to embed in the static page, by address.
 
-    Complete trajectories come first, then complete answers, limited in number and size.
+    Complete trajectories come first, then complete answers, up to `MAX_DETAIL_BYTES`.
     """
     data = {"overview": viewer.at("overview")}
     details: list[str] = []
@@ -118,7 +118,7 @@ def snapshot(viewer: Viewer) -> dict[str, Any]:
 
 
 def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """Select trajectories for the static page: half from the first steps, half from the last."""
+    """Select trajectories for the static page: half from the first steps, half from the last step."""
     ordered = sorted(rows, key=lambda row: (row[0], row[1]))
     half = MAX_TRAJECTORIES // 2
     if len(ordered) <= 2 * half:
@@ -127,9 +127,9 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the page with its style, script and data embedded.
+    """Return the HTML page with style, script and data embedded.
 
-    The Content-Security-Policy contains the hashes of style and script, so nothing else can run.
+    The Content-Security-Policy allows only the style and script with these hashes.
     """
     folder = Path(__file__).parent
     html, css, js = (
@@ -145,7 +145,7 @@ def render(data: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )
-    # In JSON "<" occurs only in strings. Escape it, so that no text can close the script element.
+    # In JSON, "<" occurs only in strings. Escape it so that no text can close the script element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     data_tag = f'<script type="application/json" id="data">{text}</script>'
@@ -155,11 +155,11 @@ def render(data: dict[str, Any]) -> str:
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:
-    """Format the comparison as a table that fits the terminal but never truncates numbers."""
+    """Format a comparison as a table that fits the terminal but never truncates numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for position, name in enumerate(comparison["columns"]):
         head = Text(name.replace(", ", ",\n"))
-        # Only names and settings may wrap: part of a number would be a wrong number.
+        # Only names and settings may wrap: a wrapped number would be misread.
         table.add_column(head, overflow="fold", no_wrap=position > 0)
     for row in comparison["rows"]:
         # Text, not markup: names and settings are untrusted.

@@ -1,6 +1,6 @@
-"""Index of a run's trajectories: one short row each, with the position of its line in its file.
+"""Index of a run's trajectories: a short row for each, with the byte offset of the full record.
 
-The files of a run can be gigabytes, so trajectories do not stay in memory. Each file is read once,
+A run's files can be gigabytes, so trajectories are not kept in memory. Each file is read once,
 newest first, and again only if it changes.
 """
 
@@ -21,7 +21,7 @@ COLUMNS = (
     *("step", "line", "task", "sample", "outcome", "correct", "reward", "advantage"),
     *("sampled", "tokens", "turns", "answer"),
 )
-"""Fields of a row; `task` is a position in `TrajectoryIndex.tasks`."""
+"""Fields of a row; `task` is an index into `TrajectoryIndex.tasks`."""
 
 MAX_ANSWER = 200
 """Maximum length of a final answer in a list, in characters."""
@@ -39,12 +39,12 @@ class TrajectoryIndex:
     Attributes:
         folder: Folder `trajectories/` of a run.
         generation: Number of times that indexing started over because a file changed.
-        rows: Values of `COLUMNS` for each trajectory.
+        rows: List of values of `COLUMNS` for each trajectory.
         tasks: Pairs of id and question for each task.
         num_files: Number of files in the folder.
         num_indexed: Number of indexed files.
         num_damaged: Number of invalid lines.
-        error: Environment error from the earliest step with one; "" without any.
+        error: First environment error of the run; "" if there is none.
     """
 
     def __init__(self, folder: Path):
@@ -75,7 +75,7 @@ class TrajectoryIndex:
         return problems
 
     def refresh(self, deadline: float) -> bool:
-        """Index new and changed files, newest first, until `time.monotonic` reaches `deadline`.
+        """Index new and changed files, newest first, until `time.monotonic()` reaches `deadline`.
 
         Returns:
             True if anything changed.
@@ -158,7 +158,7 @@ class TrajectoryIndex:
         ]
 
     def read(self, step: int, line: int) -> dict[str, Any]:
-        """Read one trajectory from its file.
+        """Read a trajectory's complete record from disk.
 
         Raises:
             LookupError: The trajectory does not exist.
@@ -177,7 +177,7 @@ class TrajectoryIndex:
 
 
 def identify(path: Path) -> Identity | None:
-    """Return a value that changes when a file changes; None if it is not a regular file."""
+    """Return a value that changes when the file does, or None if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -188,14 +188,14 @@ def identify(path: Path) -> Identity | None:
 
 
 def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse a line up to its lists of numbers, which come last and are most of the line.
+    """Parse a line up to the lists of numbers, which come last and make up most of it.
 
-    The lists are counted, not parsed, so damage in them shows only when the trajectory is opened.
-    The key that ends the head cannot occur in a string, where quotes are escaped.
+    The lists are counted, not parsed, so damage in them is found only when the trajectory is
+    opened. The key that ends the head cannot occur in a string, where quotes are escaped.
 
     Returns:
-        The fields before the lists, {} if the line is damaged; and the numbers of tokens and of
-        sampled tokens, None if the line has another layout.
+        The fields before the lists ({} if the line is damaged), and the numbers of tokens and of
+        sampled tokens (None if the line has another layout).
     """
     line = line.strip()
     head, key, arrays = line.partition(_TOKENS)

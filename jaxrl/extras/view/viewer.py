@@ -1,4 +1,4 @@
-"""Answers to requests of the page, as JSON values.
+"""JSON responses to the page's requests.
 
 The live server and the static page use the same addresses: a name and integers, such as
 `trajectory/0/20/3`.
@@ -26,28 +26,28 @@ ARRAYS = (
     *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
     "kl_weights",
 )
-"""Per-token lists of a trajectory, which the page receives as quantities."""
+"""Per-token lists of a trajectory; the page receives `quantities` computed from them instead."""
 
 
 class Viewer:
-    """Runs, and the answers to requests about them.
+    """Runs, and JSON responses to requests about them.
 
-    Methods in `ADDRESSES` raise LookupError for missing items, and ValueError or OSError for
-    unreadable ones.
+    Methods in `ADDRESSES` raise LookupError if an item is missing, and ValueError or OSError if a
+    file is unreadable.
     """
 
     def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):
-        """Prepare to answer requests about `runs`; `refresh` reads them.
+        """Store the readers; `refresh` reads the files.
 
         Args:
             runs: Readers of the runs.
-            ignore: Keys or sections that may differ among the seeds of one group.
+            ignore: Config keys or sections that may differ between runs of a group.
         """
         self.runs, self.ignore = runs, ignore
         self._vocabularies: dict[int, tuple[list[bytes], str]] = {}
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Read changed files; indexing of trajectories pauses after `seconds`."""
+        """Read changed files. Indexing of trajectories pauses after `seconds`."""
         for run in self.runs:
             run.refresh(seconds / len(self.runs))
 
@@ -59,7 +59,7 @@ class Viewer:
         }
 
     def overview(self) -> dict[str, Any]:
-        """Return the summaries of all runs, their groups and their comparison."""
+        """Return the summaries, groups and comparison of all runs."""
         groups = facts.group_runs(self.runs, self.ignore)
         return self.state() | {
             "runs": [facts.summarize_run(run) for run in self.runs],
@@ -70,7 +70,7 @@ class Viewer:
         }
 
     def curves(self, number: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the curves of a run's metrics, by stage and name; None for all names."""
+        """Return a run's curves by stage and metric name; all metrics if `names` is None."""
         run = self.runs[number]
         return {
             stage: {
@@ -84,8 +84,8 @@ class Viewer:
     def answers(self, number: int, suite: int) -> list[dict[str, Any]]:
         """Return the held-out answers of a suite in its first and last evaluation.
 
-        Each item is a row of the last evaluation, with `before` from the first one if there are
-        two, and the `addresses` of the complete records.
+        Each item is a row of the last evaluation, with the first evaluation's row as `before` if
+        there are two, and the `addresses` of the complete records.
         """
         run = self.runs[number]
         name = facts.suites_of(run)[suite]
@@ -109,7 +109,7 @@ class Viewer:
         return rows
 
     def answer(self, number: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
-        """Return the complete record of an answer, with its response split into segments."""
+        """Return the complete record of an answer, with the response split into segments."""
         run = self.runs[number]
         name = facts.suites_of(run)[suite]
         record = dict(run.read_answer(run.evaluations[evaluation], name, row))
@@ -119,7 +119,7 @@ class Viewer:
     def trajectories(
         self, number: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
-        """Return the rows and tasks of the index after those that the page already has."""
+        """Return the rows and tasks of the index that the page does not have yet."""
         index = self.runs[number].index
         if generation != index.generation:
             num_rows = num_tasks = 0
@@ -131,7 +131,7 @@ class Viewer:
         }
 
     def trajectory(self, number: int, step: int, line: int) -> dict[str, Any]:
-        """Return a trajectory with the texts and quantities of its tokens."""
+        """Return a trajectory with the text and the quantities of each token."""
         run = self.runs[number]
         record = run.index.read(step, line)
         tokens = Tokens.from_record(record)
@@ -149,11 +149,11 @@ class Viewer:
         }
 
     def at(self, address: str, **options: Any) -> Any:
-        """Return the answer at an address, with all texts printable.
+        """Return the JSON response for an address, with unprintable characters escaped.
 
         Args:
-            address: Name and integers, separated by slashes.
-            options: Further arguments of the method.
+            address: Key of `ADDRESSES` and integers, separated by slashes, such as `answers/0/2`.
+            options: Keyword arguments of the method in `ADDRESSES`.
 
         Raises:
             LookupError: The address does not exist.
@@ -162,7 +162,7 @@ class Viewer:
         method, count = ADDRESSES.get(name, (None, 0))
         is_valid = len(numbers) == count and all(map(_NUMBER.fullmatch, numbers))
         if method is None or not is_valid:
-            raise LookupError(f"There is nothing at {address!r:.80}.")
+            raise LookupError(f"There is no item at {address!r:.80}.")
         return to_plain(method(self, *map(int, numbers), **options))
 
 
@@ -177,7 +177,7 @@ ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
     "trajectories": (Viewer.trajectories, 4),
     "trajectory": (Viewer.trajectory, 3),
 }
-"""Methods by the first part of an address, with the number of integers that follow."""
+"""Method and number of integer arguments, by the first part of an address."""
 
 
 def _key(row: dict[str, Any]) -> tuple[str, float]:
@@ -185,7 +185,7 @@ def _key(row: dict[str, Any]) -> tuple[str, float]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to strict JSON: printable texts, and None for non-finite numbers."""
+    """Convert a value to strict JSON: escape control characters; None for NaN and infinity."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, dict):

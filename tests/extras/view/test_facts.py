@@ -178,9 +178,9 @@ class TestWarnings:
         failed = trajectory(outcome="environment_error", turns=turns)
         write_lines(step_file(run, 3), [trajectory(), failed])
         assert facts.find_warnings(read(run)) == [
-            (True, "nothing learned: no update had a gradient"),
-            (False, "1 of 3 steps taught nothing: every episode failed"),
-            (True, "2 of 3 steps taught nothing: all rewards that are compared were equal"),
+            (True, "nothing learned: every gradient was zero"),
+            (False, "1 of 3 steps had no effect: every episode failed"),
+            (True, "2 of 3 steps had no effect: all compared rewards were equal"),
             (True, "an environment error: no <host>"),
         ]
 
@@ -195,7 +195,7 @@ class TestWarnings:
         assert facts.find_warnings(read(run)) == [
             (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
             (True, "an environment error: down"),
-            (True, "optimizer.lr changed after step 2: not one experiment"),
+            (True, "optimizer.lr changed after step 2: not a single experiment"),
         ]
 
 
