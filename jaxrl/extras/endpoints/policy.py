@@ -1,12 +1,12 @@
 """Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-The environment and the budgets are the same: the run's tokenizer counts and cuts texts. The ids of
-a trajectory come from tokenizing its texts. The endpoint's ids and their probabilities are unknown,
-so these trajectories cannot be trained on. Images are sent unprocessed and counted by the run's
-processor.
+The environment and the budgets are the same: the run's tokenizer counts tokens and truncates texts.
+Trajectories have the ids of their texts under that tokenizer. The endpoint's ids and their
+probabilities are unknown, so these trajectories cannot be used for training. Images are sent
+unprocessed and counted by the run's processor.
 
 An endpoint omits the stop string at which it stopped. If it reports the string (vLLM, SGLang), the
-string is appended. If not, an open tag is closed: `<search>` by `</search>`.
+string is appended. If not, an open tag is closed, such as `<search>` with `</search>`.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
 from jaxrl.utils.text import replace_surrogates
 
 GO_ON = "Continue."
-"""User message if the environment returns no observation and the model must continue."""
+"""User message if the environment returns no observation and the episode continues."""
 
 REFUSALS = {
-    401: "key_env names the environment variable with the key",
-    403: "key_env names the environment variable with the key",
-    404: "url and model say what is asked",
+    401: "key_env must name the environment variable with a valid key",
+    403: "key_env must name the environment variable with a valid key",
+    404: "url and model must name a model of the endpoint",
 }
-"""HTTP statuses that every request would get, and the keys to check."""
+"""HTTP statuses that every request would return, and the settings to check."""
 
 MAX_COUNT = 10**9
-"""Largest number of tokens that a reply may report, more than any model reads or writes."""
+"""Maximum token count that a response may report, larger than any real one."""
 
 Content = str | Sequence[str | Picture]
-"""Content of a message: a text, or texts and images in order."""
+"""Content of a message: a text, or a sequence of texts and images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Turn written by a model."""
+    """One turn of a model: its text and what it cost."""
 
     text: str  # up to and including the stop string
-    is_cut: bool  # the model ran out of tokens
-    usage: Mapping[str, float]  # calls, attempts, counted tokens, and cost if prices are set
+    is_cut: bool  # the token limit was reached
+    usage: Mapping[str, float]  # calls, attempts, token counts, and cost if prices are set
 
 
 class ChatModel:
-    """Model behind an endpoint. Thread-safe."""
+    """Client for a chat model behind an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class ChatModel:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open the endpoint without sending a request.
+        """Set up the endpoint without sending a request.
 
-        `keys` are the keys of `policy.openai` that differ from their defaults. Other arguments and
-        errors are those of `open_guard`.
+        `keys` maps names in `policy.openai` to values; other names have their defaults. See
+        `open_guard` for the other arguments and for errors.
         """
         defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
         limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
@@ -100,11 +100,11 @@ class ChatModel:
 
     @property
     def display_name(self) -> str:
-        """Return the model's name and address for messages."""
+        """Name and address of the model, for messages."""
         return f"{self.settings.model} at {redact_url(self.settings.url)}"
 
     def rollout(self, *arguments: Any) -> ChatRollout:
-        """Return a rollout with this model; other arguments are those of `ChatRollout`."""
+        """Create a rollout with this model; see `ChatRollout` for the other arguments."""
         return ChatRollout(self, *arguments)
 
     def write(
@@ -117,12 +117,12 @@ class ChatModel:
         """Request the next turn of a chat.
 
         Args:
-            messages: Role, `Content` and other fields of each message; images in PNG or JPEG.
+            messages: Messages with a role, `Content` and other fields; images are PNG or JPEG.
             stops: Strings at which the turn ends.
-            sampling: Other fields of the request, including a seed that distinguishes equal chats.
+            sampling: Other request fields, including a seed that distinguishes identical chats.
 
         Raises:
-            OutageError: The endpoint refuses every request, for example because of a wrong key.
+            OutageError: The endpoint rejects every request, for example because of a wrong key.
             ToolError: The request failed.
         """
         chat: list[Mapping[str, Any]] = []
@@ -156,7 +156,7 @@ class ChatModel:
 
 
 def _content_part(part: str | Picture) -> dict[str, Any]:
-    """Return a message part, with images as digests, so that a recording holds no images."""
+    """Return a message part in OpenAI's format, with images as digests to keep recordings small."""
     if isinstance(part, str):
         return {"type": "text", "text": fix_surrogates(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
@@ -174,11 +174,11 @@ def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Endpoint(Endpoint):
-    """Endpoint that takes the body of a request with its images and returns JSON."""
+    """Endpoint that takes a request body with its images and returns the response as JSON."""
 
     name = "policy"
     refusal = ""
-    """Reason why no request can succeed."""
+    """Reason why no request can succeed; "" if there is none."""
 
     def run(self, call: str, /) -> str:
         if self.refusal:
@@ -197,44 +197,44 @@ class _Endpoint(Endpoint):
             if error.status in REFUSALS:
                 self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
             raise
-        # Raise for an unreadable answer, so that it is requested again.
+        # Raise if the response is malformed, so that it is requested again.
         read_turn(answer, ())
         _count_tokens(answer)
         return json.dumps(answer)
 
 
 class _Guard(ResilientSearch):
-    """Guard of the model's endpoint."""
+    """Resilient wrapper of the model's endpoint."""
 
     what, section = "the model's endpoint", "config.policy.openai"
 
 
 def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text of an answer up to its stop string, and True if its tokens ran out.
+    """Return a completion's text through the first stop string, and whether it was truncated.
 
     Args:
-        answer: JSON from the endpoint.
+        answer: JSON response of the endpoint.
         stops: Strings at which the turn ends.
 
     Raises:
-        ToolError: The answer has no text, or its finish reason is neither "stop" nor "length".
+        ToolError: The content is not text, or the finish reason is neither "stop" nor "length".
     """
     choice, message = first_choice(answer)
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise ToolError(
-            f"the reply ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
+            f"the response ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
         )
-    # Content is missing in refusals, and if hidden reasoning used up all tokens.
+    # Refusals have no content, nor have responses whose hidden reasoning used up all tokens.
     text = message.get("content") or message.get("refusal") or ""
     if not isinstance(text, str):
-        raise ToolError(f"the reply's content is {text!r:.100}; expected text")
+        raise ToolError(f"the response's content is {text!r:.100}; expected text")
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if ends:
         return text[: min(ends)], False
     if reason == "length":
         return text, True
-    # The endpoint omitted the stop string, unless the model ended its turn by itself.
+    # The endpoint omitted the stop string, unless the model ended the turn without one.
     for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
         if name in choice:
             return (text + choice[name] if choice[name] in stops else text), False
@@ -247,7 +247,7 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the endpoint's token counts, 0 if missing.
+    """Return the endpoint's counts of prompt and completion tokens, 0 if missing.
 
     Raises:
         ToolError: A count is not a number of tokens.
@@ -258,14 +258,14 @@ def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
         count = usage.get(name) if isinstance(usage, dict) else -1
         if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
             raise ToolError(
-                f"the reply's usage is {usage!r:.100}; expected {name} from 0 to {MAX_COUNT}"
+                f"the response's usage is {usage!r:.100}; expected {name} from 0 to {MAX_COUNT}"
             )
         counts[name] = count or 0
     return counts
 
 
 class ChatRollout(BaseRollout):
-    """Rollout of groups of episodes with a model behind an endpoint."""
+    """Rollout of groups of episodes, with turns from a model behind an endpoint."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class ChatRollout(BaseRollout):
         reward_fn: RewardFn,
         processor: Processor | None = None,
     ):
-        """Add the model to an `BaseRollout`; a blank processor sends blank images.
+        """Create a `BaseRollout` with the model; a blank processor sends blank images.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
@@ -300,12 +300,12 @@ class ChatRollout(BaseRollout):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group]:
-        """Return a group of scored trajectories for every task, like `Rollout.__call__`.
+        """Sample and score a group of trajectories per draw, like `Rollout.__call__`.
 
         Raises:
             Interrupted: `should_stop` returned True.
-            OutageError: The endpoint refuses every request, or a tool of the environment is down.
-            ValueError: A prompt leaves no room for an answer.
+            OutageError: The endpoint rejects every request, or a tool of the environment is down.
+            ValueError: A prompt leaves no tokens for a response.
         """
         samples = self._make_samples(draws, sampling.group_size)
         is_over = threading.Event()
@@ -335,7 +335,7 @@ class ChatRollout(BaseRollout):
     def _play(
         self, sample: Sample, draw: Draw, sampling: SamplingConfig, is_over: threading.Event
     ) -> None:
-        """Play an episode to its end, or until `is_over` is set."""
+        """Run an episode until it ends or `is_over` is set."""
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not is_over.is_set():
             try:
@@ -356,7 +356,7 @@ class ChatRollout(BaseRollout):
                 self._apply_step_result(sample, text, self._answer(sample, text))
 
     def _opening_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
-        """Return the first messages of an episode, with the task's images at their marks."""
+        """Start an episode and return its first messages, with images in place of their marks."""
         opening, images = self._start_episode(draw.task), self._sent(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
@@ -400,7 +400,7 @@ class ChatRollout(BaseRollout):
     def _observation(self, turn: Turn) -> Content:
         """Return the observation after a turn, with its images.
 
-        The run's template writes all images together, followed only by the protocol's text.
+        The run's template puts all images together, followed only by the protocol's text.
         """
         if not turn.images:
             return turn.observation or GO_ON
@@ -409,7 +409,7 @@ class ChatRollout(BaseRollout):
         return [part for part in (before, *self._sent(turn.images), after) if part != ""]
 
     def _answer(self, sample: Sample, text: str) -> StepResult:
-        """Return the environment's reply to a turn, within its deadline."""
+        """Step the environment with a turn, within the deadline of the schedule."""
         reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._make_timeout_result()
@@ -417,18 +417,18 @@ class ChatRollout(BaseRollout):
         problem = ""
         if isinstance(result.observation, ToolResults):
             problem = (
-                "gave results of tools; a model behind an endpoint is shown messages of the user"
+                "returned tool results; expected an observation, which becomes a user message"
             )
         elif get_images(result.observation) and self._model.settings.continues_message:
             problem = (
-                "shows an image, which endpoints do not take within the model's own message; set "
+                "returned an image, which endpoints reject within an assistant message; set "
                 "config.policy.openai.continues_message to False"
             )
         return make_failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
 
 
 def _seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
-    """Return a 31-bit seed, hashed from the turn's position so that turns differ."""
+    """Hash the position of a turn in the run to a 31-bit seed, so that turns differ."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

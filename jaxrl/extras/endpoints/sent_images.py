@@ -1,4 +1,4 @@
-"""Images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
+"""Prepare images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _GREY = (128, 128, 128)
 
 
 def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
-    """Return the upright image to send: the original file, or a PNG.
+    """Return an upright copy of the image as PNG, or the original file if it is usable.
 
     Args:
-        picture: Original image.
-        is_blank: True to send a gray image of the same size instead.
+        picture: PNG, JPEG or another image file that Pillow reads.
+        is_blank: True to return a gray image of the same size.
 
     Raises:
         UnreadableError: The file is damaged or not an image.

@@ -1,4 +1,4 @@
-"""Evidence of a training step: the few numbers that the sentinel's rules use."""
+"""Statistics of a training step that the sentinel's rules use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.training.method import Method
 from jaxrl.types import Group, Trajectory, flatten_groups
 
 SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")
-"""Estimators with advantages that sum to 0 in every group, whatever their settings."""
+"""Estimators whose advantages sum to 0 in every group, whatever their settings."""
 
 METRICS = {
     "gradient": "actor/grad_norm",
@@ -25,50 +25,50 @@ METRICS = {
     "gap_max": "rollout_corr/logprob_diff_max",
     "gap_k3": "rollout_corr/k3_kl",
 }
-"""Numbers that the step's record already has, by metric."""
+"""Statistics that are already in the step's metrics, with the name of the metric."""
 
 MIN_LOOP_TOKENS = 32
-"""Minimum number of sampled tokens for a response to count as repetitive."""
+"""Minimum number of sampled tokens in a response that can count as repetitive."""
 
-_GRAM = 4  # n of the n-grams that are compared
-_LOOKED_AT = 128  # number of final sampled tokens that are compared
-_DISTINCT = 0.4  # share of distinct n-grams below which a response is repetitive
+_GRAM = 4  # n of the n-grams
+_LOOKED_AT = 128  # number of final sampled tokens to check for repetition
+_DISTINCT = 0.4  # fraction of distinct n-grams below which a response is repetitive
 
 Evidence = dict[str, Any]
-"""Numbers of a step, None for those that it lacks, and `twins`, see `twins_of`."""
+"""Statistics of a step by name, None where undefined; `measure_step` lists them."""
 
 
 def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> Evidence:
-    """Measure a step. Shares are fractions of the scored trajectories.
+    """Compute the statistics of a step. Fractions are of the scored trajectories.
 
     Args:
-        record: Metrics of the step.
+        record: Metrics of the step by name.
         groups: Groups that the step trained on, with advantages.
         method: Training method.
 
     Returns:
         reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
-        num, groups: Number of scored trajectories, and of groups that have any.
-        correct: Share of correct trajectories.
+        num, groups: Number of scored trajectories, and of groups with at least one of them.
+        correct: Fraction of correct trajectories.
         is_constant: 1 if all rewards are equal, else 0.
-        entropy: Mean entropy of a sampled token under the sampler, nats.
-        likelihood: Mean logprob of sampled tokens in trajectories with positive advantage, nats.
+        entropy: Mean entropy per sampled token under the sampler, in nats.
+        likelihood: Mean logprob in nats of sampled tokens with a positive trajectory advantage.
         length: Mean number of sampled tokens.
-        malformed: Share that ended without a search or an answer.
-        cut: Share that ended at a limit.
-        void: Share with a turn that has neither a call nor the answer.
-        loops: Share of repetitive responses.
-        alike: Share of responses that equal another one of their group.
-        signal: Share of groups with a nonzero advantage.
-        searching, searches: Share that called a tool, and calls per trajectory.
-        found: Share of those with an accepted answer in a search result.
-        prompts: Number of groups with different prompts.
+        malformed: Fraction that ended without a search or an answer.
+        cut: Fraction truncated by a limit on tokens or turns.
+        void: Fraction with a turn that has neither a tool call nor the answer.
+        loops: Fraction with a repetitive response.
+        alike: Fraction with the same response as another sample of the group.
+        signal: Fraction of groups with a nonzero advantage.
+        searching, searches: Fraction that called a tool, and number of calls per trajectory.
+        found: Fraction of trajectories with a call whose search results have an accepted answer.
+        prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
-        yes: Share of verdicts equal to 1, by judge.
-        twins: See `twins_of`.
-        The keys of `METRICS`, from the record.
+        yes: Fraction of scores equal to 1, by judge.
+        twins: Log-likelihoods from `twins_of`.
+        The keys of `METRICS`, from `record`.
     """
-    # Trajectories with environment errors have no reward and are left out of all shares.
+    # Trajectories with environment errors have no reward and are excluded.
     scored = [t for t in flatten_groups(groups) if t.is_scored]
     rewards = np.array([t.reward for t in scored])
     right = [t for t in scored if (t.advantage or 0.0) > 0]
@@ -116,7 +116,7 @@ def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
 
 
 def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
-    """Return the mean of a per-token array over all sampled tokens."""
+    """Return the sum of a per-token array divided by the number of sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
 
@@ -126,7 +126,7 @@ def _sampled(trajectory: Trajectory) -> bytes:
 
 
 def has_void_turn(trajectory: Trajectory) -> bool:
-    """Return True if a turn has neither a call nor the answer."""
+    """Return True if a turn has neither a tool call nor the final answer."""
     *before, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in before):
         return True
@@ -142,25 +142,25 @@ def goes_in_circles(ids: np.ndarray) -> bool:
 
 
 def alike(group: Group) -> list[bool]:
-    """Return, per scored trajectory, True if another one of the group has equal sampled ids."""
+    """Return, for each scored trajectory, True if another in the group has the same sampled ids."""
     texts = list(map(_sampled, group.scored))
     return [texts.count(text) > 1 for text in texts]
 
 
 def has_found(trajectory: Trajectory) -> bool:
-    """Return True if a search shows an accepted answer, see `attribution.shows_answer`."""
+    """Return True if any search result contains an accepted answer (`attribution.shows_answer`)."""
     return any(shows_answer(turn, trajectory.task.answers) for turn in trajectory.turns)
 
 
 def unevenness(group: Group) -> float:
-    """Return |sum of a group's advantages| / max |advantage|; 0 if all are 0."""
+    """Return |sum of the group's advantages| / max |advantage|; 0 if all advantages are 0."""
     advantages = [t.advantage or 0.0 for t in group.scored]
     largest = max(map(abs, advantages), default=0.0)
     return abs(sum(advantages)) / largest if largest else 0.0
 
 
 def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the share of verdicts equal to 1, for each judge that was called."""
+    """Return the fraction of scores equal to 1 from each judge that was called."""
     shares = {}
     for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
         parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
@@ -170,11 +170,11 @@ def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def twins_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the log-probability, by pair of samples that are equal in every group of the step.
+    """Find pairs of sample indices whose responses are identical in every group of the step.
 
-    Samples i and j of a group have different random keys, so given one of them, the probability
-    that the other is equal is its likelihood. If they are equal in all groups, key `i-j` has the
-    sum of these log-likelihoods in nats.
+    Samples i and j of a group have different random keys, so the probability that j repeats i is
+    the likelihood of the response. The result maps `i-j` to the sum of these log-likelihoods over
+    the groups, in nats.
     """
     by_group: list[dict[str, float]] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Rules that detect failing training from the evidence of a step and of earlier steps.
+"""Rules that detect failing training from the statistics of a step and of earlier steps.
 
 Most rules compare a step with up to `MEMORY` earlier steps, so a run that merely starts badly
 raises no sign. Errors that are never acceptable (different prompts in a group, samples that share a
@@ -18,28 +18,28 @@ from jaxrl.training.watch import Sign
 from jaxrl.types import Group
 
 MEMORY = 50
-"""Number of earlier steps that are kept as the baseline."""
+"""Number of earlier steps in the baseline."""
 
 RECENT = 3
-"""Number of latest steps, including the current one, over which noisy numbers are averaged."""
+"""Number of steps, including the current one, over which noisy statistics are averaged."""
 
 SETTLED = 10
-"""Number of latest steps over which the accuracy of a low-entropy policy is averaged."""
+"""Number of steps, including the current one, over which the accuracy is averaged."""
 
 MIN_USUAL = 5
 """Minimum number of earlier steps for a baseline."""
 
 ROUNDING_GAP = 0.002
-"""Mean gap between sampler and trainer, in nats per token, that is small even if it grows."""
+"""Mean gap between sampler and trainer, in nats per token, that is ignored even if it grows."""
 
 EXPLODED = 10.0
-"""Multiple of the largest recent gradient norm above which a gradient has exploded."""
+"""Multiple of the largest recent gradient norm that counts as an exploding gradient."""
 
-BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.inf, "apart"))
-"""Upper bounds of the mean gap between sampler and trainer, in nats per token, and their names."""
+BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.inf, "far off"))
+"""Upper bounds on the mean gap between sampler and trainer in nats per token, and their labels."""
 
 Found = tuple[str, str] | None
-"""Result of a rule: the name of a sign and its text, or None."""
+"""Result of a rule: name and text of the sign, or None."""
 
 
 def detect_signs(
@@ -56,18 +56,18 @@ def detect_signs(
     """Apply all rules to a step. Return the next state and the signs, most certain first.
 
     Args:
-        record: Metrics of the step.
+        record: Metrics of the step by name.
         groups: Groups that the step trained on, with advantages.
-        state: State after the previous step. `steps` is the evidence of earlier steps, `best` the
-            best mean reward so far, `counts` the number of consecutive steps in which each rule
-            held, and `twins` the log-probabilities summed over steps.
+        state: State after the previous step. `steps` holds the statistics of earlier steps, `best`
+            is `History.best`, `counts` the number of consecutive steps in which each rule fired,
+            and `twins` the log-likelihoods of identical samples, summed over steps.
         method: Training method.
-        step: Number of the step in its stage, from 1.
-        reward_fall: See `watch.sentinel.reward_fall`.
-        share: See `watch.sentinel.share`.
-        gap: See `watch.sentinel.gap`.
+        step: Step number within the stage, from 1.
+        reward_fall: Fraction of the reward range that the mean must drop below its best.
+        share: Fraction of bad responses (malformed, truncated, ...) that raises a sign.
+        gap: Mean gap between sampler and trainer, in nats per token, that is always too large.
     """
-    # Samples that are equal by chance differ soon; only pairs equal in every step keep their sum.
+    # Samples that are identical by chance soon differ, which drops their pair from the sums.
     now = evidence_of(record, groups, method)
     past: list[Evidence] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
@@ -76,7 +76,7 @@ def detect_signs(
     }
     history = History(past=past, now=now, number=step, best=best)
     rules: dict[str, tuple[Found, int]] = {
-        # Each rule by name: its result, and the number of consecutive steps in which it must hold.
+        # By rule: its result, and the number of consecutive steps in which it must fire.
         "prompts": (prompts_differ(now), 1),
         "twins": (keys_repeat(twins), 1),
         "uneven": (advantages_uneven(now, method), 1),
@@ -95,12 +95,12 @@ def detect_signs(
         "length": (length_jumped(history), 2),
         "signal": (no_signal(history), 8),
     }
-    # `since` is the newest sound step, to which a rollback may return.
+    # `since` is the last healthy step, to which a rollback may return.
     counts, signs = {}, []
     for name, (sign, wanted) in rules.items():
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
         if sign and counts[name] >= wanted:
-            sound = step - counts[name]  # the last step without it
+            sound = step - counts[name]  # the last step without the sign
             if name == "reward":
                 sound = min(sound, best["number"])
             signs.append(Sign(name=sign[0], text=sign[1], since=max(sound, 0)))
@@ -114,7 +114,7 @@ def detect_signs(
     return following, signs
 
 
-detect_signs.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may use
+detect_signs.signs = (  # type: ignore[attr-defined]  # keys of config.watch.actions
     *("prompts_differ", "keys_repeat", "advantages_uneven", "gradient_not_finite"),
     *("ids_differ", "sampler_differs", "gradient_exploded", "update_too_large"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed", "reward_fell"),
@@ -124,37 +124,37 @@ detect_signs.signs = (  # type: ignore[attr-defined]  # names that config.watch.
 
 
 class History:
-    """Evidence of a step and of earlier steps."""
+    """Statistics of a step and of the steps before it."""
 
     def __init__(
         self, *, past: Sequence[Evidence], now: Evidence, number: int, best: Mapping[str, Any]
     ):
-        """Store the evidence.
+        """Store the statistics.
 
         Args:
-            past: Evidence of up to `MEMORY` earlier steps, oldest first.
-            now: Evidence of this step.
-            number: Number of this step in its stage, from 1.
-            best: Best window of `MIN_USUAL` consecutive steps: mean `reward`, its spread `sd`,
-                number of `groups`, `number` of its last step; and `low`, the lowest reward so far.
+            past: Statistics of up to `MEMORY` earlier steps, oldest first.
+            now: Statistics of this step.
+            number: Step number within the stage, from 1.
+            best: Best window of `MIN_USUAL` consecutive steps (mean `reward`, standard deviation
+                `sd`, number of `groups`, `number` of the last step), and lowest reward ever `low`.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
     def usual(self, name: str, last: int = MEMORY) -> list[float]:
-        """Return a number's last known values before this step, oldest first."""
+        """Return the last values of a statistic before this step, oldest first, without None."""
         return _known(name, self.past)[-last:]
 
     def recent(self, name: str) -> float | None:
-        """Return a number's mean over the last `RECENT` steps, or None if one lacks it."""
+        """Return a statistic's mean over the last `RECENT` steps; None if a value is missing."""
         known = _known(name, [*self.past[1 - RECENT :], self.now])
         return sum(known) / len(known) if len(known) == RECENT else None
 
     def before(self, name: str) -> list[float]:
-        """Return a number's known values before the last `RECENT` steps."""
+        """Return the values of a statistic from before the last `RECENT` steps, without None."""
         return _known(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
     def next_best(self) -> dict[str, Any]:
-        """Return `best` updated with this step."""
+        """Return `best`, updated with this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_known("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)
@@ -185,31 +185,31 @@ def prompts_differ(now: Evidence) -> Found:
 
 
 def keys_repeat(twins: Mapping[str, float]) -> Found:
-    """Detect pairs of samples that stay equal although that is very unlikely."""
+    """Detect pairs of samples that stay identical although that is very unlikely."""
     pair, nats = min(twins.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
     i, j = pair.split("-")
     return "keys_repeat", (
-        f"samples {i} and {j} of every group have been equal since the last step in which they "
-        f"differed; the chance of that is 1 in 10^{-nats / math.log(10):.0f}. They share "
+        f"samples {i} and {j} of every group have been identical since the last step in which they "
+        f"differed; the probability of that is 1 in 10^{-nats / math.log(10):.0f}. They share "
         "a random key, so groups are effectively smaller."
     )
 
 
 def advantages_uneven(now: Evidence, method: Method) -> Found:
-    """Detect advantages of a group that do not sum to 0 although the estimator's do."""
+    """Detect group advantages that do not sum to 0 although the estimator guarantees it."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
-        f"the advantages of a group sum to {now['uneven']:.2g} times the largest of them; expected "
+        f"the advantages of a group sum to {now['uneven']:.2g} times the largest one; expected "
         f"0 for {method.advantage.estimator.name!r}. Groups were assembled incorrectly, or lost "
         "members after advantages were computed."
     )
 
 
 def gradient_not_finite(history: History) -> Found:
-    """Detect skipped updates."""
+    """Detect updates that were skipped because the gradient was not finite."""
     before = [*history.usual("skipped", 1), 0.0][0]
     skipped = (history.now["skipped"] or 0.0) - before
     if skipped <= 0:
@@ -222,24 +222,24 @@ def gradient_not_finite(history: History) -> Found:
 
 
 def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
-    """Detect logprobs of sampler and trainer that differ too much, or more than before."""
+    """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
     now, usual = history.now["gap"], history.before("gap")[-20:]
     if now is None:
         return None
     has_grown = len(usual) >= MIN_USUAL and now > 10 * max(usual) and now > ROUNDING_GAP
     is_wide = now >= limit
-    # With lag, tokens come from older weights, so updates alone make the gap grow.
+    # With lag, tokens were sampled with older weights, so the gap grows with every update.
     is_sign = (has_grown and is_wide) if has_lag else (has_grown or is_wide)
     if not is_sign:
         return None
     before = f"; before it was {median(usual):.2g} ({band(median(usual))})" if usual else ""
     text = f"sampler and trainer differ by {now:.2g} nats per token ({band(now)}){before}. "
-    # k3 of the gap d is exp(d) - 1 - d: about |d| if the trainer gives sampled tokens almost no
-    # probability, about d^2 / 2 if weights or rounding differ slightly.
+    # k3 of the gap d is exp(d) - 1 - d. This is about |d| if the trainer assigns sampled tokens
+    # almost no probability, and about d^2 / 2 if weights or rounding differ slightly.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
         return "ids_differ", text + (
             f"Single tokens differ by up to {history.now['gap_max']:.0f} nats: the trainer gets "
-            "different ids or positions than were sampled. Look for text that is tokenized again, "
+            "other ids or positions than were sampled. Look for text that is tokenized again, "
             "ids that were truncated or swapped, or a different chat template."
         )
     return "sampler_differs", text + (
@@ -250,12 +250,12 @@ def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
 
 
 def band(gap: float) -> str:
-    """Return the name for a mean gap in nats per token."""
+    """Return the label in `BANDS` for a mean gap in nats per token."""
     return next(name for limit, name in BANDS if gap < limit)
 
 
 def gradient_exploded(history: History) -> Found:
-    """Detect a gradient far above the largest recent one."""
+    """Detect a gradient norm far above the largest recent one."""
     now, usual = history.now["gradient"], [x for x in history.usual("gradient", 20) if x > 0]
     if now is None or len(usual) < MIN_USUAL or now <= EXPLODED * max(usual):
         return None
@@ -281,7 +281,7 @@ def update_too_large(history: History) -> Found:
 
 
 def rewards_constant(now: Evidence) -> Found:
-    """Detect equal rewards for correct and wrong answers."""
+    """Detect rewards that are equal for correct and wrong answers."""
     correct = now["correct"]
     if not now["is_constant"] or now["num"] < 8 or not 0.02 < (correct or 0.0) < 0.95:
         return None
@@ -293,7 +293,7 @@ def rewards_constant(now: Evidence) -> Found:
 
 
 def suddenly_right(history: History) -> Found:
-    """Detect that all answers suddenly count as correct, which chance does not explain."""
+    """Detect a sudden jump to 100% correct answers that chance does not explain."""
     usual, now = history.before("correct")[-10:], history.now
     if len(usual) < MIN_USUAL or now["correct"] != 1.0 or now["num"] < 8:
         return None
@@ -308,20 +308,20 @@ def suddenly_right(history: History) -> Found:
 
 
 def judge_says_yes(history: History) -> Found:
-    """Detect a judge that gives 1 to every answer, correct or wrong."""
+    """Detect a judge that gives every answer a score of 1, correct or wrong."""
     correct = history.recent("correct")
     for judge_name, yes in history.now["yes"].items():
         if yes == 1.0 and history.now["num"] >= 8 and correct is not None and correct < 0.9:
             return "judge_says_yes", (
                 f"the judge {judge_name!r} gave 1 to all {history.now['num']} answers of the step, "
-                f"but only {correct:.0%} are correct by config.reward.correct. Read some of its "
-                "replies, and its prompt; the policy may be exploiting it."
+                f"but only {correct:.0%} are correct by config.reward.correct. Read its prompt "
+                "and some of its responses; the policy may be exploiting it."
             )
     return None
 
 
 def search_changed(history: History) -> Found:
-    """Detect search results that contain the answer far less often, at a similar call rate."""
+    """Detect a sharp drop in searches that find the answer, at a similar call rate."""
     share, usual = history.recent("found"), history.before("found")
     searching, used = history.recent("searching"), history.before("searching")
     if share is None or searching is None or len(usual) < MIN_USUAL:
@@ -333,8 +333,8 @@ def search_changed(history: History) -> Found:
         return None
     return "search_changed", (
         f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: the "
-        "tool's results have changed, or queries have become useless. Send the tool some of the "
-        "queries in trajectories/ by hand."
+        "tool's results have changed, or queries have become useless. Try some of the queries in "
+        "trajectories/ by hand."
     )
 
 
@@ -345,7 +345,7 @@ def reward_fell(history: History, fall: float) -> Found:
         return None
     low = min(best["low"], history.now["reward_min"])
     size = best["reward"] - low
-    # Samples of a group are correlated, so the error estimate counts groups as independent draws.
+    # Samples of a group are correlated, so the standard error counts groups, not samples.
     num = RECENT * history.now["groups"]
     error = math.hypot(best["sd"] / math.sqrt(best["groups"]), best["sd"] / math.sqrt(num))
     if size <= 0 or best["reward"] - now < max(fall * size, 4 * error):
@@ -359,18 +359,18 @@ def reward_fell(history: History, fall: float) -> Found:
 
 
 def entropy_moved(history: History, share: float) -> Found:
-    """Detect equal samples while answers are wrong, or an unusually low or high entropy."""
+    """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
     entropy, usual = now["entropy"], history.before("entropy")
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
-    # The samples of a policy that has learned its task are equal too. Average its accuracy over
-    # several steps, since a small batch may be unlucky.
+    # A policy that has learned its task also samples identical responses. Average the accuracy
+    # over several steps, since that of a small batch is noisy.
     right = [step["correct"] or 0.0 for step in [*history.past, now][-SETTLED:]]
     if is_alike and sum(right) / len(right) < 0.75:
         return "entropy_collapsed", (
-            f"{now['alike']:.0%} of the responses equal another one of their group (entropy "
+            f"{now['alike']:.0%} of the responses equal another one in the same group (entropy "
             f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in the "
             f"last {len(right)} steps: the policy no longer explores, and groups have nothing to "
             "compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
@@ -391,7 +391,7 @@ def entropy_moved(history: History, share: float) -> Found:
 
 
 def likelihood_fell(history: History) -> Found:
-    """Detect that tokens of rewarded responses become less likely."""
+    """Detect a drop in the likelihood of responses with a positive advantage."""
     now, usual = history.recent("likelihood"), history.before("likelihood")
     if now is None or len(usual) < MIN_USUAL:
         return None
@@ -415,7 +415,7 @@ _WORDS = {
         "Look at generated_text in trajectories/; a format reward helps."
     )),
     "void": ("turns_void", "have a turn without a call or an answer", (
-        "config.filter.trajectories='void_turns' keeps them out of the loss; "
+        "config.filter.trajectories='void_turns' excludes them from the loss; "
         "config.watch.action='roll_back' restarts before it."
     )),
     "loops": ("responses_loop", "repeat themselves", (
@@ -423,24 +423,24 @@ _WORDS = {
         "it."
     )),
 }  # fmt: skip
-"""By name of a share: name of the sign, what the responses do, and advice."""
+"""By statistic: name of the sign, description of the responses, and advice."""
 
 
 def share_rose(history: History, name: str, share: float) -> Found:
-    """Detect a rise in a share of responses that should be small."""
+    """Detect a rise in `name`, a fraction of responses that should stay small."""
     now, usual = history.now[name], history.before(name)
     if now is None or len(usual) < MIN_USUAL or now < share:
         return None
     was = median(usual)
     error = math.sqrt(max(was * (1 - was), 0.02) / history.now["groups"])
-    if now - was < max(0.3, 4 * error):  # the share of a small batch varies much by chance
+    if now - was < max(0.3, 4 * error):  # the fraction in a small batch is noisy
         return None
     sign, what, advice = _WORDS[name]
     return sign, f"{now:.0%} of the responses {what}, usually {median(usual):.0%}. {advice}"
 
 
 def length_jumped(history: History) -> Found:
-    """Detect responses that are more than three times as long, or as short, as usual."""
+    """Detect responses more than three times as long as usual, or less than a third as long."""
     now, usual = history.recent("length"), history.before("length")
     if now is None or len(usual) < MIN_USUAL:
         return None
@@ -454,12 +454,12 @@ def length_jumped(history: History) -> Found:
 
 
 def no_signal(history: History) -> Found:
-    """Detect groups without reward differences although answers are wrong."""
+    """Detect that no group has different rewards, although answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None
     return "no_signal", (
         f"no group had different rewards (mean {now['reward'] or 0.0:.3g}) for at least eight "
         "steps. If all answers are wrong, use a warm start, a better prompt or easier tasks; "
-        "config.filter.name='varied' samples until groups differ."
+        "config.filter.name='varied' samples until rewards differ."
     )

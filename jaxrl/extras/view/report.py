@@ -118,7 +118,7 @@ def snapshot(viewer: Viewer) -> dict[str, Any]:
 
 
 def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """Select trajectories for the static page: half from the first steps, half from the last step."""
+    """Select rows for the static page: half from the first steps, half from the last step."""
     ordered = sorted(rows, key=lambda row: (row[0], row[1]))
     half = MAX_TRAJECTORIES // 2
     if len(ordered) <= 2 * half:

@@ -97,7 +97,7 @@ class Tokens:
         )
 
     def reference_log_ratios(self) -> Values:
-        """Return the log-ratio to the reference in nats, after the update if that was recorded."""
+        """Return the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
         return self.combine(lambda value, reference: value - reference, name, "ref_logprobs")
 
@@ -117,8 +117,8 @@ def quantities(tokens: Tokens) -> list[dict[str, Any]]:
     """Compute all per-token quantities for the page.
 
     Returns:
-        For each quantity: `name`, `label`, `unit`, `scale` and `values`. The scale is `amount` (from
-        0), `signed` (around 0) or `ratio` (around 1). If `values` is None, `why` is the reason.
+        For each quantity: `name`, `label`, `unit`, `scale`, `values`. The scale is `amount` (from
+        0), `signed` (around 0) or `ratio` (around 1). `why` is the reason if `values` is None.
     """
 
     def recorded(name: str) -> Callable[[], Values]:

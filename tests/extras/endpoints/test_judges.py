@@ -168,7 +168,7 @@ def test_a_judge_that_gives_no_number_is_an_error_and_no_score(server, fault, to
     deadline_s = 0.2 if "wait" in fault else 5.0
     [error] = paid(judge(server.url, deadline_s=deadline_s), "a")
     assert isinstance(error, ToolError)
-    assert str(error).startswith("the judge 'helpful' gave no score: ")
+    assert str(error).startswith("the judge 'helpful' returned no score: ")
     assert told in str(error)
     assert time.monotonic() - start < 5
 
@@ -219,7 +219,7 @@ def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
     errors, records = counted(judge(server.url), *texts, deadline_s=0.5)
     assert {type(error) for error in errors} == {DeadlineError}
     assert [record.attempts for record in records] == [1] * MAX_THREADS + [0]
-    assert {record.error for record in records} == {"not waited for any longer"}
+    assert {record.error for record in records} == {"abandoned"}
     assert records[0].waited_s > 0.25 > records[-1].waited_s == 0.0
 
 

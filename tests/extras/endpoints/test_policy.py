@@ -82,7 +82,7 @@ def test_the_stop_string_that_a_server_leaves_out_is_put_back(answer, text, is_c
     "answer", [{}, [], {"choices": []}, chosen("x", "content_filter"), chosen(["x"]), chosen(1)]
 )
 def test_what_is_no_turn_is_an_error(answer):
-    with pytest.raises(ToolError, match="the reply"):
+    with pytest.raises(ToolError, match="the response"):
         read_turn(answer, STOPS)
 
 
@@ -286,7 +286,7 @@ def test_a_reply_whose_usage_cannot_be_read_is_no_score(usage):
     )
     assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
     assert failed.reward_parts == {}
-    assert re.search(r"the reply's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
+    assert re.search(r"response's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
     assert len(failed.error) < 500
     assert len(requests) >= 3  # it was asked for again
 
@@ -509,7 +509,7 @@ def test_an_image_within_the_models_own_message_is_refused(processor):
         shown=[Picture(data=encoded(drawn()))], continues_message=True,
     )  # fmt: skip
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("shows an image.*policy.openai.continues_message", trajectory.error)
+    assert re.search("returned an image.*policy.openai.continues_message", trajectory.error)
 
 
 def test_a_folder_of_a_model_of_text_counts_no_images():
