@@ -1,8 +1,8 @@
 """BERT encoders: post-norm blocks with bidirectional attention, on plain nested dicts.
 
-The parameter tree; stacked blocks have a leading layer axis L:
+Parameter tree, with stacked blocks along a leading layer axis L:
 
-    embed/{words,places,kinds}/embedding        [V | P | 2, D]
+    embed/{words,positions,types}/embedding     [V | P | 2, D]
     embed/norm/{scale,bias}                     [D]
     blocks/attention/{q,k,v,o}/{kernel,bias}    [L, D, D], [L, D]
     blocks/attention_norm/{scale,bias}          [L, D]
@@ -32,7 +32,7 @@ ACTIVATIONS = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Activations by `hidden_act` of `config.json`."""
+"""Activation functions, by value of `hidden_act` in `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class BertConfig:
 
     @property
     def stacks(self) -> Stacks:
-        """Entries that only some layers have: none."""
+        """Parameter entries that only some layers have; none here."""
         return {}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> BertConfig:
-        """Read the fields of a `config.json`.
+        """Read and validate the fields of a `config.json`.
 
         Raises:
-            ValueError: A field is missing, has the wrong type, or needs something unsupported.
+            ValueError: A field is missing, has the wrong type or an unsupported value.
         """
         fields = with_hf_defaults(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
@@ -88,9 +88,9 @@ class BertConfig:
         )
 
     def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the HF tensor name (`{}` is the layer) and the shape of each parameter.
+        """Return the HF tensor name (`{}` is the layer index) and the shape of each parameter.
 
-        A `kernel` is [in, out] here and [out, in] in the HF tensor.
+        HF tensors store a `kernel` transposed, as [out, in].
         """
         D, F = self.width, self.mlp_width
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -133,11 +133,11 @@ class BertConfig:
     def hidden_states(
         self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Compute the last hidden states of texts; those of padding are undefined.
+        """Compute the last layer's hidden states of texts; undefined for padding.
 
         Args:
             params: Parameters in the compute dtype.
-            token_ids: Tokens of one text per row.
+            token_ids: Token ids with one text per row.
             padding_mask: True for real tokens.
         """
         embed = params["embed"]

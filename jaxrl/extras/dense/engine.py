@@ -1,4 +1,4 @@
-"""Dense retrieval as a search engine."""
+"""Search engine for dense retrieval."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.utils.text import replace_surrogates
 
 NUM_SAMPLED = 8
-"""Number of documents that are encoded to compare prebuilt vectors with the encoder."""
+"""Number of documents that are encoded to check prebuilt vectors."""
 
 MIN_COSINE = 0.95
-"""Minimum median cosine between the prebuilt and the encoded vectors of these documents."""
+"""Minimum median cosine similarity of prebuilt and encoded vectors."""
 
 
 class DenseSearch(DocumentSearch):
     """Exact inner-product search over the vectors of a corpus, on the devices of the run.
 
-    The vectors are built on first use, in a folder of `index` named after a hash of their inputs,
-    and mapped into memory from there. A killed build resumes. With several processes, one builds.
-    After documents are appended to a corpus, only the new ones are encoded.
+    The vectors are built on first use, in a subfolder of `index` named after a hash of the build
+    settings and the corpus, and memory-mapped from there. A killed build resumes. With several
+    processes, one builds. If documents were appended to a corpus, only these are encoded.
 
     The result of a query depends neither on other queries in the batch nor on the number of
     devices.
@@ -60,14 +60,14 @@ class DenseSearch(DocumentSearch):
     ) -> None:
         """Open the index of a corpus, and build it if necessary.
 
-        `progress` receives the number of documents with vectors so far. All other arguments are the
-        settings of `search.dense`; `keys.py` describes them.
+        `progress` is called with the number of vectors so far. `keys.py` describes the other
+        arguments, the settings of `search.dense`.
 
         Raises:
-            FileNotFoundError: The corpus, the encoder or the file of vectors is missing.
-            ImportError: The vectors are a FAISS index, and faiss is not installed.
-            PermissionError, NotADirectoryError: The index cannot be written.
-            ValueError: A file is malformed, or the files do not belong together.
+            FileNotFoundError: The corpus, the encoder or the file with prebuilt vectors is missing.
+            ImportError: The prebuilt vectors are a FAISS index, and faiss is not installed.
+            PermissionError, NotADirectoryError: The index folder is not writable.
+            ValueError: A file is malformed, or corpus, encoder and vectors do not match.
         """
         self.topk = topk
         self._batch_tokens, self._query_batch_tokens = batch_tokens, query_batch_tokens
@@ -80,7 +80,7 @@ class DenseSearch(DocumentSearch):
         )
         on_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
         self._encoder = Encoder(model, encoder, on_devices, dtype=encoder_dtype)
-        # Everything that the vectors depend on names the folder of the index.
+        # The folder name contains a hash of everything that the vectors depend on.
         index_dir = index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
@@ -113,7 +113,7 @@ class DenseSearch(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the documents with the largest inner products; ties by position."""
+        """Return the `topk` documents with the largest inner products; ties by position."""
         if not queries:
             return []
         texts = [replace_surrogates(query) for query in queries]
@@ -125,7 +125,7 @@ class DenseSearch(DocumentSearch):
         ]
 
     def _encoded_rows(self, documents: CorpusDocuments) -> ReadRows:
-        """Return a function that encodes documents, title and text as in `Document.contents`."""
+        """Return a function that encodes titles and texts of documents as `Document.contents`."""
 
         def rows(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
@@ -138,7 +138,7 @@ class DenseSearch(DocumentSearch):
         return rows
 
     def _prebuilt_rows(self, documents: CorpusDocuments, encoded: ReadRows, path: str) -> ReadRows:
-        """Return a function that reads prebuilt vectors, after comparing some with the encoder's.
+        """Compare some prebuilt vectors with the encoder's; return a function that reads them.
 
         Raises:
             ValueError: The vectors do not match these documents and this encoder.
@@ -159,7 +159,7 @@ class DenseSearch(DocumentSearch):
             raise ValueError(
                 f"{key} is {path!r}, whose vectors differ from the encoder's: cosines of "
                 f"{', '.join(f'{x:.2f}' for x in cosines)} for documents "
-                f"{', '.join(map(str, positions))}. Expected the order of the corpus and the same "
-                "encoder, pooling and passage_prefix."
+                f"{', '.join(map(str, positions))}. Expected vectors of the same encoder, pooling and "
+                "passage_prefix, in the order of the corpus."
             )
         return prebuilt.rows

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 
 def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int) -> bool:
-    """Return True if an answer equals one of the accepted ones. All are LaTeX.
+    """Return True if an answer in LaTeX equals one of the accepted answers.
 
-    SIGPROF kills the process after `deadline_s` seconds of processor time. An exception could not
+    SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception could not
     interrupt a hang, which is often a single operation on large integers.
     """
     _prepare(memory_mib)
@@ -28,7 +28,7 @@ def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_
 
 @functools.cache
 def _prepare(memory_mib: int) -> None:
-    """Load math-verify, limit this process's memory, and end it with its parent."""
+    """Load math-verify, limit this process's memory, and exit when the parent does."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -44,11 +44,11 @@ def _prepare(memory_mib: int) -> None:
 
 @functools.cache
 def _comparison() -> Callable[[str, str], bool]:
-    """Return a function that compares two expressions by value.
+    """Return a function that tests whether two expressions are mathematically equal.
 
-    Only an expression that parses completely counts. By default math-verify also looks for a number
-    anywhere in the text, which would accept an answer with several numbers. Its time limits are
-    off: they need signal handlers, which do not run during a single operation.
+    Expressions must parse completely. By default, math-verify also searches the text for a number,
+    which would accept an answer with several numbers. Its time limits are disabled: they need
+    signal handlers, which do not run during a single operation.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 

@@ -143,7 +143,7 @@ def test_vectors_of_something_else_are_refused(tmp_path, corpus, engine):
             faiss_index(tmp_path / "l2.index", vectors, "IndexFlatL2"),
             "IndexFlatL2; expected an Ind",
         ),
-        (str(tmp_path / "text.npy"), "is no .npy file of numbers"),
+        (str(tmp_path / "text.npy"), "is not an .npy file of numbers"),
         (str(tmp_path / "text.index"), "is neither .npy nor a FAISS index"),
         (str(tmp_path / "none.npy"), "there is no such file"),
     ):

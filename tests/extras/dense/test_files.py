@@ -124,7 +124,7 @@ def test_damage_is_reported(corpus, file, damage):
         path.write_bytes(content)
     else:
         path.unlink()
-    with pytest.raises(ValueError, match="damaged; delete that folder"):
+    with pytest.raises(ValueError, match="damaged; delete this folder"):
         build(source(corpus))
 
 
