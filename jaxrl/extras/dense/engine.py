@@ -159,7 +159,7 @@ class DenseSearch(DocumentSearch):
             raise ValueError(
                 f"{key} is {path!r}, whose vectors differ from the encoder's: cosines of "
                 f"{', '.join(f'{x:.2f}' for x in cosines)} for documents "
-                f"{', '.join(map(str, positions))}. Expected vectors of the same encoder, pooling and "
-                "passage_prefix, in the order of the corpus."
+                f"{', '.join(map(str, positions))}. Expected the order of the corpus, and the same "
+                "encoder, pooling and passage_prefix."
             )
         return prebuilt.rows

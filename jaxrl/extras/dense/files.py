@@ -125,8 +125,7 @@ def open_index(
         return _open(source, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"the index {folder} is damaged; delete this folder to rebuild it. "
-            f"({error})"
+            f"the index {folder} is damaged; delete this folder to rebuild it. ({error})"
         ) from error
 
 
@@ -143,7 +142,7 @@ def _open(source: IndexSpec, folder: Path) -> VectorFiles:
     num_intact = _count_intact(vectors, manifest["chunks"])
     if num_intact < -(-len(lines) // CHUNK_ROWS):
         first = num_intact * CHUNK_ROWS
-        raise ValueError(f"{_VECTORS} was changed: vectors from {first} on do not match their digests")
+        raise ValueError(f"{_VECTORS} was changed: digests differ from vector {first} on")
     return VectorFiles(folder, vectors, _documents(source, lines))
 
 

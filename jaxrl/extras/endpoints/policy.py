@@ -416,9 +416,7 @@ class ChatRollout(BaseRollout):
         [result] = reply.result()
         problem = ""
         if isinstance(result.observation, ToolResults):
-            problem = (
-                "returned tool results; expected an observation, which becomes a user message"
-            )
+            problem = "returned tool results; expected an observation, which becomes a user message"
         elif get_images(result.observation) and self._model.settings.continues_message:
             problem = (
                 "returned an image, which endpoints reject within an assistant message; set "

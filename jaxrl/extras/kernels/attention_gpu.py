@@ -36,12 +36,12 @@ def attend_packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.attend_packed` in kernels that keep scores on the chip.
+    """Compute `reference.attend_packed` with kernels that keep scores on the chip.
 
-    A program processes a block of queries of one head, or a block of keys of one key head, in a
-    loop over the relevant blocks of the other kind: for queries, those of a shared prompt and from
-    the first segment's start to the diagonal; for keys, from the diagonal to the last reader.
-    Tokens are padded to full blocks, heads to a power of two.
+    A program processes a block of queries of one head in a loop over key blocks: those of a shared
+    prompt, and those from the start of the segment to the diagonal. In the backward pass, another
+    program processes a block of keys of one KV head in a loop over query blocks, from the diagonal
+    to the last query that reads them. Tokens are padded to full blocks, heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
     configs = KernelConfigs.of(H, q.dtype, interpret)
@@ -53,26 +53,26 @@ def attend_packed(
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Settings of one pass's kernels."""
+    """Compile-time parameters of the kernels of one pass."""
 
-    block: int  # tokens of a program's block
-    step: int  # tokens of the blocks that it loops over, a divisor of `block`
+    block: int  # tokens in a program's block
+    step: int  # tokens in the blocks that it loops over, a divisor of `block`
     num_warps: int
     num_stages: int
-    scale: float  # of base-2 scores: the chip has exp2 and log2 instructions
+    scale: float  # factor of the scores, including log2(e): GPUs have exp2 and log2 instructions
     interpret: bool
     first: int = 0  # index of the first query among the keys, a multiple of `block`
 
     def of(self, q: jax.Array, k: jax.Array) -> KernelConfig:
-        """Return the settings for queries of the last tokens."""
+        """Return a copy for `q` [R, Q, N, H], the queries of the last Q tokens of `k`."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def queries(self, index: Any, size: int) -> jax.Array:
-        """Return the positions of the queries of block `index`, with `size` queries per block."""
+        """Return the positions of the queries in block `index` of `size` queries."""
         return self.first + _positions(index, size)
 
     def call(self, kernel: Any, name: str, **settings: Any) -> Any:
-        """Return the kernel as a function of arrays."""
+        """Build a `pallas_call` of the kernel with these parameters."""
         return pl.pallas_call(
             partial(kernel, config=self),
             compiler_params=triton.CompilerParams(
@@ -86,14 +86,14 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Settings of both passes; the forward block size is a multiple of the backward one."""
+    """Parameters of both passes; the forward block size is a multiple of the backward one."""
 
     forward: KernelConfig
     backward: KernelConfig
 
     @classmethod
     def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
-        """Return block sizes that fit a Hopper chip's shared memory and registers."""
+        """Select block sizes that fit in the shared memory and registers of a Hopper GPU."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
@@ -111,7 +111,7 @@ def _attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the outputs, and residuals for the backward pass with the log-sum-exp to base 2."""
+    """Return the outputs and the residuals, which contain the log-sum-exp in base 2."""
     config = configs.forward.of(q, k)
     R, Q, N, _ = q.shape
     queries, keys, tokens, numbers = _query_specs(q, k, config)
@@ -129,9 +129,9 @@ def _forward(
 
 
 def _query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
-    """Return the block specs of a program over (block of queries, query head, row).
+    """Return block specs for a grid over (block of queries, query head, row).
 
-    For queries the block, for keys the complete row, for `[R, 3, Q]` and `[R, N, Q]` the block.
+    They are for queries, keys (the complete row), `reads` [R, 3, Q] and numbers [R, N, Q].
     """
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
@@ -155,7 +155,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
 
 
 def _positions(index: jax.Array, size: int) -> jax.Array:
-    """Return the positions of a block's tokens."""
+    """Return the positions of the tokens in block `index` of `size` tokens."""
     return index * size + jnp.arange(size)
 
 
@@ -182,7 +182,7 @@ def _forward_kernel(
         keys, block = _positions(j, config.step), pl.ds(j * config.step, config.step)
         mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
-        # Sums of masked blocks before a query's segment are finite, and `rescale` later reduces
+        # Sums over masked blocks before a query's segment are finite, and `rescale` later sets
         # them to 0.
         new = jnp.maximum(highest, scores.max(axis=1))
         weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
@@ -198,7 +198,7 @@ def _forward_kernel(
 
 
 Reads = tuple[jax.Array, ...]
-"""The three numbers of `kernels.find_reads` for a block's tokens."""
+"""The three arrays of `kernels.find_reads` for the tokens of a block."""
 
 
 def _load_reads(ref: Any, block: Any = slice(None)) -> Reads:
@@ -212,7 +212,7 @@ def _columns(reads: Reads) -> Reads:
 def _find_key_blocks(
     reads: Reads, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of key blocks that a program's queries read, and a map to their indices."""
+    """Return the number of key blocks that a program reads, and a map to their indices."""
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
     shared, num_shared, own = find_key_blocks(reads, first, config.step)
     count = num_shared + first + config.block // config.step - own
@@ -311,7 +311,7 @@ def _backward_keys_kernel(
         head, i = index // count, first + index % count
         queries, block = config.queries(i, config.step), pl.ds(i * config.step, config.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
-        # Transposed scores (keys by queries), so the two sums need no transpose.
+        # Scores are transposed (keys by queries), so that the two sums need no transpose.
         reads = _load_reads(reads_ref, block)
         mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
@@ -331,7 +331,7 @@ _attend.defvjp(_forward, _backward)
 
 
 MAX_ROWS = 128
-"""Maximum query rows of a program over pages: accumulators of more would exceed the registers."""
+"""Maximum query rows of a paged program; accumulators for more would exceed the registers."""
 
 
 def attend_pages(
@@ -343,11 +343,11 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Compute `reference.attend_pages`, reading no page beyond a block's highest limit.
+    """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    A program processes a block's queries of one key head, or `MAX_ROWS` of them, padded to the
-    minimum tile, in a loop over the pages of the block's table. Heads whose size is not a power of
-    two are multiplied in power-of-two parts; a padded copy of the pages would cost more.
+    A program processes up to `MAX_ROWS` queries of a block for one KV head, padded to the minimum
+    tile, in a loop over the pages of the block table. Heads whose size is not a power of two are
+    multiplied in power-of-two parts; a padded copy of the pages would cost more.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
@@ -412,12 +412,12 @@ def _pages_kernel(
 
 
 def count_live_pages(limits: jax.Array, page: int) -> jax.Array:
-    """Return the number of pages that a program reads, the first ones of its table."""
+    """Return the number of pages that a program reads, from the start of its block table."""
     return (limits.max() + page - 1) // page
 
 
 def _powers_of_2(size: int) -> list[Any]:
-    """Split `size` values into slices of power-of-two lengths, the longest first."""
+    """Return slices of power-of-two lengths that partition `size` values, longest first."""
     starts, lengths = [], [1 << bit for bit in range(size.bit_length()) if size >> bit & 1][::-1]
     for index in range(len(lengths)):
         starts.append(sum(lengths[:index]))

@@ -1,4 +1,4 @@
-"""Attention of the update on NVIDIA GPUs from Hopper on, with tokamax's Mosaic kernels."""
+"""Attention in the update on Hopper and newer NVIDIA GPUs, with tokamax's Mosaic kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxrl.models.attention.reference import pad_to_blocks
 from jaxrl.models.kernel_check import import_tokamax
 
 BLOCK = 128
-"""Tokens are padded to multiples of this: two warpgroups process 64 each, without bounds checks."""
+"""Multiple to which tokens are padded: two warpgroups process 64 each, without bounds checks."""
 
 HEAD_MULTIPLE = 64
-"""Heads are padded to multiples of this, which the backward kernels require."""
+"""Multiple to which head sizes are padded, as the backward kernels require."""
 
 MAX_HEAD_DIM = 128
-"""Maximum head size for the registers of `gradients_hopper`."""
+"""Maximum head size that `gradients_hopper` supports, because of its registers."""
 
 
 def attend_packed(
@@ -35,19 +35,19 @@ def attend_packed(
 ) -> Float[Array, "R Q N H"]:
     """Compute `reference.attend_packed` with kernels that support one range of keys per query.
 
-    Each query has two ranges, its own segment and a shared prompt. So there are two passes over the
-    keys, merged by their log-sum-exp, each of which skips blocks that no query reads. Tokamax's
-    backward kernels skip none before the diagonal, so Hopper uses `gradients_hopper`. Other GPUs
-    and wide heads take two backward passes: each needs only output and log-sum-exp of the complete
-    softmax, and the gradients add up.
+    Each query has two ranges, its segment and a shared prompt. So there are two passes over the
+    keys, each of which skips blocks that no query reads; results are merged by log-sum-exp.
+    Tokamax's backward kernels skip no blocks before the diagonal, so Hopper uses
+    `gradients_hopper`. Other GPUs and wide heads run two backward passes. Each needs only output
+    and log-sum-exp of the complete softmax, and the gradients are summed.
 
     Args:
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
-        reads: Tokens that each token reads; see `kernels.find_reads`.
-        interpret: True to use XLA in place of the kernels, with all scores in memory; for tests.
-        shares_prompts: False skips the second pass, for segments without shared prompts.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        interpret: True to use `XlaKernels`, with all scores in memory; for tests.
+        shares_prompts: True if segments may share a prompt; False skips the second pass.
 
     Raises:
         ImportError: tokamax is not installed, or its version differs.
@@ -55,7 +55,7 @@ def attend_packed(
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f"attention got queries of {q.dtype}, but tokamax's kernels multiply bfloat16 or "
+            f"attention got queries of {q.dtype}, but tokamax's kernels support only bfloat16 and "
             "float16; set config.model.dtype to 'bfloat16'."
         )
     Q, H = q.shape[1], q.shape[3]
@@ -67,18 +67,18 @@ def attend_packed(
 
 
 class KeyRange(NamedTuple):
-    """Range of keys that each query reads: from `start`, before `end`, and causal."""
+    """Range of keys that each query reads: from `start` up to, but not including, `end`."""
 
     start: jax.Array  # int32 [R, Q]
-    end: jax.Array | None  # int32 [R, Q]; None means up to the query itself
+    end: jax.Array | None  # int32 [R, Q]; None for causal, up to and including the query
 
 
 @dataclass(frozen=True)
 class XlaKernels:
-    """XLA substitute for the kernels.
+    """XLA implementation of `TokamaxKernels`, for tests.
 
     Attributes:
-        scale: Scale of the scores.
+        scale: Factor by which scores are multiplied.
     """
 
     scale: float
@@ -86,7 +86,7 @@ class XlaKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf without keys."""
+        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf for empty ranges."""
         R, Q, N, _ = q.shape
         scores = self._scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
@@ -97,7 +97,7 @@ class XlaKernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute the gradients of queries, keys and values through the keys in this range."""
+        """Compute the contribution of keys in a range to the gradients of q, k and v."""
         (R, Q, N, H), K = q.shape, k.shape[2]
         by_group = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
@@ -129,7 +129,7 @@ class XlaKernels:
 
 
 def _ends(keys: KeyRange, T: int) -> jax.Array:
-    """Return the end of each query's range of keys."""
+    """Return the exclusive end of each query's range, int32 [R, Q]."""
     if keys.end is not None:
         return keys.end
     Q = keys.start.shape[1]
@@ -138,10 +138,10 @@ def _ends(keys: KeyRange, T: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class TokamaxKernels:
-    """Tokamax's kernels, with its default block sizes, not autotuned.
+    """Tokamax's kernels with default block sizes instead of autotuned ones.
 
     Attributes:
-        scale: Scale of the scores.
+        scale: Factor by which scores are multiplied.
     """
 
     scale: float
@@ -149,7 +149,7 @@ class TokamaxKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute `XlaKernels.forward`."""
+        """Implement `XlaKernels.forward` with tokamax."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         settings = self._settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
@@ -161,11 +161,11 @@ class TokamaxKernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute `XlaKernels.backward` over the blocks before the diagonal or over all blocks."""
+        """Implement `XlaKernels.backward`; a causal mask skips the blocks after the diagonal."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound = attention.bind(q, k, v, **self._settings(q, k, keys))
         settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
-        # With the log-sum-exp as the maximum score, the softmax sum is 1.
+        # If the log-sum-exp is passed as the maximum score, the softmax sum is 1.
         arguments = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
         config = backward.bind(*arguments, **settings).heuristics_config
@@ -173,11 +173,11 @@ class TokamaxKernels:
         return gradients["q"], gradients["k"], gradients["v"]
 
     def is_hopper(self) -> bool:
-        """Return True on Hopper GPUs, which `gradients_hopper` requires."""
+        """Return True if the GPU is a Hopper, which `gradients_hopper` requires."""
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
-        """Return scale and mask; a causal mask skips blocks after the diagonal."""
+        """Return tokamax's arguments for scale and mask, with a causal mask where possible."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
         mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,
@@ -204,7 +204,7 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
     kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
-    """Return the outputs, and residuals for the backward pass with the log-sum-exp `[R, N, Q]`."""
+    """Return the outputs and the residuals, which contain the log-sum-exp `[R, N, Q]`."""
     ranges = _key_ranges(q, reads, shares_prompts)
     outs, sums = zip(*[kernels.forward(q, k, v, part) for part in ranges], strict=True)
     out, lse = outs[0], sums[0]

@@ -1,7 +1,7 @@
-"""Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip blocks.
+"""Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip fully masked blocks.
 
-Library kernels process all blocks before the diagonal in the backward pass, or support one range of
-keys per query. These process only blocks with something to read, in both ranges.
+Library kernels process all blocks before the diagonal in the backward pass, or support only one
+range of keys per query. These kernels support two ranges and skip fully masked blocks in both.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import find_key_blocks
 
 GROUPS = 2
-"""Warpgroups of a program that compute; one more copies their operands to the chip."""
+"""Compute warpgroups per program; one more copies their operands to shared memory."""
 
 BLOCK = 64
-"""Tokens of a warpgroup's block, and of the blocks that it loops over."""
+"""Tokens in a warpgroup's block, and in the blocks that it loops over."""
 
 TILE = GROUPS * BLOCK
-"""Tokens of a program; every array's length is a multiple."""
+"""Tokens per program; array lengths are multiples of this."""
 
 STAGES = 2
-"""Pipeline stages: blocks in flight to the chip or on it."""
+"""Pipeline stages: blocks in shared memory or being copied to it."""
 
 GRID = ("tile", "row", "head")
-"""Axes of the grids; the last varies fastest.
+"""Grid axes; the last varies fastest.
 
-Programs start in this order, each multiprocessor runs one at a time, and their work differs by
-tile. A segment's last queries read the most keys, and its first keys have the most queries: these
-tiles start first, except for those late in a row of several segments.
+Programs start in this order, and each multiprocessor runs one at a time. Their work differs by
+tile: a segment's last queries read the most keys, and its first keys have the most queries. In rows
+with one segment, the tiles with the most work start first.
 """
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
@@ -46,7 +46,7 @@ ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
 
 
 load: Any = mosaic.load
-"""`mosaic.load` without an index, which requires JAX 0.11."""
+"""`mosaic.load`, which can be called without an index since JAX 0.11."""
 
 
 def gradients(
@@ -62,24 +62,24 @@ def gradients(
 ) -> tuple[Float[Array, "R Q N H"], Float[Array, "R T K H"], Float[Array, "R T K H"]]:
     """Compute the gradients of `reference.attend_packed`, accumulating in float32.
 
-    A program processes a tile of queries of one head, or a tile of keys of one key head, in a loop
-    over the relevant blocks of the other kind, as in `attention_gpu`. Masks are computed only for
-    blocks that are not read completely.
+    As in `attention_gpu`, a program processes a tile of queries of one head in a loop over key
+    blocks, or a tile of keys of one KV head in a loop over query blocks. Masks are computed only for
+    partially masked blocks.
 
     Args:
         q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
         k: Keys of all T tokens, a multiple of `TILE`.
         v: Values of all T tokens.
-        reads: Tokens that each token reads; see `kernels.find_reads`.
-        out: Outputs.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        out: Outputs of the forward pass.
         lse: Log-sum-exp of the scores, in nats.
-        gradient: Gradient of the outputs.
-        scale: Scale of the scores.
+        gradient: Gradient of the loss with respect to `out`.
+        scale: Factor by which scores are multiplied.
     """
     # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     config = GradientConfig(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
-    # Both kernels take the log-sum-exp to base 2, and the dot products of outputs and gradients.
+    # Both kernels take the log-sum-exp in base 2, and the dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
@@ -116,16 +116,16 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:
-    """Compile-time settings of the kernels."""
+    """Compile-time parameters of the kernels."""
 
     scale: float
     first: int  # index of the first query among the keys, a multiple of `TILE`
     num_queries: int
-    groups: int  # query heads per key head
+    groups: int  # query heads per KV head
 
 
 def _transforms(dtype: Any) -> tuple[Any, ...]:
-    """Return the shared-memory layout of the matrix units: 8 lines of 128 bytes per tile."""
+    """Return the shared-memory layout that the matrix units require: tiles of 8 x 128 bytes."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         mosaic.SwizzleTransform(128),
@@ -139,11 +139,12 @@ def _alloc_smem(x: jax.Array) -> Any:
 
 
 def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute the key blocks of each query tile, and the first key from which a block reads all.
+    """Find the key blocks that each query tile reads, and where blocks need no mask.
 
     Returns:
-        First block and number of blocks of a shared prompt, first own block, and total number of
-        blocks, int32 `[R, Q / TILE, 4]`. Then per block the first key, int32 `[R, Q / BLOCK]`.
+        Per tile, int32 `[R, Q / TILE, 4]`: first block and number of blocks of the shared prompt,
+        first block of the segment, and total number of blocks. Per block, int32 `[R, Q / BLOCK]`:
+        the key from which on, up to the diagonal, all of its queries read every key.
     """
     R = len(reads)
     query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
@@ -156,11 +157,12 @@ def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Arra
 
 
 def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute the query blocks of each key tile, and the token before which all read each block.
+    """Find the query blocks that read each key tile, and where blocks need no mask.
 
     Returns:
-        First block and number of blocks, at least one, int32 `[R, T / TILE, 2]`. Then per block the
-        token before which all later tokens read all of it, int32 `[R, T / BLOCK]`.
+        Per tile, int32 `[R, T / TILE, 2]`: first block and number of blocks, at least one. Per
+        block, int32 `[R, T / BLOCK]`: the query before which, from the diagonal on, every query
+        reads all of its keys.
     """
     R, _, T = reads.shape
     ends = find_last_readers(reads)
@@ -253,7 +255,7 @@ def _queries_kernel(
             positions = _positions(key, SCORES, 1), _positions(query, SCORES, 0)
             return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
 
-        # Mask only blocks that are not read completely.
+        # Apply the mask only to partially masked blocks.
         is_whole = (key >= whole) & (key + BLOCK <= query)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
         d_scores = weights * (d_weights - broadcast(delta))
@@ -338,7 +340,7 @@ def _keys_kernel(
             positions = _positions(key, SCORES, 0), _positions(query, SCORES, 1)
             return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
 
-        # Mask only blocks that are not read completely.
+        # Apply the mask only to partially masked blocks.
         is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
         weights = jax.lax.cond(is_whole, lambda: weights, masked)
 
@@ -357,7 +359,7 @@ def _keys_kernel(
         return dk, dv, whole
 
     head = key_head * config.groups
-    # Each block is visited once for every query head of the key head.
+    # Each block is visited once for every query head that shares the KV head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
         lambda g, i: (first + i, head + g, 0),

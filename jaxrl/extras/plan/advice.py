@@ -1,4 +1,4 @@
-"""Settings that make a run fit its devices: rows, one key, several keys, more devices."""
+"""Search for settings or numbers of devices with which a run fits in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH_AXES, num_batch_shards
 
 CPU_TOKENS = 512
-"""Minimum tokens of a CPU micro-batch, to amortize a pass over the gradients of all weights."""
+"""Minimum tokens in a CPU micro-batch, to amortize the pass over all gradients."""
 
 
 def find_micro_rows(
@@ -35,15 +35,15 @@ def find_micro_rows(
     *,
     must_fit: bool = True,
 ) -> tuple[int, int]:
-    """Return the fastest micro-batch of a stage that fits a device, and its peak in bytes.
+    """Return the number of rows in the fastest micro-batch that fits, and its peak in bytes.
 
-    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU a small
-    micro-batch takes about as long per token and has less padding: there it is two rows, so that
-    sequences can share a prompt, or `CPU_TOKENS` if that is more. The result is a multiple of
+    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU, a small
+    micro-batch takes about as long per token and has less padding, so it has two rows, which can
+    share a prompt, or `CPU_TOKENS` tokens if that is more. The number of rows is a multiple of
     data * fsdp * expert.
 
     Raises:
-        ValueError: Even one row per device does not fit, and `must_fit` is True.
+        ValueError: One row per device does not fit, and `must_fit` is True.
     """
     shards = num_batch_shards(make_target_mesh(config, model, target))
 
@@ -60,10 +60,9 @@ def find_micro_rows(
     num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
-            f"config.{MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
-            f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
-            f"{gib(target.usable)} that may be used of each; --plan suggests what to "
-            f"change, {IGNORE_PLAN_HINT}."
+            f"config.{MICRO_ROWS[stage]}=0 selects a micro-batch that fits, but {shards} rows, one "
+            f"per device, need {gib(peak(1))}, and the limit is {gib(target.usable)}; --plan "
+            f"suggests changes, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
     return rows_each * shards, peak(rows_each)
@@ -77,10 +76,10 @@ def choose_micro_rows(
     *,
     must_fit: bool = True,
 ) -> list[str]:
-    """Replace each `micro_rows` of 0 by the best that fits, in place; return a note per choice.
+    """Replace each `micro_rows` of 0 with the best value that fits, in place; return notes.
 
-    A resumed run keeps the number in `recorded_config`, its flat configuration, without a note,
-    while the mesh divides it and it fits.
+    A resumed run keeps the value in `recorded_config` (the flat config of its first start), without
+    a note, if that fits and is a multiple of the number of batch shards.
     """
     # A CPU's free memory differs at each start, but the choice must not.
     target = dataclasses.replace(target, free_bytes=None)
@@ -93,22 +92,22 @@ def choose_micro_rows(
         note, before = "", (recorded_config or {}).get(key, 0)
         if before and before % shards:
             axes = " * ".join(BATCH_AXES)
-            note = f" (not the {before} it began with: no multiple of {axes} = {shards})"
+            note = f" (not the original {before}: not a multiple of {axes} = {shards})"
         elif before:
             peak = plan_update(config.with_values({key: before}), model, target, stage).peak
             if peak <= target.usable:
                 section.micro_rows = before
                 continue
-            note = f" (not the {before} it began with: they would need {gib(peak)})"
+            note = f" (not the original {before}: they need {gib(peak)})"
         rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
-        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
+        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} per device")
     return notes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Settings that make a plan fit, and the resulting `Plan.needed`."""
+    """Settings to change, and `Plan.needed` with these."""
 
     settings: dict[str, Any]
     needed: int
@@ -117,10 +116,10 @@ class Suggestion:
 def suggest_settings(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> list[Suggestion]:
-    """Find changes that make a configuration fit, cheapest first.
+    """Find changes of settings that make a run fit, cheapest first.
 
-    Return every single key that suffices, with its smallest sufficient change. Among those that
-    need the same memory, return only the cheapest. If no single key suffices, combine keys until
+    Return each key whose change alone suffices, with the smallest sufficient change. Among changes
+    that need equal memory, return only the cheapest. If no single key suffices, combine keys until
     the plan fits. Return [] if nothing helps.
     """
 
@@ -133,7 +132,7 @@ def suggest_settings(
     usable = target.usable
     single: dict[str, Suggestion] = {}
     combined = Suggestion(settings={}, needed=make_plan(config, model, target).needed)
-    # Try each key alone. In the same pass, add each change that saves memory to a joint one.
+    # Try each key alone. In the same pass, collect all changes that save memory.
     for options in _options(config, model, target):
         for settings in options:
             size = needed(settings)
@@ -151,10 +150,10 @@ def suggest_settings(
 
 
 def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Return the first doubling of the devices at which the run fits.
+    """Double the number of devices until the run fits; return it, or None after ten doublings.
 
-    The `fsdp` axis takes the new devices. A job of several processes gets more processes of the
-    same size. None if even about a thousand times as many devices do not suffice.
+    The `fsdp` axis grows with the number of devices. A job with several processes gets more
+    processes of the same size.
     """
     flat, mesh = flatten(config), make_target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
@@ -184,7 +183,7 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
 def _options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the values to try for each key, cheapest first; keys in order of their cost in time."""
+    """Yield a list of settings to try for each key, cheapest first, in order of time cost."""
     mesh, flat, is_cpu = (
         make_target_mesh(config, model, target),
         flatten(config),
@@ -241,7 +240,7 @@ def _options(
     yield [
         mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in row_keys} for mesh in meshes
     ]
-    # Shorter sequences, which change the task most.
+    # Shorter sequences last, because they change the task most.
     shortest = config.rollout.max_prompt_tokens + 1
     if config.has_contexts:
         context = config.rollout.context
@@ -255,10 +254,10 @@ def _options(
 def _list_device_splits(
     config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return settings with other numbers of devices that only sample, one step ahead.
+    """Return settings that reserve other numbers of devices for sampling one step ahead.
 
-    The last option is 0 if there are such devices now. The `fsdp` axis takes the training devices,
-    with the same number of micro-batch rows per device as before.
+    The last option is 0 if devices are reserved now. The `fsdp` axis covers all training devices,
+    with an unchanged number of micro-batch rows per device.
     """
     flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
     before, context = sizes["data"] * sizes["fsdp"], sizes["context"]
@@ -287,11 +286,11 @@ def _list_device_splits(
 
 
 def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
-    """Return 1/2, 1/4, … of the value down to `least`, rounded down to multiples of `unit`."""
+    """Return 1/2, 1/4, ... of the value, rounded down to multiples of `unit`, down to `least`."""
     sizes = [(value >> power) // unit * unit for power in range(1, 32)]
     return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
 def _doublings(value: int, max_rows: int) -> list[int]:
-    """Return 2, 4, … times the value up to `max_rows`."""
+    """Return 2, 4, ... times the value, up to `max_rows`."""
     return [value << power for power in range(1, 32) if value << power <= max_rows]

@@ -118,10 +118,10 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
 def test_values_that_are_not_finite_are_refused(value):
     vectors, queries = corpus_and_queries(100)
     queries[1, 3] = value
-    with pytest.raises(ValueError, match="the vector of a query has a value that is not"):
+    with pytest.raises(ValueError, match="a query's vector has a value that is not"):
         PassageIndex(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
     vectors[70, 3] = value
-    with pytest.raises(ValueError, match="a vector of a passage has a value that is not"):
+    with pytest.raises(ValueError, match="a passage's vector has a value that is not"):
         PassageIndex(vectors, ONE)
     with pytest.raises(ValueError, match=r"expected vectors \[N, D\]"):
         PassageIndex(np.zeros((0, 4), np.float32), ONE)

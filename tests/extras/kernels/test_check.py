@@ -119,7 +119,7 @@ def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
     made, reference = trial("attend_pages", jnp.float32)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert capsys.readouterr().err.startswith(
-        "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
+        "warning: attention of the sampler, reading: the check of slow is still running after 0 s."
     )
     monkeypatch.setattr(kernel_check, "SLOW_CHECK_S", 100.0)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
@@ -135,7 +135,7 @@ def test_a_kernel_whose_outputs_have_another_shape_gives_way():
     found = select_kernel(lambda _: [made], {"short": lambda: short}, reference)
     assert found.name == "xla"
     assert found.kernel_checks[0].finding == (
-        "outputs: of shape (8, 16, 8, 1), where XLA's is (8, 16, 8, 32)"
+        "outputs: shape (8, 16, 8, 1); XLA's is (8, 16, 8, 32)"
     )
 
 

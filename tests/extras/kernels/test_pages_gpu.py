@@ -221,7 +221,7 @@ def test_the_sampler_decodes_with_it():
     ("shape", "problem"),
     [
         ((2, 1, 4, 2, 64, 64, 2, "float32"), "float32 operands"),
-        ((2, 1, 4, 2, 72, 64, 2, "bfloat16"), "heads of 72"),
+        ((2, 1, 4, 2, 72, 64, 2, "bfloat16"), "head size of 72"),
         ((2, 1, 4, 2, 64, 16, 2, "bfloat16"), "pages of 16 tokens"),
         ((2, 1, 4, 2, 256, 128, 2, "bfloat16"), "pages of 128 tokens"),
     ],
