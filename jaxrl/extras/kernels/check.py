@@ -34,7 +34,7 @@ MAX_UNSPLIT = 128
 """Maximum length of an axis, such as heads, at which each index is a separate piece."""
 
 NUM_PIECES = 16
-"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels have errors up to
+"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels err by up to
 0.45%, because gradients of a segment's first tokens nearly cancel. With 8, an error in only the
 late keys is barely visible.
 """

@@ -63,8 +63,8 @@ def gradients(
     """Compute the gradients of `reference.attend_packed`, accumulating in float32.
 
     As in `attention_gpu`, a program processes a tile of queries of one head in a loop over key
-    blocks, or a tile of keys of one KV head in a loop over query blocks. Masks are computed only for
-    partially masked blocks.
+    blocks, or a tile of keys of one KV head in a loop over query blocks. Only partially masked
+    blocks compute a mask.
 
     Args:
         q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.

@@ -34,7 +34,7 @@ def spans(work, num_heads):
     for program, (matrix, head, start, num_spans, num_pages, _) in enumerate(work.programs):
         place, own = (matrix, head, start, num_pages), []
         for _ in range(num_spans):
-            span, place = next_span(place, program, work.pages, work.following, num_heads)
+            span, place = next_span(place, program, work.pages, work.next_live, num_heads)
             own.append(type(span)(*map(int, span)))
         assert not num_spans or int(place[-1]) == 0
         found.append(own)
