@@ -72,12 +72,12 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
 
 
 def num_warm_start_steps(run: RunReader) -> int:
-    """Return the number of steps before the stage `train`, which global steps include."""
+    """Return the number of warm-start steps, which global step numbers include."""
     return next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0)
 
 
 def name_step(run: RunReader, step: float) -> str:
-    """Return the name of a global step within its stage."""
+    """Format a global step number as the step within its stage."""
     num_before = num_warm_start_steps(run)
     return f"warm-start step {step:.0f}" if step < num_before else f"step {step - num_before:.0f}"
 
