@@ -69,7 +69,7 @@ def device_bytes(
 
     Args:
         num_passages: Number of passages in the corpus.
-        width: Size of a vector.
+        width: Embedding dimension.
         dtype: One of `DTYPES`.
         num_devices: Number of devices over which passages are sharded.
         platform: Platform of the devices: cpu, gpu or tpu.

@@ -26,7 +26,7 @@ class Endpoint(Tool):
         """Read the API key; no connection is opened.
 
         Args:
-            settings: `JudgeSettings`, or an object with the keys of `policy.openai` as attributes.
+            settings: `JudgeSettings`, or an object with the keys below policy.openai as attributes.
             key: Config key of the settings, for error messages.
 
         Raises:

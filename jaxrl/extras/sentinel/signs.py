@@ -58,9 +58,9 @@ def detect_signs(
     Args:
         record: Metrics of the step by name.
         groups: Groups that the step trained on, with advantages.
-        state: State after the previous step. `steps` holds the statistics of earlier steps, `best`
-            is `History.best`, `counts` the number of consecutive steps in which each rule fired,
-            and `twins` the log-likelihoods of identical samples, summed over steps.
+        state: State after the previous step: statistics of earlier "steps", `History.best` as
+            "best", numbers of consecutive steps in which each rule fired as "counts", and
+            log-likelihoods of identical samples, summed over steps, as "twins".
         method: Training method.
         step: Step number within the stage, from 1.
         reward_fall: Fraction of the reward range that the mean must drop below its best.

@@ -29,8 +29,8 @@ def dppo_policy_loss(
 
     REINFORCE within a trust region (https://arxiv.org/abs/2602.04879). A ratio of 2 is a large
     change for a likely token and a negligible one for a token with probability 1e-5. So DPPO bounds
-    the divergence between the binary distributions "this token or another". With probability p of
-    the token now and q before, it is one of
+    the divergence between the binary distributions "this token or another", where p is the token's
+    probability now and q before:
 
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
