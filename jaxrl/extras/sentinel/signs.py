@@ -1,6 +1,6 @@
 """Rules that detect failing training from the statistics of a step and of earlier steps.
 
-Most rules compare a step with up to `MEMORY` earlier steps, so a run that merely starts badly
+Most rules compare a step with up to `MEMORY` earlier steps, so a run that only starts badly
 raises no sign. Errors that are never acceptable (different prompts in a group, samples that share a
 random key) raise a sign immediately.
 """

@@ -26,7 +26,7 @@ ARRAYS = (
     *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
     "kl_weights",
 )
-"""Per-token lists of a trajectory; the page receives `quantities` computed from them instead."""
+"""Per-token lists of a trajectory; the page receives quantities computed from them instead."""
 
 
 class Viewer:
