@@ -147,8 +147,8 @@ class JudgeEndpoint(Endpoint):
             raise ToolError(f"the reply's content is {reply!r:.{_MAX_SHOWN}}; expected text")
         if choice.get("finish_reason") == "length":  # `Score: 1` may be the start of `Score: 10`
             raise ToolError(
-                f"the reply ends {reply[-_MAX_SHOWN:]!r}, cut at max_tokens={settings.max_tokens}; "
-                "raise that setting of the judge"
+                f"the reply ends {reply[-_MAX_SHOWN:]!r}, cut at "
+                f"max_tokens={settings.max_tokens}; raise that setting of the judge"
             )
         read_number(reply, settings)
         return reply

@@ -261,8 +261,8 @@ def gradient_exploded(history: History) -> Found:
         return None
     return "gradient_exploded", (
         f"the gradient norm is {now:.3g}; in the previous {len(usual)} steps it was at most "
-        f"{max(usual):.3g}. Likely causes are rewards of a different scale, or a diverging ratio "
-        "or KL term; look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. "
+        f"{max(usual):.3g}. Likely causes are rewards of a different scale, or a diverging "
+        "ratio or KL term; look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. "
         "config.optimizer.grad_clip limits the effect."
     )
 
@@ -301,8 +301,8 @@ def suddenly_right(history: History) -> Found:
     if not 0 < likely < 1 or RECENT * now["groups"] * math.log10(likely) > -4:
         return None
     return "suddenly_right", (
-        f"all {now['num']} answers count as correct; in earlier steps at most {likely:.0%} did. "
-        "Either the correctness check (config.reward.correct) accepts everything, or the answer "
+        f"all {now['num']} answers count as correct; in earlier steps at most {likely:.0%} "
+        "did. Either the correctness check (config.reward.correct) accepts everything, or the answer "
         "is in the prompt."
     )
 
@@ -332,8 +332,8 @@ def search_changed(history: History) -> Found:
     if was < 0.2 or share > 0.4 * was or was - share < 4 * error or searching < 0.5 * asked:
         return None
     return "search_changed", (
-        f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: the "
-        "tool's results have changed, or queries have become useless. Try some of the queries in "
+        f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: "
+        "the tool's results have changed, or queries have become useless. Try some of the queries in "
         "trajectories/ by hand."
     )
 
@@ -371,21 +371,21 @@ def entropy_moved(history: History, share: float) -> Found:
     if is_alike and sum(right) / len(right) < 0.75:
         return "entropy_collapsed", (
             f"{now['alike']:.0%} of the responses equal another one in the same group (entropy "
-            f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in the "
-            f"last {len(right)} steps: the policy no longer explores, and groups have nothing to "
-            "compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
+            f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in "
+            f"the last {len(right)} steps: the policy no longer explores, and groups have nothing "
+            "to compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
             "checkpoint with higher entropy."
         )
     if len(usual) >= MIN_USUAL and entropy < 0.05 * median(usual[-20:]):
         return "entropy_collapsed", (
-            f"the entropy is {entropy:.2g} nats per token, usually {median(usual[-20:]):.2g}: the "
-            "policy is almost deterministic and no longer explores. Raise "
+            f"the entropy is {entropy:.2g} nats per token, usually {median(usual[-20:]):.2g}: "
+            "the policy is almost deterministic and no longer explores. Raise "
             "config.loss.entropy_coef or config.loss.clip_high, or return to an earlier checkpoint."
         )
     if len(usual) >= MIN_USUAL and entropy > max(3 * median(usual), median(usual) + 0.5):
         return "entropy_rose", (
-            f"the entropy is {entropy:.2g} nats per token, usually {median(usual):.2g}: the policy "
-            "is diverging. Lower config.optimizer.lr or config.loss.entropy_coef."
+            f"the entropy is {entropy:.2g} nats per token, usually {median(usual):.2g}: the "
+            "policy is diverging. Lower config.optimizer.lr or config.loss.entropy_coef."
         )
     return None
 
