@@ -302,8 +302,8 @@ def suddenly_right(history: History) -> Found:
         return None
     return "suddenly_right", (
         f"all {now['num']} answers count as correct; in earlier steps at most {likely:.0%} "
-        "did. Either the correctness check (config.reward.correct) accepts everything, or the answer "
-        "is in the prompt."
+        "did. Either the correctness check (config.reward.correct) accepts everything, or the "
+        "answer is in the prompt."
     )
 
 
@@ -333,8 +333,8 @@ def search_changed(history: History) -> Found:
         return None
     return "search_changed", (
         f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: "
-        "the tool's results have changed, or queries have become useless. Try some of the queries in "
-        "trajectories/ by hand."
+        "the tool's results have changed, or queries have become useless. Try some of the queries "
+        "in trajectories/ by hand."
     )
 
 
