@@ -372,9 +372,9 @@ def entropy_moved(history: History, share: float) -> Found:
         return "entropy_collapsed", (
             f"{now['alike']:.0%} of the responses equal another one in the same group (entropy "
             f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in "
-            f"the last {len(right)} steps: the policy no longer explores, and groups have nothing "
-            "to compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
-            "checkpoint with higher entropy."
+            f"the last {len(right)} steps: the policy no longer explores, and groups have "
+            "nothing to compare. Raise config.loss.entropy_coef or config.loss.clip_high, or "
+            "return to a checkpoint with higher entropy."
         )
     if len(usual) >= MIN_USUAL and entropy < 0.05 * median(usual[-20:]):
         return "entropy_collapsed", (
