@@ -136,7 +136,7 @@ class History:
             now: Statistics of this step.
             number: Step number within the stage, from 1.
             best: Best window of `MIN_USUAL` consecutive steps (mean `reward`, standard deviation
-                `sd`, number of `groups`, `number` of the last step), and lowest reward ever `low`.
+                `sd`, number of `groups`, `number` of the last step), and `low`, the lowest reward.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 

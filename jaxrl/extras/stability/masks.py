@@ -23,9 +23,9 @@ def off_policy_gate(
 ) -> Bool[jax.Array, "R T"]:
     """Return a mask without tokens of far off-policy trajectories with a negative advantage.
 
-    DeepSeek-V3.2's sequence mask (https://arxiv.org/abs/2512.02556). A trajectory is masked if the
-    mean of rollout minus current logprobs over its tokens exceeds `delta`. This difference includes
-    both the gap between sampler and trainer and the updates on this batch.
+    DeepSeek-V3.2's sequence mask (https://arxiv.org/abs/2512.02556). Tokens with a negative
+    advantage are masked if the trajectory's mean of rollout minus current logprobs exceeds `delta`.
+    This includes both the gap between sampler and trainer and the updates on this batch.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.

@@ -1,4 +1,4 @@
-"""Comparison of mathematical expressions in a worker process."""
+"""Compare mathematical expressions in a worker process."""
 
 from __future__ import annotations
 
