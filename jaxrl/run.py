@@ -415,7 +415,7 @@ def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
             write(run_state.workdir, log)
 
 
-REPORT = "jaxrl.extras.view.report:write_or_warn"
+REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 """Function that writes a run's report; missing if the extra was deleted."""
 
 

@@ -40,7 +40,7 @@ from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool, run_one
-from jaxrl.extras.endpoints.sent_images import sent_image
+from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import trajectory_to_record
 from jaxrl.logs.writers import write_images
@@ -355,7 +355,7 @@ class TestProcessor:
             data = b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 8, 8, 8, 3) + bytes(300)
         else:
             data = encoded(drawn(16, 16), kind)
-        for use in (processor.num_tokens, processor, sent_image):
+        for use in (processor.num_tokens, processor, prepare_image):
             with pytest.raises(UnreadableError, match="it is none of PNG, JPEG, WEBP, GIF, BMP, T"):
                 use(Picture(data=data))
         assert not (tmp_path / "called").exists()
@@ -372,7 +372,7 @@ class TestProcessor:
         assert processor(Picture(data=fitting)).patches.size
         for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{place}.load", decode)
-        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             with pytest.raises(UnreadableError, match="of 77 x 13 pixels; expected at most 1,000"):
                 use(Picture(data=larger))
 
@@ -387,7 +387,7 @@ class TestProcessor:
         for data in (jpeg[:2] + comment + jpeg[2:], jpeg + marks):
             assert processor(Picture(data=data)).patches.size
         monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
-        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             for data in (many, jpeg[:2] + comment + many[2:]):
                 with pytest.raises(UnreadableError, match="a JPEG of 110 scans; expected at most"):
                     use(Picture(data=data))

@@ -198,7 +198,9 @@ LOSSES: dict[str, Callable[..., Any] | str] = {
 LOSS_TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
 """Losses added to the policy loss, by `loss.term.name`."""
 
-TOKEN_FILTERS: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
+TOKEN_FILTERS: dict[str, str] = {
+    "off_policy": "jaxrl.extras.stability.masks:off_policy_sequence_mask"
+}
 """Token filters by name: True for tokens with a policy loss."""
 
 ARRAYS = (

@@ -87,7 +87,7 @@ class BertConfig:
             activation=fields["hidden_act"],
         )
 
-    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the HF tensor name (`{}` is the layer index) and the shape of each parameter.
 
         HF tensors store a `kernel` transposed, as [out, in].
@@ -96,8 +96,8 @@ class BertConfig:
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for param_name, hf_part, size in (
             ("words", "word", self.vocab_size),
-            ("places", "position", self.max_positions),
-            ("kinds", "token_type", self.num_token_types),
+            ("positions", "position", self.max_positions),
+            ("types", "token_type", self.num_token_types),
         ):
             hf_name = f"embeddings.{hf_part}_embeddings.weight"
             tensors[f"embed/{param_name}/embedding"] = hf_name, (size, D)
@@ -113,20 +113,20 @@ class BertConfig:
             ("mlp/down", "output.dense", (F, D)),
             ("mlp_norm", "output.LayerNorm", (D,)),
         ):
-            first, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + hf_part
-            tensors[f"blocks/{param_name}/{first}"] = f"{hf_name}.weight", (self.num_layers, *shape)
+            leaf, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + hf_part
+            tensors[f"blocks/{param_name}/{leaf}"] = f"{hf_name}.weight", (self.num_layers, *shape)
             tensors[f"blocks/{param_name}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
         return tensors
 
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter."""
-        return {name: hf_name for name, (hf_name, _) in self._tensors().items()}
+        return {name: hf_name for name, (hf_name, _) in self._tensor_specs().items()}
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         shapes = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, (_, shape) in self._tensors().items()
+            for name, (_, shape) in self._tensor_specs().items()
         }
         return unflatten_dict(shapes, sep="/")
 
@@ -142,8 +142,8 @@ class BertConfig:
         """
         embed = params["embed"]
         x = embed["words"]["embedding"][token_ids]
-        x = x + embed["places"]["embedding"][: token_ids.shape[1]]
-        x = x + embed["kinds"]["embedding"][0]
+        x = x + embed["positions"]["embedding"][: token_ids.shape[1]]
+        x = x + embed["types"]["embedding"][0]
         x = layer_norm(x, embed["norm"], self.epsilon)
 
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -156,8 +156,8 @@ class BertConfig:
             attended = jnp.einsum("bnqk,bknh->bqnh", probs, v).reshape(x.shape)
             x = x + _linear(attention["o"], attended)
             x = layer_norm(x, weights["attention_norm"], self.epsilon)
-            inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
-            x = x + _linear(mlp["down"], inner)
+            activated = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
+            x = x + _linear(mlp["down"], activated)
             return layer_norm(x, weights["mlp_norm"], self.epsilon), None
 
         return jax.lax.scan(layer, x, params["blocks"])[0]

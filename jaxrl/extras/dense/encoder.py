@@ -24,7 +24,7 @@ _FILES = (
 )
 
 
-def folder_digest(folder: str | Path) -> str:
+def compute_folder_digest(folder: str | Path) -> str:
     """Return the SHA-256 of the names and contents of an encoder's model and tokenizer files."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _FILES for file in Path(folder).glob(pattern)}):
@@ -61,11 +61,11 @@ class Encoder:
         self._mesh = Mesh(np.array(devices), ("rows",))
         self._params = load_encoder(model.model, folder, self._mesh, dtype)
 
-    def queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
+    def encode_queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
         """Encode queries to float32 vectors [N, D]."""
         return self._encode([f"{self.model.query_prefix}{text}" for text in texts], batch_tokens)
 
-    def passages(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
+    def encode_passages(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
         """Encode passages to float32 vectors [N, D]."""
         return self._encode([f"{self.model.passage_prefix}{text}" for text in texts], batch_tokens)
 
@@ -76,23 +76,23 @@ class Encoder:
         ids = [encoding.ids or [0] for encoding in encodings]
         # Use power-of-two widths, so that few programs are compiled.
         doublings = [max(-(-len(text) // MIN_WIDTH) - 1, 0).bit_length() for text in ids]
-        widths = [min(MIN_WIDTH << power, self.model.max_tokens) for power in doublings]
-        split, pending = NamedSharding(self._mesh, P("rows")), []
+        widths = [min(MIN_WIDTH << exponent, self.model.max_tokens) for exponent in doublings]
+        split, batches = NamedSharding(self._mesh, P("rows")), []
         for width in sorted(set(widths)):
             rows = max(batch_tokens // width, 1) * self._mesh.size
-            members = [index for index, other in enumerate(widths) if other == width]
+            members = [index for index, text_width in enumerate(widths) if text_width == width]
             for start in range(0, len(members), rows):
-                block = members[start : start + rows]
+                batch = members[start : start + rows]
                 token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-                for row, index in enumerate(block):
+                for row, index in enumerate(batch):
                     lengths[row] = len(ids[index])
                     token_ids[row, : lengths[row]] = ids[index]
                 arrays = jax.device_put((token_ids, lengths), split)
                 encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
-                pending.append((block, encoded))
+                batches.append((batch, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for block, encoded in pending:  # wait for the devices only now
-            vectors[block] = np.asarray(encoded)[: len(block)]
+        for batch, encoded in batches:  # wait for the devices only now
+            vectors[batch] = np.asarray(encoded)[: len(batch)]
         return vectors
 
 

@@ -93,8 +93,8 @@ class EmbeddingModel:
             hidden = self.model.hidden_states(params, token_ids, positions, attend, LayerScan())
         hidden = hidden.astype(jnp.float32)
         if self.pooling == "mean":
-            summed = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)
-            pooled = summed / lengths[:, None]
+            total = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)
+            pooled = total / lengths[:, None]
         elif self.pooling == "first":
             pooled = hidden[:, 0]
         else:
@@ -215,13 +215,13 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
         ValueError: A module or a pooling is not supported.
     """
     result: dict[str, Any] = {}
-    settings = _read_optional(folder / "config_sentence_transformers.json")
+    settings = _read_optional_json(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
     if any(prompts.values()):  # all empty means not set
         passage = prompts.get("document", prompts.get("passage"))
         prefixes = {"query_prefix": prompts.get("query"), "passage_prefix": passage}
         result |= {name: text for name, text in prefixes.items() if text is not None}
-    if limit := _read_optional(folder / "sentence_bert_config.json").get("max_seq_length"):
+    if limit := _read_optional_json(folder / "sentence_bert_config.json").get("max_seq_length"):
         result["max_tokens"] = limit
     file = folder / "modules.json"
     if not file.is_file():
@@ -236,7 +236,9 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
     if "Pooling" in module_types:
         file = folder / module_types["Pooling"] / "config.json"
         fields = read_object(file)
-        modes = [name for name, on in fields.items() if "pooling_mode_" in name and on is True]
+        modes = [
+            name for name, is_on in fields.items() if "pooling_mode_" in name and is_on is True
+        ]
         if "pooling_mode" in fields:
             modes.append(fields["pooling_mode"])
         is_known = len(modes) == 1 and modes[0] in _POOLING_MODES
@@ -251,7 +253,7 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _read_optional(file: Path) -> dict[str, Any]:
+def _read_optional_json(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
@@ -271,12 +273,12 @@ def load_encoder(
         FileNotFoundError: The folder has no weights.
         ValueError: The weights are damaged or do not match the model.
     """
-    names = required_params(model)
+    names = required_param_shapes(model)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in open_tensors(Path(path)).items():
         stored[name] = tensor
-        for other in (f"model.{name}", name.removeprefix("bert.")):
-            stored.setdefault(other, tensor)
+        for alias in (f"model.{name}", name.removeprefix("bert.")):
+            stored.setdefault(alias, tensor)
     for name, location in locate_hf_tensors(model).items():
         if location.param in names:
             if name not in stored:
@@ -286,7 +288,7 @@ def load_encoder(
     return load_tensors(model, stored, shardings, dtype=dtype)
 
 
-def required_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
+def required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the parameters for computing hidden states, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
@@ -296,7 +298,7 @@ def encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
     """Return the bytes of weights on one device, and an estimate for the largest activations."""
-    weights = sum(math.prod(shape) for shape in required_params(model).values())
-    inner = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
+    weights = sum(math.prod(shape) for shape in required_param_shapes(model).values())
+    inner_width = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize
-    return itemsize * weights, itemsize * batch_tokens * (2 * inner + 8 * model.width)
+    return itemsize * weights, itemsize * batch_tokens * (2 * inner_width + 8 * model.width)

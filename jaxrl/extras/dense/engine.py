@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import CorpusDocuments, corpus_digest, index_folder
-from jaxrl.extras.dense.encoder import Encoder, folder_digest
+from jaxrl.extras.dense.encoder import Encoder, compute_folder_digest
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, read_prebuilt
 from jaxrl.extras.dense.passages import PassageIndex
@@ -78,8 +78,8 @@ class DenseSearch(DocumentSearch):
             passage_prefix=passage_prefix,
             max_tokens=max_tokens,
         )
-        on_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
-        self._encoder = Encoder(model, encoder, on_devices, dtype=encoder_dtype)
+        search_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
+        self._encoder = Encoder(model, encoder, search_devices, dtype=encoder_dtype)
         # The folder name contains a hash of everything that the vectors depend on.
         index_dir = index_folder(corpus, index)
         settings: dict[str, Any]
@@ -89,8 +89,8 @@ class DenseSearch(DocumentSearch):
         else:
             settings = asdict(model)
             del settings["model"], settings["query_prefix"]
-            settings |= {"encoder": folder_digest(encoder), "encoder_dtype": encoder_dtype}
-        source = IndexSpec(
+            settings |= {"encoder": compute_folder_digest(encoder), "encoder_dtype": encoder_dtype}
+        spec = IndexSpec(
             corpus=Path(corpus),
             index_dir=index_dir,
             settings=settings,
@@ -98,15 +98,17 @@ class DenseSearch(DocumentSearch):
             dtype=file_dtype,
         )
 
-        def make_rows(documents: CorpusDocuments) -> ReadRows:
-            encoded = self._encoded_rows(documents)
-            return self._prebuilt_rows(documents, encoded, embeddings) if embeddings else encoded
+        def make_reader(documents: CorpusDocuments) -> ReadRows:
+            encode = self._make_encoding_reader(documents)
+            return (
+                self._make_prebuilt_reader(documents, encode, embeddings) if embeddings else encode
+            )
 
-        index_files = open_index(source, make_rows, progress)
+        index_files = open_index(spec, make_reader, progress)
         self.documents = self._documents = index_files.documents
         self._passages = PassageIndex(
             index_files.vectors,
-            on_devices,
+            search_devices,
             dtype=dtype,
             candidates=candidates,
             query_rows=query_rows,
@@ -117,27 +119,29 @@ class DenseSearch(DocumentSearch):
         if not queries:
             return []
         texts = [replace_surrogates(query) for query in queries]
-        vectors = self._encoder.queries(texts, batch_tokens=self._query_batch_tokens)
+        vectors = self._encoder.encode_queries(texts, batch_tokens=self._query_batch_tokens)
         rankings = zip(*self._passages.search(vectors, topk), strict=True)
         return [
             [Hit(self._documents[int(i)], float(x)) for i, x in zip(positions, scores, strict=True)]
             for positions, scores in rankings
         ]
 
-    def _encoded_rows(self, documents: CorpusDocuments) -> ReadRows:
+    def _make_encoding_reader(self, documents: CorpusDocuments) -> ReadRows:
         """Return a function that encodes titles and texts of documents as `Document.contents`."""
 
-        def rows(start: int, stop: int) -> np.ndarray:
+        def encode_range(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
             texts = [
                 replace_surrogates(document.contents if document.title else document.text)
                 for document in parts
             ]
-            return self._encoder.passages(texts, batch_tokens=self._batch_tokens)
+            return self._encoder.encode_passages(texts, batch_tokens=self._batch_tokens)
 
-        return rows
+        return encode_range
 
-    def _prebuilt_rows(self, documents: CorpusDocuments, encoded: ReadRows, path: str) -> ReadRows:
+    def _make_prebuilt_reader(
+        self, documents: CorpusDocuments, encode: ReadRows, path: str
+    ) -> ReadRows:
         """Compare some prebuilt vectors with the encoder's; return a function that reads them.
 
         Raises:
@@ -152,7 +156,7 @@ class DenseSearch(DocumentSearch):
             )
         positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
         prebuilt_vectors = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
-        encoded_vectors = np.concatenate([encoded(i, i + 1) for i in positions.tolist()])
+        encoded_vectors = np.concatenate([encode(i, i + 1) for i in positions.tolist()])
         norms = np.linalg.norm(prebuilt_vectors, axis=1) * np.linalg.norm(encoded_vectors, axis=1)
         cosines = (prebuilt_vectors * encoded_vectors).sum(axis=1) / np.maximum(norms, 1e-12)
         if not np.median(cosines) >= MIN_COSINE:

@@ -96,15 +96,15 @@ class VectorFiles(NamedTuple):
 
 
 def open_index(
-    source: IndexSpec, make_rows: Callable[[CorpusDocuments], ReadRows], progress: Progress
+    spec: IndexSpec, make_reader: Callable[[CorpusDocuments], ReadRows], progress: Progress
 ) -> VectorFiles:
     """Open an index, after building it or resuming a killed build if it is incomplete.
 
     One process builds; others that open the same index wait for it.
 
     Args:
-        source: Build settings of the index.
-        make_rows: Function that makes a `ReadRows` for documents; called only to build.
+        spec: Build settings of the index.
+        make_reader: Function that makes a `ReadRows` for documents; called only to build.
         progress: Callback that receives the number of vectors so far.
 
     Raises:
@@ -112,24 +112,24 @@ def open_index(
         PermissionError, NotADirectoryError: The index folder is not writable.
         ValueError: The corpus is malformed, or the index is damaged.
     """
-    check_corpus(source.corpus, source.index_dir, section="search.dense")
-    folder = source.folder
+    check_corpus(spec.corpus, spec.index_dir, section="search.dense")
+    folder = spec.folder
     make_once(
         folder,
-        lambda: _build(source, folder, make_rows, progress),
-        lock=source.index_dir / f".{folder.name}.lock",
-        corpus=source.corpus,
+        lambda: _build(spec, folder, make_reader, progress),
+        lock=spec.index_dir / f".{folder.name}.lock",
+        corpus=spec.corpus,
         section="search.dense",
     )
     try:
-        return _open(source, folder)
+        return _open_verified(spec, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"the index {folder} is damaged; delete this folder to rebuild it. ({error})"
         ) from error
 
 
-def _open(source: IndexSpec, folder: Path) -> VectorFiles:
+def _open_verified(spec: IndexSpec, folder: Path) -> VectorFiles:
     """Open a complete index and verify the files' digests.
 
     Raises:
@@ -137,13 +137,13 @@ def _open(source: IndexSpec, folder: Path) -> VectorFiles:
     """
     manifest = read_object(folder / _MANIFEST)
     lines = _read_lines(folder, manifest)
-    dtype, shape = FILE_DTYPES[source.dtype], (len(lines), source.width)
+    dtype, shape = FILE_DTYPES[spec.dtype], (len(lines), spec.width)
     vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
-    num_intact = _count_intact(vectors, manifest["chunks"])
+    num_intact = _count_intact_chunks(vectors, manifest["chunks"])
     if num_intact < -(-len(lines) // CHUNK_ROWS):
         first = num_intact * CHUNK_ROWS
         raise ValueError(f"{_VECTORS} was changed: digests differ from vector {first} on")
-    return VectorFiles(folder, vectors, _documents(source, lines))
+    return VectorFiles(folder, vectors, _make_documents(spec, lines))
 
 
 def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
@@ -152,80 +152,80 @@ def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
     return np.load(folder / _LINES, mmap_mode="r")
 
 
-def _documents(source: IndexSpec, lines: Any) -> CorpusDocuments:
-    return CorpusDocuments(source.corpus, lines["offset"], lines["check"])
+def _make_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
+    return CorpusDocuments(spec.corpus, lines["offset"], lines["check"])
 
 
-def _count_intact(vectors: np.ndarray, digests: list[str]) -> int:
+def _count_intact_chunks(vectors: np.ndarray, digests: list[str]) -> int:
     """Count the leading chunks that match their digests."""
     starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        actual = pool.map(lambda start: _digest(vectors[start : start + CHUNK_ROWS]), starts)
+        actual = pool.map(lambda start: _hash_rows(vectors[start : start + CHUNK_ROWS]), starts)
         pairs = enumerate(zip(actual, digests, strict=True))
         return next((number for number, (a, b) in pairs if a != b), len(digests))
 
 
-def _digest(rows: np.ndarray) -> str:
+def _hash_rows(rows: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows).view(np.uint8).data).hexdigest()
 
 
 def _build(
-    source: IndexSpec,
+    spec: IndexSpec,
     folder: Path,
-    make_rows: Callable[[CorpusDocuments], ReadRows],
+    make_reader: Callable[[CorpusDocuments], ReadRows],
     progress: Progress,
 ) -> None:
     """Build an index in a temporary folder, then rename it to `folder`."""
     # Resume an unfinished build if `lines.npy` is intact, else start over.
     build_folder = folder.with_name(f"{folder.name}.building")
-    digest = corpus_digest(source.corpus, source.index_dir)
+    digest = corpus_digest(spec.corpus, spec.index_dir)
     try:
         manifest = read_object(build_folder / _MANIFEST)
         lines = _read_lines(build_folder, manifest)
     except (OSError, ValueError, KeyError):
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir(parents=True)
-        lines = np.fromiter(_scan_lines(source.corpus, progress), _LINE_DTYPE)
+        lines = np.fromiter(_scan_lines(spec.corpus, progress), _LINE_DTYPE)
         np.save(build_folder / _LINES, lines)
-        corpus = {"digest": digest, "bytes": source.corpus.stat().st_size}
-        manifest = {**source.inputs, "corpus": corpus, "chunks": []}
+        corpus = {"digest": digest, "bytes": spec.corpus.stat().st_size}
+        manifest = {**spec.inputs, "corpus": corpus, "chunks": []}
         manifest["lines"] = file_digest(build_folder / _LINES)
         _write_manifest(build_folder, manifest)
     # Keep intact chunks. Copy vectors from an index of an earlier, shorter version of the corpus.
-    shape, dtype = (len(lines), source.width), FILE_DTYPES[source.dtype]
-    _reserve(build_folder, shape[0] * shape[1] * dtype.itemsize)
+    shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
+    _preallocate(build_folder, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
     chunks = manifest["chunks"]
-    del chunks[_count_intact(vectors, chunks) :]
-    earlier, rows = _find_earlier_vectors(source), make_rows(_documents(source, lines))
+    del chunks[_count_intact_chunks(vectors, chunks) :]
+    earlier_vectors, rows = _find_earlier_vectors(spec), make_reader(_make_documents(spec, lines))
     for start in range(len(chunks) * CHUNK_ROWS, len(lines), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(lines))
-        known = min(max(start, len(earlier)), stop)
-        vectors[start:known] = earlier[start:known]
-        if known < stop:
-            new = rows(known, stop)
+        copy_stop = min(max(start, len(earlier_vectors)), stop)
+        vectors[start:copy_stop] = earlier_vectors[start:copy_stop]
+        if copy_stop < stop:
+            new = rows(copy_stop, stop)
             if not np.isfinite(new.astype(np.float32)).all():
                 raise ValueError(
-                    f"vectors of documents {known} to {stop} have values that are not finite."
+                    f"vectors of documents {copy_stop} to {stop} have values that are not finite."
                 )
-            vectors[known:stop] = new.astype(dtype)
+            vectors[copy_stop:stop] = new.astype(dtype)
         vectors.flush()
-        chunks.append(_digest(vectors[start:stop]))
+        chunks.append(_hash_rows(vectors[start:stop]))
         _write_manifest(build_folder, manifest)
         progress(stop)
-    check_unchanged(source.corpus, source.index_dir, digest)
+    check_unchanged(spec.corpus, spec.index_dir, digest)
     build_folder.rename(folder)
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
     """Yield byte offset and checksum of each document's line; validate all with `read_corpus`."""
-    documents, begin = read_corpus(corpus), 0
+    documents, offset = read_corpus(corpus), 0
     with open(corpus, "rb") as lines:
         for number, line in enumerate(lines):
             if line.strip():
                 next(documents)
-                yield begin, line_check(line)
-            begin += len(line)
+                yield offset, line_check(line)
+            offset += len(line)
             if number % 10_000 == 9_999:
                 progress(0)
     next(documents, None)  # raises if the corpus has no documents
@@ -236,7 +236,7 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         json.dump(manifest, out, indent=1)
 
 
-def _reserve(build_folder: Path, size: int) -> None:
+def _preallocate(build_folder: Path, size: int) -> None:
     """Allocate `vectors.bin`, so that a full disk raises an error before the build starts."""
     with open(build_folder / _VECTORS, "ab") as file:
         try:
@@ -250,21 +250,21 @@ def _reserve(build_folder: Path, size: int) -> None:
             ) from error
 
 
-def _find_earlier_vectors(source: IndexSpec) -> np.ndarray:
+def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
     """Return vectors from the index of the longest prefix of this corpus; [0, D] if none exists."""
     folders: dict[str, tuple[Path, int]] = {}
-    for file in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
+    for file in spec.index_dir.glob(f"dense-*/{_MANIFEST}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = read_object(file)
             is_complete = file.parent.suffix != ".building"
-            if is_complete and source.inputs.items() <= manifest.items():
+            if is_complete and spec.inputs.items() <= manifest.items():
                 corpus = manifest["corpus"]
                 folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
     sizes = {digest: size for digest, (_, size) in folders.items()}
-    digest, _ = longest_known(source.corpus, sizes)
+    digest, _ = longest_known(spec.corpus, sizes)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
-        return _open(source, folders[digest][0]).vectors
-    return np.empty((0, source.width), FILE_DTYPES[source.dtype])
+        return _open_verified(spec, folders[digest][0]).vectors
+    return np.empty((0, spec.width), FILE_DTYPES[spec.dtype])
 
 
 class PrebuiltVectors(NamedTuple):
@@ -313,8 +313,8 @@ def _read_faiss(path: Path) -> PrebuiltVectors:
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", 0))
     except RuntimeError as error:
         raise ValueError(f"{path} is neither .npy nor a FAISS index: {error}") from error
-    is_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
-    if not (isinstance(index, faiss.IndexFlat) and is_product):
+    is_inner_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
+    if not (isinstance(index, faiss.IndexFlat) and is_inner_product):
         raise ValueError(
             f"{path} is a FAISS {type(index).__name__}; expected an IndexFlatIP, which holds "
             "uncompressed vectors."

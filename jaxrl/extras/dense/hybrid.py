@@ -71,8 +71,8 @@ class HybridSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the `topk` documents with the highest fused scores, per query."""
-        count = max(topk, self._candidates)
-        rankings = [engine.retrieve(queries, count) for engine in self._engines]
+        num_candidates = max(topk, self._candidates)
+        rankings = [engine.retrieve(queries, num_candidates) for engine in self._engines]
         return [
             fuse(query_rankings, k=self._k, topk=topk)
             for query_rankings in zip(*rankings, strict=True)

@@ -87,13 +87,13 @@ def device_bytes(
     }
 
 
-def _int8_scales(rows: np.ndarray) -> np.ndarray:
+def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
     """Compute float32 scales [N] by which rows [N, D] are divided to fit in -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
-def _scores(
+def _compute_scores(
     queries: jax.Array, passages: jax.Array, scales: jax.Array | None, *, is_cpu: bool
 ) -> jax.Array:
     """Compute float32 scores [Q, n] of passages [n, D], not multiplied by the queries' scales.
@@ -116,8 +116,8 @@ def _scores(
     return products if scales is None else products * scales
 
 
-@partial(jax.jit, static_argnames=("mesh", "block", "num"))
-def _search(
+@partial(jax.jit, static_argnames=("mesh", "block", "num_candidates"))
+def _select_candidates(
     passages: jax.Array,
     scales: jax.Array | None,
     counts: jax.Array,
@@ -125,7 +125,7 @@ def _search(
     *,
     mesh: Mesh,
     block: int,
-    num: int,
+    num_candidates: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Select candidates on every device. Return scores and positions [devices, Q, num].
 
@@ -136,43 +136,43 @@ def _search(
         queries: Queries [Q, D] in the dtype of the passages.
         mesh: Mesh with one axis.
         block: Number of passages scored at a time.
-        num: Number of candidates per query and device.
+        num_candidates: Number of candidates per query and device.
     """
-    score = partial(_scores, is_cpu=mesh.devices.flat[0].platform == "cpu")
+    score = partial(_compute_scores, is_cpu=mesh.devices.flat[0].platform == "cpu")
 
-    def search_device(
+    def select_on_device(
         passages: jax.Array, scales: jax.Array | None, count: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         Q, D = queries.shape
 
-        def score_block(_: None, numbered: Any) -> tuple[None, jax.Array]:
-            index, rows, row_scales = numbered
+        def score_block(_: None, block_inputs: Any) -> tuple[None, jax.Array]:
+            index, rows, row_scales = block_inputs
             is_padding = index * block + jnp.arange(block) >= count[0]
             scores = jnp.where(is_padding, -jnp.inf, score(queries, rows, row_scales))
             return None, scores.reshape(Q, -1, GROUP_SIZE).max(axis=2)
 
         blocks = passages.reshape(-1, block, D)
         block_scales = None if scales is None else scales.reshape(-1, block)
-        numbered = jnp.arange(len(blocks)), blocks, block_scales
-        best = jax.lax.scan(score_block, None, numbered)[1].swapaxes(0, 1).reshape(Q, -1)
+        block_inputs = jnp.arange(len(blocks)), blocks, block_scales
+        best = jax.lax.scan(score_block, None, block_inputs)[1].swapaxes(0, 1).reshape(Q, -1)
         # Sort by position, so that the first passage wins ties.
-        groups = jnp.sort(jax.lax.top_k(best, min(num, best.shape[1]))[1], axis=1)
+        groups = jnp.sort(jax.lax.top_k(best, min(num_candidates, best.shape[1]))[1], axis=1)
 
         def score_groups(query: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
             positions = (groups[:, None] * GROUP_SIZE + jnp.arange(GROUP_SIZE)).reshape(-1)
             row_scales = None if scales is None else scales[positions]
             scores = score(query[None], passages[positions], row_scales)[0]
             scores = jnp.where(positions < count[0], scores, -jnp.inf)
-            largest, where = jax.lax.top_k(scores, min(num, len(positions)))
-            return largest, positions[where]
+            largest, top_indices = jax.lax.top_k(scores, min(num_candidates, len(positions)))
+            return largest, positions[top_indices]
 
         results = jax.lax.map(lambda args: score_groups(*args), (queries, groups))
         return jax.tree.map(lambda array: array[None], results)
 
-    split = P(*mesh.axis_names)
-    specs = (split, split, split, P())
+    sharding = P(*mesh.axis_names)
+    specs = (sharding, sharding, sharding, P())
     search = jax.shard_map(
-        search_device, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
+        select_on_device, mesh=mesh, in_specs=specs, out_specs=sharding, check_vma=False
     )
     return search(passages, scales, counts, queries)
 
@@ -220,23 +220,26 @@ class PassageIndex:
         counts, passages, scales = [], [], []
         for start in range(0, len(devices) * self._size, self._size):
             rows = vectors[start : start + self._size]
-            on_device = self._load(rows, devices[start // self._size])
+            shard_arrays = self._load_shard(rows, devices[start // self._size])
             counts.append(len(rows))
-            passages.append(on_device[0])
-            scales.append(on_device[1])
+            passages.append(shard_arrays[0])
+            scales.append(shard_arrays[1])
         if not np.isfinite(self._max_norm):
             raise ValueError("a passage's vector has a value that is not finite.")
-        split = NamedSharding(self._mesh, P("passages"))
-        self._counts = jax.device_put(np.array(counts, np.int32), split)
-        shape, join = (len(devices) * self._size,), jax.make_array_from_single_device_arrays
-        self._passages = join((*shape, vectors.shape[1]), split, passages)
-        self._scales = join(shape, split, scales) if dtype == "int8" else None
+        sharding = NamedSharding(self._mesh, P("passages"))
+        self._counts = jax.device_put(np.array(counts, np.int32), sharding)
+        shape, make_global_array = (
+            (len(devices) * self._size,),
+            jax.make_array_from_single_device_arrays,
+        )
+        self._passages = make_global_array((*shape, vectors.shape[1]), sharding, passages)
+        self._scales = make_global_array(shape, sharding, scales) if dtype == "int8" else None
 
-    def _load(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
+    def _load_shard(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
         """Copy vectors to one device in parts. Return them and their int8 scales."""
         # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few.
-        is_in_bits = device.platform == "cpu" and self._dtype == "bfloat16"
-        dtype = np.dtype(np.uint16) if is_in_bits else jnp.dtype(self._dtype)
+        stores_bits = device.platform == "cpu" and self._dtype == "bfloat16"
+        dtype = np.dtype(np.uint16) if stores_bits else jnp.dtype(self._dtype)
         step = min(LOAD_ROWS, self._size)
         passages = jnp.zeros((self._size, vectors.shape[1]), dtype, device=device)
         scales = jnp.ones(self._size if self._dtype == "int8" else 0, jnp.float32, device=device)
@@ -247,11 +250,11 @@ class PassageIndex:
             self._max_norm = float(np.maximum(self._max_norm, norm))  # propagates NaN
             rows = np.pad(rows, ((0, step - len(rows)), (0, 0)))
             if self._dtype == "int8":
-                row_scales = _int8_scales(rows)
+                row_scales = _compute_int8_scales(rows)
                 self._max_scale = max(self._max_scale, float(np.abs(rows).max()) / 127)
                 rows = np.round(rows / row_scales[:, None])
                 scales = _write_rows(scales, row_scales, start, 0)
-            rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16) if is_in_bits else rows
+            rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16) if stores_bits else rows
             passages = _write_rows(passages, rows.astype(dtype), start, 0)
         return passages, scales
 
@@ -275,29 +278,29 @@ class PassageIndex:
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
         # Repeat with four times as many candidates for queries whose result is unproven.
-        remaining, num = np.arange(len(queries)), max(self._candidates, 4 * topk)
+        remaining, num_candidates = np.arange(len(queries)), max(self._candidates, 4 * topk)
         while len(remaining):
-            num = min(num, len(self.vectors))
-            is_last = num >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
+            num_candidates = min(num_candidates, len(self.vectors))
+            is_final = num_candidates >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
             unproven = []
             for start in range(0, len(remaining), self._query_rows):
                 block = remaining[start : start + self._query_rows]
-                results = self._find_candidates(queries[block], num)
-                for row, candidates, weakest in zip(block, *results, strict=True):
+                results = self._find_candidates(queries[block], num_candidates)
+                for row, candidates, score_bound in zip(block, *results, strict=True):
                     query, ordered = queries[row].astype(np.float64), np.sort(candidates)
                     # Sum each row separately, in the same order, so that equal vectors have equal
                     # scores. Sorting the candidates makes file reads sequential.
-                    exact = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
-                    best = np.lexsort((ordered, -exact))[:topk]
-                    positions[row], scores[row] = ordered[best], exact[best]
-                    bound = weakest + self._rounding_bound(query)
-                    if not is_last and scores[row, -1] <= bound:
+                    exact_scores = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
+                    best = np.lexsort((ordered, -exact_scores))[:topk]
+                    positions[row], scores[row] = ordered[best], exact_scores[best]
+                    bound = score_bound + self._bound_rounding_error(query)
+                    if not is_final and scores[row, -1] <= bound:
                         unproven.append(row)
-            remaining, num = np.array(unproven, np.int64), 4 * num
+            remaining, num_candidates = np.array(unproven, np.int64), 4 * num_candidates
         return positions, scores
 
     def _find_candidates(
-        self, queries: np.ndarray, num: int
+        self, queries: np.ndarray, num_candidates: int
     ) -> tuple[list[np.ndarray], list[float]]:
         """Return each query's candidates, and an upper bound on the scores of other passages."""
         # A single query is not padded. This may change the devices' scores, but results depend only
@@ -308,37 +311,40 @@ class PassageIndex:
         rows[: len(queries)] = queries
         query_scales = np.ones(len(rows), np.float32)
         if self._dtype == "int8":
-            query_scales = _int8_scales(rows)
+            query_scales = _compute_int8_scales(rows)
             rows = np.round(rows / query_scales[:, None])
-        by_device = _search(
+        device_results = _select_candidates(
             self._passages,
             self._scales,
             self._counts,
             jax.device_put(rows.astype(jnp.dtype(self._dtype)), NamedSharding(self._mesh, P())),
             mesh=self._mesh,
             block=self._block,
-            num=num,
+            num_candidates=num_candidates,
         )
-        device_scores, device_positions = jax.device_get(by_device)
+        device_scores, device_positions = jax.device_get(device_results)
         device_positions = (
             device_positions + self._size * np.arange(len(device_scores))[:, None, None]
         )
-        candidates, weakest = [], []
+        candidates, score_bound = [], []
         for row in range(len(queries)):
             scores, positions = device_scores[:, row].ravel(), device_positions[:, row].ravel()
-            best = np.lexsort((positions, -scores))[:num]
+            best = np.lexsort((positions, -scores))[:num_candidates]
             best = best[scores[best] > -np.inf]
             candidates.append(positions[best])
-            weakest.append(float(scores[best[-1]]) * float(query_scales[row]))
-        return candidates, weakest
+            score_bound.append(float(scores[best[-1]]) * float(query_scales[row]))
+        return candidates, score_bound
 
-    def _rounding_bound(self, query: np.ndarray) -> float:
+    def _bound_rounding_error(self, query: np.ndarray) -> float:
         """Return a bound on the rounding error of a device's scores for a query."""
         norms = float(np.linalg.norm(query)) * self._max_norm
-        summed = len(query) * float(np.finfo(np.float32).eps) * norms
+        summation_error = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":
             # Rounding errors are uniform over a quantization step, with variance step^2 / 12.
-            of_passages = float(np.linalg.norm(query)) * self._max_scale
-            of_query = self._max_norm * float(_int8_scales(query[None])[0])
-            return summed + _NUM_STDDEVS * float(np.hypot(of_passages, of_query)) / 12**0.5
-        return summed + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)
+            passage_error = float(np.linalg.norm(query)) * self._max_scale
+            query_error = self._max_norm * float(_compute_int8_scales(query[None])[0])
+            return (
+                summation_error
+                + _NUM_STDDEVS * float(np.hypot(passage_error, query_error)) / 12**0.5
+            )
+        return summation_error + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)

@@ -14,7 +14,7 @@ from jaxrl.envs.tools.base import Tool
 from jaxrl.utils.http_client import ClientLimits, JsonClient, Request, read_api_key
 
 MAX_REPLY_MIB = 4.0
-_MAX_SHOWN = 200  # characters of a response to quote in an error message
+_MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
 class Endpoint(Tool):
@@ -33,49 +33,51 @@ class Endpoint(Tool):
             ValueError: The environment variable of the API key is not set.
         """
         self.settings, self.key = settings, key
-        secret = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
-        address = urlsplit(settings.url)  # may have query parameters, such as Azure's api-version
-        self._url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
+        api_key = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
+        url_parts = urlsplit(settings.url)  # may have query parameters, such as Azure's api-version
+        self._url = url_parts._replace(
+            path=f"{url_parts.path.rstrip('/')}/chat/completions"
+        ).geturl()
         self._client = JsonClient(
             ClientLimits(
                 timeout_s=settings.deadline_s,
                 connections=settings.max_concurrent,
                 max_mib=MAX_REPLY_MIB,
             ),
-            headers={"Authorization": f"Bearer {secret}"} if secret else {},
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
+    def send_request(self, body: Mapping[str, Any]) -> Any:
         """Send a request and return the JSON of the response.
 
         Raises:
             ToolError: The request failed.
         """
-        [answer] = self._client.send_all([Request(url=self._url, body=dict(body))])
-        if isinstance(answer, ToolError):
-            raise answer
-        return answer
+        [response] = self._client.send_all([Request(url=self._url, body=dict(body))])
+        if isinstance(response, ToolError):
+            raise response
+        return response
 
 
-def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def get_first_choice(response: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the first choice of a chat completion, and that choice's message.
 
     Raises:
         ToolError: The completion has no choice with a message.
     """
     try:
-        choice = answer["choices"][0]
+        choice = response["choices"][0]
         message = choice["message"]
     except (LookupError, TypeError):
         message = None
     if not isinstance(message, dict):
-        raise ToolError(f"the response {answer!r:.{_MAX_SHOWN}} has no choices[0].message")
+        raise ToolError(f"the response {response!r:.{_MAX_QUOTED}} has no choices[0].message")
     return choice, message
 
 
-def open_guard(
-    guard: type[ResilientSearch],
-    endpoint: type[Endpoint],
+def wrap_endpoint(
+    wrapper_class: type[ResilientSearch],
+    endpoint_class: type[Endpoint],
     settings: Any,
     *,
     key: str,
@@ -88,8 +90,8 @@ def open_guard(
     """Wrap an endpoint with retries, rate limits and a recording of its responses.
 
     Args:
-        guard: `ResilientSearch` subclass that wraps the endpoint.
-        endpoint: `Endpoint` subclass; not instantiated if only a recording is replayed.
+        wrapper_class: `ResilientSearch` subclass that wraps the endpoint.
+        endpoint_class: `Endpoint` subclass; not instantiated if only a recording is replayed.
         settings: Settings of the endpoint; see `Endpoint`.
         key: Config key of the settings, for error messages.
         identity: Settings that determine responses. A recording is used only if they are equal.
@@ -102,7 +104,7 @@ def open_guard(
         ValueError: The environment variable of the API key is not set.
         FileNotFoundError: `replay` is "only", and there is no recording.
     """
-    policy = RetryConfig(
+    retry_config = RetryConfig(
         cache_mib=settings.cache_mib,
         cache_ttl_s=0.0,
         queries_per_second=settings.queries_per_second,
@@ -116,13 +118,13 @@ def open_guard(
         on_outage="empty",  # an environment error per episode, not a score
     )
     is_replay, recording = settings.replay == "only", None
-    where = settings.replay_folder or (workdir and workdir / folder)
-    if is_replay or (where and settings.replay == "record"):
-        recording = Recording(Path(where or folder), identity, process=process, log=log)
+    recording_dir = settings.replay_folder or (workdir and workdir / folder)
+    if is_replay or (recording_dir and settings.replay == "record"):
+        recording = Recording(Path(recording_dir or folder), identity, process=process, log=log)
         if is_replay and not len(recording):
             raise FileNotFoundError(
                 f"config.{key}.replay is 'only', but {recording.folder} has no replies with these "
                 f"settings; set config.{key}.replay_folder to the folder that has them."
             )
-    engine = ReplayOnly() if is_replay else endpoint(settings, key)
-    return guard(engine, policy, recording=recording, is_replay=is_replay, log=log)
+    engine = ReplayOnly() if is_replay else endpoint_class(settings, key)
+    return wrapper_class(engine, retry_config, recording=recording, is_replay=is_replay, log=log)

@@ -88,10 +88,10 @@ class XlaKernels:
     ) -> tuple[jax.Array, jax.Array]:
         """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf for empty ranges."""
         R, Q, N, _ = q.shape
-        scores = self._scores(q, k, keys)
+        scores = self._compute_scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-        return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
+        return self._einsum_by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
@@ -99,22 +99,24 @@ class XlaKernels:
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Compute the contribution of keys in a range to the gradients of q, k and v."""
         (R, Q, N, H), K = q.shape, k.shape[2]
-        by_group = (R, Q, K, N // K, H)
+        group_shape = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
-        weights = jnp.exp(self._scores(q, k, keys) - lse[..., None])
-        d_out = gradient.astype(jnp.float32).reshape(by_group)
-        delta = (d_out * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
+        weights = jnp.exp(self._compute_scores(q, k, keys) - lse[..., None])
+        d_out = gradient.astype(jnp.float32).reshape(group_shape)
+        delta = (d_out * out.reshape(group_shape)).sum(axis=-1).transpose(0, 2, 3, 1)
         d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
         d_scores = weights * (d_weights - delta[..., None]) * self.scale
-        dq = self._by_query("rkgts,rskh->rtkgh", d_scores, k, q)
-        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(by_group))
+        dq = self._einsum_by_query("rkgts,rskh->rtkgh", d_scores, k, q)
+        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(group_shape))
         dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _by_query(self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
+    def _einsum_by_query(
+        self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array
+    ) -> jax.Array:
         return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
 
-    def _scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
+    def _compute_scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
         (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
         products = jnp.einsum(
             "rtkgh,rskh->rkgts",
@@ -122,13 +124,13 @@ class XlaKernels:
             k,
             preferred_element_type=jnp.float32,
         )
-        ends = _ends(keys, T)
+        ends = _get_ends(keys, T)
         positions = jnp.arange(T)
         is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
         return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
-def _ends(keys: KeyRange, T: int) -> jax.Array:
+def _get_ends(keys: KeyRange, T: int) -> jax.Array:
     """Return the exclusive end of each query's range, int32 [R, Q]."""
     if keys.end is not None:
         return keys.end
@@ -151,7 +153,7 @@ class TokamaxKernels:
     ) -> tuple[jax.Array, jax.Array]:
         """Implement `XlaKernels.forward` with tokamax."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-        settings = self._settings(q, k, keys)
+        settings = self._make_settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
         attention = attention.replace(config=config)
         out, (highest, total) = attention(q, k, v, return_residuals=True, **settings)
@@ -163,31 +165,31 @@ class TokamaxKernels:
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Implement `XlaKernels.backward`; a causal mask skips the blocks after the diagonal."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-        bound = attention.bind(q, k, v, **self._settings(q, k, keys))
-        settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
+        bound_op = attention.bind(q, k, v, **self._make_settings(q, k, keys))
+        settings = {key: x for key, x in bound_op.kwargs.items() if key != "return_residuals"}
         # If the log-sum-exp is passed as the maximum score, the softmax sum is 1.
-        arguments = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
+        args = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
-        config = backward.bind(*arguments, **settings).heuristics_config
-        gradients = backward.replace(config=config)(*arguments, **settings)
-        return gradients["q"], gradients["k"], gradients["v"]
+        config = backward.bind(*args, **settings).heuristics_config
+        attention_gradients = backward.replace(config=config)(*args, **settings)
+        return attention_gradients["q"], attention_gradients["k"], attention_gradients["v"]
 
     def is_hopper(self) -> bool:
         """Return True if the GPU is a Hopper, which `gradients_hopper` requires."""
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
-    def _settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
+    def _make_settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
         """Return tokamax's arguments for scale and mask, with a causal mask where possible."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
         mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,
             k_start=keys.start[:, None],
-            k_end=None if is_causal else _ends(keys, k.shape[1])[:, None],
+            k_end=None if is_causal else _get_ends(keys, k.shape[1])[:, None],
         )
         return {"mask": mask, "logits_scale": self.scale}
 
 
-def _key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
+def _split_key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
     starts, *shared = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
     return [KeyRange(starts, None), KeyRange(*shared)][: 1 + shares_prompts]
 
@@ -205,13 +207,15 @@ def _forward(
     kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
     """Return the outputs and the residuals, which contain the log-sum-exp `[R, N, Q]`."""
-    ranges = _key_ranges(q, reads, shares_prompts)
+    ranges = _split_key_ranges(q, reads, shares_prompts)
     outs, sums = zip(*[kernels.forward(q, k, v, part) for part in ranges], strict=True)
     out, lse = outs[0], sums[0]
     if shares_prompts:
         lse = jnp.logaddexp(*sums)
-        shares = [jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in sums]
-        out = sum(part * share for part, share in zip(outs, shares, strict=True)).astype(q.dtype)
+        part_weights = [jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in sums]
+        out = sum(
+            part * part_weight for part, part_weight in zip(outs, part_weights, strict=True)
+        ).astype(q.dtype)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
@@ -224,10 +228,10 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, reads, out, lse = residuals
     if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
-        from jaxrl.extras.kernels.gradients_hopper import gradients
+        from jaxrl.extras.kernels.gradients_hopper import attention_gradients
 
-        return *gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
-    ranges = _key_ranges(q, reads, shares_prompts)
+        return *attention_gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
+    ranges = _split_key_ranges(q, reads, shares_prompts)
     parts = [kernels.backward(q, k, v, part, out, lse, gradient) for part in ranges]
     return *(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True)), None
 

@@ -107,7 +107,7 @@ def attend_pages(
     its product with the keys of one head, the rows of other heads are discarded.
     """
     call = make_pages_call(q, keys, tables, limits)
-    merged, below = group_by_kv_head(
+    grouped_q, row_limits = group_by_kv_head(
         q, limits, keys.shape[1] // call.heads_per_matrix, call.num_rows
     )
     out, lse = pl.pallas_call(
@@ -121,16 +121,16 @@ def attend_pages(
             num_scalar_prefetch=len(call.steps),
             grid=call.grid,
             in_specs=[call.queries, call.limits, call.pages, call.pages],
-            out_specs=[call.queries, call.numbers],
+            out_specs=[call.queries, call.lse],
             scratch_shapes=call.scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(merged.shape, jnp.float32),
-            jax.ShapeDtypeStruct((*merged.shape[:3], LANES), jnp.float32),
+            jax.ShapeDtypeStruct(grouped_q.shape, jnp.float32),
+            jax.ShapeDtypeStruct((*grouped_q.shape[:3], LANES), jnp.float32),
         ],
         interpret=interpret,
         name="attention_pages",
-    )(*call.steps, merged, below[:, :, None], keys, values)
+    )(*call.steps, grouped_q, row_limits[:, :, None], keys, values)
     out, lse = ungroup_queries(out, lse[..., 0], q.shape)
     reads = (limits > 0)[:, :, None]  # blocks without steps are not written
     return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, EMPTY_LSE)
@@ -144,18 +144,18 @@ class Steps(NamedTuple):
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
-    def first(self, step: Any, width: int) -> tuple[Any, Any]:
+    def first_page(self, step: Any, width: int) -> tuple[Any, Any]:
         """Return a step's block, and the index of its first page in the block table."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
 
     def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
         """Return the index in `tables` of a step's page, and True if the page is live."""
-        block, first = self.first(step, width)
-        return (block, first + index), first + index < self.num_pages[block]
+        block, first_page = self.first_page(step, width)
+        return (block, first_page + index), first_page + index < self.num_pages[block]
 
     @classmethod
-    def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
+    def build(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
         """Build steps of `width` pages over the live pages; return them and their number."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
@@ -173,7 +173,7 @@ class PagesCall(NamedTuple):
     steps: Steps
     queries: pl.BlockSpec  # for queries and outputs
     limits: pl.BlockSpec
-    numbers: pl.BlockSpec  # for the log-sum-exp
+    lse: pl.BlockSpec  # for the log-sum-exp
     pages: pl.BlockSpec  # left in HBM; see `list_copied_pages`
     scratch: list[Any]
     width: int  # pages per step
@@ -194,7 +194,9 @@ def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     max_pages = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(max_pages // 2, STEP_PAGES, tables.shape[1]), 1)
     slots = min(max_pages // width, NUM_SLOTS)
-    steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
+    steps, num_steps = Steps.build(
+        jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width
+    )
     # Combine as many KV heads in a query matrix as fit in its minimum number of rows.
     valid_sizes = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
     heads_per_matrix = max(valid_sizes, default=1)
@@ -209,7 +211,7 @@ def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
         steps=steps,
         queries=pl.BlockSpec((1, heads, num_rows, H), block_index_map),
         limits=pl.BlockSpec((1, num_rows, 1), lambda *step: block_index_map(*step)[:3]),
-        numbers=pl.BlockSpec((1, heads, num_rows, LANES), block_index_map),
+        lse=pl.BlockSpec((1, heads, num_rows, LANES), block_index_map),
         pages=pl.BlockSpec(memory_space=pl.ANY),
         scratch=[
             *[pltpu.VMEM((slots, width, K, page, H), keys.dtype)] * 2,
@@ -232,7 +234,7 @@ def _pages_kernel(
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
-    block, first = steps.first(step, width)
+    block, first_page = steps.first_page(step, width)
 
     # Start the copies of a step's live pages, or wait for them.
     def copy(step: Any, *, should_wait: bool) -> None:
@@ -255,14 +257,14 @@ def _pages_kernel(
         # be finite.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
-        for early in range(slots - 1):
-            pl.when(early < num_steps)(partial(copy, early, should_wait=False))
+        for early_step in range(slots - 1):
+            pl.when(early_step < num_steps)(partial(copy, early_step, should_wait=False))
 
     # Prefetch a later step's pages into the slot that the previous step has freed.
     prefetch_step = step + slots - 1
     pl.when(prefetch_step < num_steps)(partial(copy, prefetch_step, should_wait=False))
 
-    @pl.when(first == 0)
+    @pl.when(first_page == 0)
     def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
         highest_ref[...] = jnp.full(highest_ref.shape, EMPTY_LSE, jnp.float32)
@@ -272,7 +274,7 @@ def _pages_kernel(
     copy(step, should_wait=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)
-    is_read = first * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
+    is_read = first_page * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
     row = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     head_of_row = jax.lax.div(jax.lax.rem(row, heads_per_matrix * groups), groups)
 
@@ -286,28 +288,28 @@ def _pages_kernel(
     for head in range(q_ref.shape[1]):
         product = jnp.zeros(shape, jnp.float32)
         for index in range(heads_per_matrix):
-            own = jax.lax.dot_general(
+            head_part = jax.lax.dot_general(
                 q_ref[0, head],
                 load_head(keys_ref, head * heads_per_matrix + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            product = select_head(index, own, product)
+            product = select_head(index, head_part, product)
         scores = jnp.where(is_read, product * scale, MASK_VALUE)
         highest = highest_ref[head, :, :1]
         new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
         weights, rescale = jnp.exp(scores - new), jnp.exp(highest - new)
-        added = jnp.zeros(out_ref.shape[2:], jnp.float32)
+        head_out = jnp.zeros(out_ref.shape[2:], jnp.float32)
         for index in range(heads_per_matrix):
-            own = select_head(index, weights, 0.0).astype(values_ref.dtype)
+            head_part = select_head(index, weights, 0.0).astype(values_ref.dtype)
             values = load_head(values_ref, head * heads_per_matrix + index)
-            added += jnp.dot(own, values, preferred_element_type=jnp.float32)
-        out_ref[0, head] = out_ref[0, head] * rescale + added
+            head_out += jnp.dot(head_part, values, preferred_element_type=jnp.float32)
+        out_ref[0, head] = out_ref[0, head] * rescale + head_out
         total = total_ref[head, :, :1] * rescale + weights.sum(axis=1, keepdims=True)
         highest_ref[head] = jnp.broadcast_to(new, highest_ref.shape[1:])
         total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 
-    @pl.when(first + width >= num_pages_ref[block])
+    @pl.when(first_page + width >= num_pages_ref[block])
     def _() -> None:
         total = jnp.where(total_ref[...] > 0, total_ref[...], 1.0)
         out_ref[0] = out_ref[0] / total[:, :, :1]

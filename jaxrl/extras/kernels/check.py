@@ -133,19 +133,24 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
     # Errors are relative to XLA in float32. XLA's rounding in the run's dtype sets the bounds.
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
-        in_float32 = _run_trial(trial, trial.reference, use_float32=True)
+        exact_results = _run_trial(trial, trial.reference, use_float32=True)
     rounded = _run_trial(trial, trial.reference)  # the rounding error that any kernel may have
     errors = []
-    for name, actual, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
+    for name, actual, exact, baseline in zip(
+        trial.names, results, exact_results, rounded, strict=True
+    ):
         if actual.shape != exact.shape:
             return False, f"{name}: shape {actual.shape}; XLA's is {exact.shape}"
         if not np.isfinite(actual).all():
             return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
         # The bound is twice the rounding error in total and per piece, four times for one vector.
-        off, rounding = RelativeErrors.of(actual, exact), RelativeErrors.of(usual, exact)
-        bound = max(2 * rounding.whole, ERROR_FLOOR[itemsize])
-        if off.whole > bound:
-            return False, f"{name}: off by {off.whole:.2%}; rounding explains at most {bound:.2%}"
+        off, rounding = (
+            RelativeErrors.compute(actual, exact),
+            RelativeErrors.compute(baseline, exact),
+        )
+        bound = max(2 * rounding.total, ERROR_FLOOR[itemsize])
+        if off.total > bound:
+            return False, f"{name}: off by {off.total:.2%}; rounding explains at most {bound:.2%}"
         bound = max(4 * rounding.worst, WORST_ERROR_FLOOR)
         if off.worst > bound:
             return False, (
@@ -159,25 +164,25 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
                 f"{name}[{piece}]: off by {off.pieces[piece]:.2%}; rounding explains at most "
                 f"{bounds[piece]:.2%}"
             )
-        errors.append(f"{name} {off.whole:.2%}")
+        errors.append(f"{name} {off.total:.2%}")
     return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
 
 
 class RelativeErrors(NamedTuple):
     """Relative errors of an array of vectors `[..., values]`."""
 
-    whole: float  # over the complete array
+    total: float  # over the complete array
     worst: float  # of the worst vector, relative to the average norm
     pieces: dict[str, float]  # relative to the piece's norm; keys are NumPy slices
 
     @classmethod
-    def of(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
+    def compute(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
         """Compute the errors, in total and by piece.
 
         Pieces reveal errors in a single head, or in late keys, whose gradients are small.
         """
         off, square = (np.square(x).sum(axis=-1) for x in (actual - exact, exact))
-        usual = square.mean() or 1.0
+        baseline = square.mean() or 1.0
         pieces = {}
         for axis, size in enumerate(off.shape):
             index_ranges, offs, squares = (
@@ -185,10 +190,12 @@ class RelativeErrors(NamedTuple):
                 for x in (np.arange(size), *(np.moveaxis(x, axis, 0) for x in (off, square)))
             )
             for indices, x, magnitude in zip(index_ranges, offs, squares, strict=True):
-                length = max(magnitude.mean(), MIN_RELATIVE_NORM**2 * usual)
+                length = max(magnitude.mean(), MIN_RELATIVE_NORM**2 * baseline)
                 piece = f"{':, ' * axis}{indices[0]}:{indices[-1] + 1}"
                 pieces[piece] = float(np.sqrt(x.mean() / length))
-        return cls(float(np.sqrt(off.mean() / usual)), float(np.sqrt(off.max() / usual)), pieces)
+        return cls(
+            float(np.sqrt(off.mean() / baseline)), float(np.sqrt(off.max() / baseline)), pieces
+        )
 
 
 def _check_device(trial: Trial, failure: Exception) -> None:

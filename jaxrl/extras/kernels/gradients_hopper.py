@@ -49,7 +49,7 @@ load: Any = mosaic.load
 """`mosaic.load`, which can be called without an index since JAX 0.11."""
 
 
-def gradients(
+def attention_gradients(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -124,7 +124,7 @@ class GradientConfig:
     groups: int  # query heads per KV head
 
 
-def _transforms(dtype: Any) -> tuple[Any, ...]:
+def _smem_transforms(dtype: Any) -> tuple[Any, ...]:
     """Return the shared-memory layout that the matrix units require: tiles of 8 x 128 bytes."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
@@ -135,7 +135,7 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
 def _alloc_smem(x: jax.Array) -> Any:
     """Allocate shared memory for one block per warpgroup."""
     shape = GROUPS, BLOCK, x.shape[-1]
-    return mosaic.SMEM(shape, x.dtype, transforms=_transforms(x.dtype))
+    return mosaic.SMEM(shape, x.dtype, transforms=_smem_transforms(x.dtype))
 
 
 def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
@@ -150,10 +150,10 @@ def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Arra
     query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
     indices = config.first // BLOCK + jnp.arange(config.num_queries // TILE) * GROUPS
     find = jax.vmap(jax.vmap(partial(find_key_blocks, size=BLOCK), (1, 0)), (0, None))
-    shared, num_shared, own = find(query_reads, indices)
-    count = num_shared + indices + GROUPS - own
-    whole = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
-    return jnp.stack([shared, num_shared, own, count], axis=2).astype(jnp.int32), whole
+    shared, num_shared, segment = find(query_reads, indices)
+    count = num_shared + indices + GROUPS - segment
+    mask_bound = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
+    return jnp.stack([shared, num_shared, segment, count], axis=2).astype(jnp.int32), mask_bound
 
 
 def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
@@ -172,17 +172,19 @@ def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Ar
     blocks = jnp.stack(jnp.broadcast_arrays(first, jnp.maximum(last - first, 1)), axis=2)
     starts = reads[:, 0].reshape(R, -1, BLOCK)
     is_single_segment = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
-    whole = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
-    return blocks.astype(jnp.int32), whole
+    mask_bound = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
+    return blocks.astype(jnp.int32), mask_bound
 
 
-def _is_read(reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]) -> Any:
+def _attention_mask(
+    reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]
+) -> Any:
     starts, shared_starts, shared_ends = (broadcast(x) for x in reads)
-    own = (keys >= starts) & (keys <= queries)
-    return own | ((keys >= shared_starts) & (keys < shared_ends))
+    segment = (keys >= starts) & (keys <= queries)
+    return segment | ((keys >= shared_starts) & (keys < shared_ends))
 
 
-def _positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+def _make_positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
     return first + mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=mosaic.Layout.WGMMA)
 
 
@@ -196,33 +198,33 @@ SCORES = (BLOCK, BLOCK)
 
 def _queries_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
+    reads_ref: Any, blocks_ref: Any, bound_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
     load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
     tile_index, row, head = (jax.lax.axis_index(name) for name in GRID)
     # The last tiles start first; see `GRID`.
     tile = config.num_queries // TILE - 1 - tile_index
     group = jax.lax.axis_index("group")
-    key_head = jax.lax.div(head, jnp.int32(config.groups))
-    shared, num_shared, own, count = (blocks_ref[row, tile, i] for i in range(4))
+    kv_head = jax.lax.div(head, jnp.int32(config.groups))
+    shared, num_shared, segment, count = (blocks_ref[row, tile, i] for i in range(4))
     block_slice = pl.ds(tile * TILE + group * BLOCK, BLOCK)
     query = config.first + tile * TILE + group * BLOCK
 
-    def block_at(i: Any) -> Any:
-        return jnp.where(i < num_shared, shared + i, own - num_shared + i)
+    def block_index(i: Any) -> Any:
+        return jnp.where(i < num_shared, shared + i, segment - num_shared + i)
 
     # Load the warpgroup's queries and gradients, run the pipeline, and write the result.
-    def compute(run: Any) -> None:
+    def compute_warpgroup(run_pipeline: Any) -> None:
         q_block, barrier = q_smem.at[group], load_barriers.at[group]
         mosaic.copy_gmem_to_smem(q_ref.at[row, block_slice, head], q_block, barrier)
         mosaic.copy_gmem_to_smem(
             gradient_ref.at[row, block_slice, head], gradient_smem.at[group], barrier
         )
         lse, delta = (_load(ref.at[row, head, block_slice], ROWS) for ref in (lse_ref, delta_ref))
-        whole = whole_ref[row, tile * GROUPS + group]
+        mask_bound = bound_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
         total = pl.run_scoped(
-            lambda total: (run((total, lse, delta, whole)), total[...])[1],
+            lambda total: (run_pipeline((total, lse, delta, mask_bound)), total[...])[1],
             mosaic.ACC(q_block.shape, jnp.float32),
         )
         q_block[...] = (total * config.scale).astype(q_block.dtype)
@@ -231,9 +233,9 @@ def _queries_kernel(
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of keys.
-    def add(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
-        total, lse, delta, whole = carry
-        key = block_at(index[0]) * BLOCK
+    def accumulate_block(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
+        total, lse, delta, mask_bound = carry
+        key = block_index(index[0]) * BLOCK
 
         def multiply(scores: Any, d_weights: Any) -> Any:
             mosaic.wgmma(d_weights, gradient_smem.at[group], v.T)
@@ -250,27 +252,27 @@ def _queries_kernel(
 
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(lse))
 
-        def masked() -> jax.Array:
+        def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, block_slice], ROWS) for i in range(3)]
-            positions = _positions(key, SCORES, 1), _positions(query, SCORES, 0)
-            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
+            positions = _make_positions(key, SCORES, 1), _make_positions(query, SCORES, 0)
+            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
-        is_whole = (key >= whole) & (key + BLOCK <= query)
-        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+        is_unmasked = (key >= mask_bound) & (key + BLOCK <= query)
+        weights = jax.lax.cond(is_unmasked, lambda: weights, mask_weights)
         d_scores = weights * (d_weights - broadcast(delta))
         mosaic.wgmma(total, d_scores.astype(k.dtype), k)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(k_done)
-        return total, lse, delta, whole
+        return total, lse, delta, mask_bound
 
     spec = mosaic.BlockSpec(
         (BLOCK, q_ref.shape[-1]),
-        lambda i: (block_at(i), 0),
-        transforms=_transforms(k_ref.dtype),
+        lambda i: (block_index(i), 0),
+        transforms=_smem_transforms(k_ref.dtype),
     )
     mosaic.emit_pipeline_warp_specialized(
-        add,
+        accumulate_block,
         grid=(count,),
         in_specs=[spec, spec],
         max_concurrent_steps=STAGES,
@@ -278,46 +280,48 @@ def _queries_kernel(
         memory_registers=40,
         wg_axis="group",
         manual_consumed_barriers=True,
-        compute_context=compute,
-    )(k_ref.at[row, :, key_head], v_ref.at[row, :, key_head])
+        compute_context=compute_warpgroup,
+    )(k_ref.at[row, :, kv_head], v_ref.at[row, :, kv_head])
 
 
 def _keys_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, dk_ref: Any, dv_ref: Any,
+    reads_ref: Any, blocks_ref: Any, bound_ref: Any, dk_ref: Any, dv_ref: Any,
     k_smem: Any, v_smem: Any, load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
-    tile, row, key_head = (jax.lax.axis_index(name) for name in GRID)
+    tile, row, kv_head = (jax.lax.axis_index(name) for name in GRID)
     group = jax.lax.axis_index("group")
     first, count = blocks_ref[row, tile, 0], blocks_ref[row, tile, 1]
     key = tile * TILE + group * BLOCK
     block_slice = pl.ds(key, BLOCK)
 
     # Load the warpgroup's keys and values, run the pipeline, and write both gradients.
-    def compute(run: Any) -> None:
+    def compute_warpgroup(run_pipeline: Any) -> None:
         keys, values, barrier = k_smem.at[group], v_smem.at[group], load_barriers.at[group]
-        mosaic.copy_gmem_to_smem(k_ref.at[row, block_slice, key_head], keys, barrier)
-        mosaic.copy_gmem_to_smem(v_ref.at[row, block_slice, key_head], values, barrier)
-        whole = whole_ref[row, tile * GROUPS + group]
+        mosaic.copy_gmem_to_smem(k_ref.at[row, block_slice, kv_head], keys, barrier)
+        mosaic.copy_gmem_to_smem(v_ref.at[row, block_slice, kv_head], values, barrier)
+        mask_bound = bound_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
 
-        def run_both(dk: Any, dv: Any) -> Any:
-            run((dk, dv, whole))
+        def run_with_accumulators(dk: Any, dv: Any) -> Any:
+            run_pipeline((dk, dv, mask_bound))
             return dk[...], dv[...]
 
         acc = mosaic.ACC(keys.shape, jnp.float32)
-        dk, dv = pl.run_scoped(run_both, acc, acc)
+        dk, dv = pl.run_scoped(run_with_accumulators, acc, acc)
         keys[...] = (dk * config.scale).astype(keys.dtype)
         values[...] = dv.astype(values.dtype)
         mosaic.commit_smem()
-        mosaic.copy_smem_to_gmem(keys, dk_ref.at[row, block_slice, key_head])
-        mosaic.copy_smem_to_gmem(values, dv_ref.at[row, block_slice, key_head])
+        mosaic.copy_smem_to_gmem(keys, dk_ref.at[row, block_slice, kv_head])
+        mosaic.copy_smem_to_gmem(values, dv_ref.at[row, block_slice, kv_head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of queries of one head.
-    def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
-        q_done, gradient_done, lse_done, delta_done, carry = others
-        dk, dv, whole = carry
+    def accumulate_block(
+        index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *barriers_and_carry: Any
+    ) -> Any:
+        q_done, gradient_done, lse_done, delta_done, carry = barriers_and_carry
+        dk, dv, mask_bound = carry
         queries = (first + index[1]) * BLOCK
         query = config.first + queries
 
@@ -326,23 +330,23 @@ def _keys_kernel(
 
         def multiply(acc: Any) -> Any:
             mosaic.wgmma(acc, k_smem.at[group], q.T)
-            numbers = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
+            row_values = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
             mosaic.barrier_arrive(lse_done)
             mosaic.barrier_arrive(delta_done)
-            return acc[...], *numbers
+            return acc[...], *row_values
 
         acc = mosaic.ACC(SCORES, jnp.float32)
         scores, sums, deltas = pl.run_scoped(multiply, acc)
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(sums))
 
-        def masked() -> jax.Array:
+        def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
-            positions = _positions(key, SCORES, 0), _positions(query, SCORES, 1)
-            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
+            positions = _make_positions(key, SCORES, 0), _make_positions(query, SCORES, 1)
+            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
-        is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
-        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+        is_unmasked = (query >= key + BLOCK) & (query + BLOCK <= mask_bound)
+        weights = jax.lax.cond(is_unmasked, lambda: weights, mask_weights)
 
         def multiply_values(acc: Any) -> jax.Array:
             mosaic.wgmma(acc, v_smem.at[group], gradient.T)
@@ -356,24 +360,24 @@ def _keys_kernel(
         mosaic.barrier_arrive(gradient_done)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(q_done)
-        return dk, dv, whole
+        return dk, dv, mask_bound
 
-    head = key_head * config.groups
+    head = kv_head * config.groups
     # Each block is visited once for every query head that shares the KV head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
         lambda g, i: (first + i, head + g, 0),
-        transforms=_transforms(q_ref.dtype),
+        transforms=_smem_transforms(q_ref.dtype),
     )
-    numbers = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
+    row_values = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
     mosaic.emit_pipeline_warp_specialized(
-        add,
+        accumulate_block,
         grid=(config.groups, count),
-        in_specs=[tokens, tokens, numbers, numbers],
+        in_specs=[tokens, tokens, row_values, row_values],
         max_concurrent_steps=STAGES,
         num_compute_wgs=GROUPS,
         memory_registers=40,
         wg_axis="group",
         manual_consumed_barriers=True,
-        compute_context=compute,
+        compute_context=compute_warpgroup,
     )(q_ref.at[row], gradient_ref.at[row], lse_ref.at[row], delta_ref.at[row])

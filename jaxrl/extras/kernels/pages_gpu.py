@@ -61,8 +61,8 @@ def attend_pages(
     B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
     if not interpret:
-        _check(q.dtype, H, page)
-    merged, below = group_by_kv_head(q, limits, K)
+        _check_operands(q.dtype, H, page)
+    merged, row_limits = group_by_kv_head(q, limits, K)
     R = merged.shape[2]
     rows = min(pl.cdiv(R, 8) * 8, ROWS)
     num_blocks = pl.cdiv(R, rows)
@@ -70,10 +70,10 @@ def attend_pages(
     merged = jnp.pad(merged, ((0, 0), (0, 0), (0, padding), (0, 0)))
     # [B * blocks, K, rows, H] and [B * blocks, rows]
     merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
-    below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
-    highest = limits if num_blocks == 1 else below
+    row_limits = jnp.pad(row_limits, ((0, 0), (0, padding))).reshape(-1, rows)
+    highest = limits if num_blocks == 1 else row_limits
     work = partition_work(highest.max(axis=1), page, K)
-    out, lse = _attend(merged, keys, values, tables, below, work, interpret)
+    out, lse = _run_kernel(merged, keys, values, tables, row_limits, work, interpret)
     filled = min(R, rows)
     out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
     out = out.reshape(B, num_blocks, K, filled, H).swapaxes(1, 2).reshape(B, K, -1, H)
@@ -81,7 +81,7 @@ def attend_pages(
     return ungroup_queries(out, lse, q.shape)
 
 
-def _check(dtype: Any, head_dim: int, page: int) -> None:
+def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
     """Raise ValueError if the kernel does not support the operands."""
     if jnp.dtype(dtype).itemsize != 2:
         problem = f"{dtype} operands, which a Hopper GPU would round; expected bfloat16"
@@ -145,19 +145,19 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
     num_programs = jnp.clip(total // min_units, 1, NUM_PROGRAMS)
     bounds = jnp.minimum(jnp.arange(NUM_PROGRAMS + 1) * total // num_programs, ends[-1])
 
-    def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def locate_unit(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
         offset = unit - (ends - width * num_heads)[matrix]
         units_per_head = jnp.maximum(width[matrix], 1)
         return matrix, offset // units_per_head, offset % units_per_head
 
-    matrix, head, cursor = at(bounds)
+    matrix, head, cursor = locate_unit(bounds)
     start = jnp.maximum(cursor - 1, 0)
     # Units are pages and starts; each KV head has one start.
     before = ends - width * num_heads - (rank - is_live) * num_heads
     num_before = before[matrix] + head * pages[matrix] + start
     num_pages = jnp.diff(num_before)
-    last_matrix, last_head, cursor = at(jnp.maximum(bounds[1:] - 1, 0))
+    last_matrix, last_head, cursor = locate_unit(jnp.maximum(bounds[1:] - 1, 0))
     last_head -= cursor == 0  # the previous KV head, possibly of another matrix
     last_end = ends[last_matrix] - width[last_matrix] * (num_heads - 1 - last_head)
     matrix, head, start = (x[:-1] for x in (matrix, head, start))
@@ -197,18 +197,18 @@ def next_span(
     cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
 ) -> tuple[Span, Cursor]:
     """Return a program's next span, and the cursor after it."""
-    matrix, head, start, left = cursor
+    matrix, head, start, num_left = cursor
     width = pages[matrix]
-    count = jnp.minimum(width - start, left)
+    count = jnp.minimum(width - start, num_left)
     parts = pages.shape[0] * K + 2 * program
-    whole = jnp.where(count < width, parts + 1, matrix * K + head)
-    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, whole))
+    complete_slot = jnp.where(count < width, parts + 1, matrix * K + head)
+    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, complete_slot))
     is_last = head == K - 1
     after = jnp.where(is_last, next_live[matrix], matrix), jnp.where(is_last, 0, head + 1)
-    return span, (*after, 0 * start, left - count)
+    return span, (*after, 0 * start, num_left - count)
 
 
-def _attend(
+def _run_kernel(
     q: Float[Array, "F K rows H"],
     keys: Float[Array, "P K page H"],
     values: Float[Array, "P K page H"],
@@ -302,15 +302,15 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
 
     @pl.when(jax.lax.axis_index("role") == 0)
     def _() -> None:
-        for_each_span(partial(_multiply, (q, limits, out, lse), shared, scale=scale))
+        for_each_span(partial(_attend_span, (q, limits, out, lse), shared, scale=scale))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(jax.lax.axis_index("role") == 1)
     def _() -> None:
-        for_each_span(partial(_fetch, (keys, values), tables, shared, matrices_per_row))
+        for_each_span(partial(_fetch_span, (keys, values), tables, shared, matrices_per_row))
 
 
-def _fetch(
+def _fetch_span(
     arrays: tuple[Any, Any],
     tables: Any,
     shared: SharedMemory,
@@ -339,7 +339,7 @@ def _fetch(
     jax.lax.fori_loop(0, span.count, copy, None)
 
 
-def _multiply(
+def _attend_span(
     arrays: tuple[Any, ...], shared: SharedMemory, span: Span, num_before: Any, *, scale: float
 ) -> None:
     """Compute a span's attention as pages arrive, and copy the result to the span's slot."""
@@ -357,34 +357,38 @@ def _multiply(
     parts = [pl.ds(start, width) for start in range(0, H, width)]
 
     # Online softmax in base 2 over one page; keys and values are released as soon as possible.
-    def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def accumulate_page(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, accumulators = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
         plgpu.barrier_wait(shared.full_barriers[0].at[stage])
-        scores = _product(shared.queries, keys.at[stage].T)
+        scores = _matmul(shared.queries, keys.at[stage].T)
         plgpu.barrier_arrive(shared.free_barriers[0].at[stage])
         tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(tokens < _columns(limits, scores), scores * scale, MASK_VALUE)
-        new = jnp.maximum(highest, scores.max(axis=1))
-        rescale, weights = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
+        scores = jnp.where(tokens < _broadcast_columns(limits, scores), scores * scale, MASK_VALUE)
+        new_highest = jnp.maximum(highest, scores.max(axis=1))
+        rescale, weights = (
+            jnp.exp2(highest - new_highest),
+            jnp.exp2(scores - _broadcast_columns(new_highest, scores)),
+        )
         shared.weights[...] = weights.astype(values.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(shared.full_barriers[1].at[stage])
         accumulators = tuple(
-            acc * _columns(rescale, acc) + _product(shared.weights, values.at[stage, :, part])
+            acc * _broadcast_columns(rescale, acc)
+            + _matmul(shared.weights, values.at[stage, :, part])
             for acc, part in zip(accumulators, parts, strict=True)
         )
         plgpu.barrier_arrive(shared.free_barriers[1].at[stage])
-        return new, total * rescale + weights.sum(axis=1), accumulators
+        return new_highest, total * rescale + weights.sum(axis=1), accumulators
 
     accumulators = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
     sums = jnp.full(ROWS, EMPTY_LSE, jnp.float32), jnp.zeros(ROWS, jnp.float32), accumulators
-    highest, total, accumulators = jax.lax.fori_loop(0, span.count, add, sums)
+    highest, total, accumulators = jax.lax.fori_loop(0, span.count, accumulate_page, sums)
     # Normalize, convert the log-sum-exp to nats, and write the output part by part.
     total = jnp.where(total > 0, total, 1.0)
     shared.lse[...] = highest * math.log(2) + jnp.log(total)
     for acc, part in zip(accumulators, parts, strict=True):
-        shared.out[...] = acc / _columns(total, acc)
+        shared.out[...] = acc / _broadcast_columns(total, acc)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -392,7 +396,7 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _product(a: Any, b: Any) -> jax.Array:
+def _matmul(a: Any, b: Any) -> jax.Array:
     """Multiply two matrices in shared memory, accumulating in float32."""
 
     def multiply(total: Any) -> jax.Array:
@@ -402,7 +406,7 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _columns(x: jax.Array, like: jax.Array) -> jax.Array:
+def _broadcast_columns(x: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast one value per row over all columns."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
@@ -424,16 +428,16 @@ def _merge(
     first, last = (((x + 1) * work.num_programs - 1) // total for x in (ends - pages, ends - 1))
     is_live, is_shared = pages > 0, (pages > 0) & (last > first)
     offsets = jnp.arange(MAX_PARTS)
-    others = jnp.arange(NUM_PROGRAMS)[:, None] + offsets
-    is_part = others <= work.programs[:, 5:]
-    slots = F * K + 2 * jnp.where(is_part, others, 0) + (offsets == 0)
+    part_programs = jnp.arange(NUM_PROGRAMS)[:, None] + offsets
+    is_part = part_programs <= work.programs[:, 5:]
+    slots = F * K + 2 * jnp.where(is_part, part_programs, 0) + (offsets == 0)
     part_lse = jnp.where(is_part[..., None], lse[slots], EMPTY_LSE)
     highest = part_lse.max(axis=1)
     weights = jnp.exp(part_lse - highest[:, None])
     part_out = jnp.where(is_part[..., None, None], out[slots], 0)
     merged = (weights[..., None] * part_out).sum(axis=1) / weights.sum(axis=1)[..., None]
     merged_lse = highest + jnp.log(weights.sum(axis=1))
-    leader = jnp.minimum(first, NUM_PROGRAMS - 1)
-    out = jnp.where(is_shared[:, None, None], merged[leader], out[: F * K])
-    lse = jnp.where(is_shared[:, None], merged_lse[leader], lse[: F * K])
+    first_program = jnp.minimum(first, NUM_PROGRAMS - 1)
+    out = jnp.where(is_shared[:, None, None], merged[first_program], out[: F * K])
+    lse = jnp.where(is_shared[:, None], merged_lse[first_program], lse[: F * K])
     return jnp.where(is_live[:, None, None], out, 0), jnp.where(is_live[:, None], lse, EMPTY_LSE)

@@ -20,17 +20,17 @@ def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     T = starts.shape[1]
     positions = jnp.arange(T)
 
-    def next_after(begins: jax.Array) -> jax.Array:
-        following = jnp.pad(
-            jnp.where(begins, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
+    def find_next(is_start: jax.Array) -> jax.Array:
+        next_index = jnp.pad(
+            jnp.where(is_start, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
         )
-        return jax.lax.cummin(following, axis=1, reverse=True)
+        return jax.lax.cummin(next_index, axis=1, reverse=True)
 
-    ends = next_after(starts == positions)
+    ends = find_next(starts == positions)
     # Segments that share a prompt directly follow it, and share the same part of it.
-    following = jnp.minimum(ends, T - 1)
-    of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
-    next_start, next_end = of_next
+    next_index = jnp.minimum(ends, T - 1)
+    next_values = (jnp.take_along_axis(x, next_index, axis=1) for x in (shared_starts, shared_ends))
+    next_start, next_end = next_values
     is_shared = (ends < T) & (next_start == starts) & (positions < next_end)
     # Without a shared prompt, `shared_ends` is 0, even in padded and shifted rows.
-    return jnp.where(is_shared, next_after((starts == positions) & (shared_ends == 0)), ends)
+    return jnp.where(is_shared, find_next((starts == positions) & (shared_ends == 0)), ends)

@@ -22,7 +22,7 @@ ROWS = (
 )
 
 
-def of_train(
+def make_packed_trial(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -82,7 +82,7 @@ def of_train(
     )
 
 
-def of_pages(
+def make_paged_trial(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,

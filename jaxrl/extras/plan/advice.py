@@ -89,16 +89,16 @@ def choose_micro_rows(
         section = config.optimizer_section(stage)
         if stage not in config.stages or section.micro_rows:
             continue
-        note, before = "", (recorded_config or {}).get(key, 0)
-        if before and before % shards:
+        note, previous = "", (recorded_config or {}).get(key, 0)
+        if previous and previous % shards:
             axes = " * ".join(BATCH_AXES)
-            note = f" (not the original {before}: not a multiple of {axes} = {shards})"
-        elif before:
-            peak = plan_update(config.with_values({key: before}), model, target, stage).peak
+            note = f" (not the original {previous}: not a multiple of {axes} = {shards})"
+        elif previous:
+            peak = plan_update(config.with_values({key: previous}), model, target, stage).peak
             if peak <= target.usable:
-                section.micro_rows = before
+                section.micro_rows = previous
                 continue
-            note = f" (not the original {before}: they need {gib(peak)})"
+            note = f" (not the original {previous}: they need {gib(peak)})"
         rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
         notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} per device")
@@ -133,7 +133,7 @@ def suggest_settings(
     single: dict[str, Suggestion] = {}
     combined = Suggestion(settings={}, needed=make_plan(config, model, target).needed)
     # Try each key alone. In the same pass, collect all changes that save memory.
-    for options in _options(config, model, target):
+    for options in _iter_options(config, model, target):
         for settings in options:
             size = needed(settings)
             if size is not None and size <= usable:
@@ -142,10 +142,10 @@ def suggest_settings(
         for settings in options:
             if combined.needed <= usable:
                 break
-            joint = {**combined.settings, **settings}
-            size = needed(joint)
+            merged = {**combined.settings, **settings}
+            size = needed(merged)
             if size is not None and size < combined.needed:
-                combined = Suggestion(settings=joint, needed=size)
+                combined = Suggestion(settings=merged, needed=size)
     return [*single.values()] or ([combined] if combined.needed <= usable else [])
 
 
@@ -168,19 +168,19 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
         keys = (*MICRO_ROWS.values(), "rollout.max_num_seqs")
-        grown = {
+        changes = {
             **{key: -(-flat[key] // unit) * unit for key in keys},
             "mesh.data": sizes["data"],
             "mesh.fsdp": sizes["fsdp"] * factor,
             "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
         }
-        changed = config.with_values(grown)
+        changed = config.with_values(changes)
         if make_plan(changed, model, larger).fits or suggest_settings(changed, model, larger):
             return larger.num_devices
     return None
 
 
-def _options(
+def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield a list of settings to try for each key, cheapest first, in order of time cost."""
@@ -202,24 +202,24 @@ def _options(
     # Sharded weights, smaller micro-batches and chunks, offloading and rematerialization.
     yield [
         {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
-        for fsdp in _doublings(sizes["fsdp"], groups)
+        for fsdp in _list_doublings(sizes["fsdp"], groups)
     ]
     for key in row_keys:
-        yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
+        yield [{key: rows} for rows in _list_halvings(flat[key], unit=shards)]
     chunk = "model.logits_chunk_tokens"
-    yield [{chunk: size} for size in _halvings(flat[chunk], least=128)]
+    yield [{chunk: size} for size in _list_halvings(flat[chunk], least=128)]
     if not is_cpu:  # offloading moves arrays to host memory, which a CPU uses anyway
         yield [{f"{optimizer}offload": True for optimizer in optimizers}]
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
-        yield [{"model.remat": less} for less in remats[remats.index(config.model.remat) + 1 :]]
+        yield [{"model.remat": remat} for remat in remats[remats.index(config.model.remat) + 1 :]]
     # A smaller cache, fewer concurrent sequences, other devices for sampling.
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
     yield [
-        {"rollout.max_num_seqs": fewer}
-        for fewer in _halvings(flat["rollout.max_num_seqs"], unit=unit)
+        {"rollout.max_num_seqs": num_seqs}
+        for num_seqs in _list_halvings(flat["rollout.max_num_seqs"], unit=unit)
     ]
     if config.rollout.async_level and sizes["expert"] == 1:
         yield _list_device_splits(config, target, sizes)
@@ -227,13 +227,15 @@ def _options(
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
         | {key: flat[key] // count for key in row_keys}
-        for count in _doublings(1, groups)
+        for count in _list_doublings(1, groups)
         if groups % count == 0
     ]
     # Tensor parallelism.
     meshes = [
         {"mesh.data": 1, "mesh.fsdp": groups * sizes["tensor"] // tensor, "mesh.tensor": tensor}
-        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
+        for tensor in _list_doublings(
+            sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local)
+        )
     ]
     yield meshes
     # The same with equal rows per shard, so fewer rows in total.
@@ -245,9 +247,9 @@ def _options(
     if config.has_contexts:
         context = config.rollout.context
         shortest, least = context.max_tokens, config.rollout.max_prompt_tokens + context.turn_tokens
-        lengths = _halvings(context.max_tokens, least=least)
+        lengths = _list_halvings(context.max_tokens, least=least)
         yield [{"rollout.context.max_tokens": tokens} for tokens in lengths]
-    lengths = _halvings(config.rollout.max_total_tokens, least=shortest)
+    lengths = _list_halvings(config.rollout.max_total_tokens, least=shortest)
     yield [{"rollout.max_total_tokens": tokens} for tokens in lengths]
 
 
@@ -260,17 +262,17 @@ def _list_device_splits(
     with an unchanged number of micro-batch rows per device.
     """
     flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
-    before, context = sizes["data"] * sizes["fsdp"], sizes["context"]
-    counts = [tensor, *_doublings(tensor, target.num_local - 1)]
+    previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]
+    counts = [tensor, *_list_doublings(tensor, target.num_local - 1)]
     if config.mesh.rollout_devices:
         counts.append(0)
-    divisions = []
+    candidates = []
     for count in counts:
         if count == config.mesh.rollout_devices:
             continue
         shards = (target.num_devices - count * processes) // (tensor * context)
         sampling = processes * count // tensor or shards * context
-        division = {
+        candidate = {
             "rollout.async_level": int(count > 0),
             "mesh.rollout_devices": count,
             "mesh.data": 1,
@@ -280,17 +282,17 @@ def _list_device_splits(
         }
         for stage, key in MICRO_ROWS.items():
             if stage in config.stages:
-                division[key] = flat[key] // before * shards
-        divisions.append(division)
-    return divisions
+                candidate[key] = flat[key] // previous * shards
+        candidates.append(candidate)
+    return candidates
 
 
-def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
+def _list_halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
     """Return 1/2, 1/4, ... of the value, rounded down to multiples of `unit`, down to `least`."""
     sizes = [(value >> power) // unit * unit for power in range(1, 32)]
     return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
-def _doublings(value: int, max_rows: int) -> list[int]:
+def _list_doublings(value: int, max_rows: int) -> list[int]:
     """Return 2, 4, ... times the value, up to `max_rows`."""
     return [value << power for power in range(1, 32) if value << power <= max_rows]

@@ -38,8 +38,8 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         table.add_section()
     # Lines below the table: sizes, the verdict, and advice.
     qualifier = "" if target.free_bytes is None else " that are free"
-    is_part = plan.num_trained != plan.num_params
-    trained = f", {plan.num_trained:,} are trained" if is_part else ""
+    is_partial = plan.num_trained != plan.num_params
+    trained = f", {plan.num_trained:,} are trained" if is_partial else ""
     lines = [
         f"{plan.num_params:,} parameters{trained}",
         f"at most {plan.tokens_per_step:,} tokens per step",
@@ -47,19 +47,19 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
         f"{gib(target.usable)} may be used ({USABLE_SHARE:.0%} of {gib(target.limit)}{qualifier})",
     ]
-    fullest = max(plan.phases, key=lambda phase: phase.peak)
-    largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
-    lines.append(f"largest terms, in {fullest.name}: {largest}")
+    peak_phase = max(plan.phases, key=lambda phase: phase.peak)
+    largest = ", ".join(f"{name} {gib(size)}" for name, size in peak_phase.largest(2))
+    lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
         lines.append(f"would fit with {settings}: {gib(option.needed)}")
     if not plan.fits and not advice:
-        more = (
+        device_hint = (
             f"{num_needed} such devices would suffice (plan for them)"
             if num_needed
             else "more devices do not help"
         )
-        lines.append(f"no change of settings makes it fit on these devices; {more}")
+        lines.append(f"no change of settings makes it fit on these devices; {device_hint}")
     return Group(table, *(Text(line) for line in lines))
 
 

@@ -28,8 +28,10 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        limits = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
+        meminfo_kib = {
+            name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)
+        }
+        limits = [(1024 * meminfo_kib["MemTotal"], 1024 * meminfo_kib["MemAvailable"])]
     except (OSError, ValueError, LookupError):  # not Linux, or Linux before 2014
         return None, None
     for folder, version in _list_cgroups(root):

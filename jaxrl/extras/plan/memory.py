@@ -281,10 +281,10 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     # Terms that are allocated during the complete phase.
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
-    search_held, searching = _search_bytes(config, target)
+    search_resident, searching = _search_bytes(config, target)
     kept = {
         **_state_bytes(config, model, mesh, stage),
-        **search_held,
+        **search_resident,
         "gradients": 4 * policy.trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
@@ -333,7 +333,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     table, tables = 4 * counts.table(model), itemsize * counts.tables
     if head_itemsize > itemsize:
         tables = (itemsize + head_itemsize) * counts.table(model)
-    gradient, both = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
+    gradient, table_gradients = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
     is_added = is_tpu and (splits_gradients or not gathers)  # directly to earlier ones
     layer_terms["gradients of tables"] = 0 if is_added else gradient
     if is_cpu:
@@ -346,8 +346,10 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             output_terms["tables"] = table if copies else tables
             layer_terms["gradients of tables"] //= sizes["fsdp"] * sizes["context"]
         else:
-            has_product = copies and (gathers or num_chunks > 1)
-            output_terms["gradients of tables"] = (1 + gathers) * both + has_product * gradient
+            has_extra_gradient = copies and (gathers or num_chunks > 1)
+            output_terms["gradients of tables"] = (
+                1 + gathers
+            ) * table_gradients + has_extra_gradient * gradient
     else:
         layer_terms["tables"] = output_terms["tables"] = gathers * tables
         is_shared = num_pieces(mesh) > 1
@@ -358,7 +360,9 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             output_terms["gradients of tables"] = gradient if is_summed else gradient // 2
             output_terms["logits"] = max(logits, is_shared * gradient)
         else:
-            output_terms["gradients of tables"] = max(both, splits_gradients * 2 * gradient)
+            output_terms["gradients of tables"] = max(
+                table_gradients, splits_gradients * 2 * gradient
+            )
             output_terms["logits"] = min(num_chunks, 2) * logits
     moments = {"layers": layer_terms, "output": output_terms}
 
@@ -379,7 +383,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             "attention scores of patches": 4 * (2 + trains) * tower.num_scores(patches),
         }
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
-    phase = _with_margin(f"{stage} update", kept, moments, resident)
+    phase = _make_phase(f"{stage} update", kept, moments, resident)
     if section.offload:
         offloaded_bytes = _moment_bytes(policy, section)
         phase.moments["optimizer"] = {"optimizer state, from the host": offloaded_bytes}
@@ -388,7 +392,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
 
 def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Estimate the memory of the rollout phase, in training and evaluation."""
-    phase, cache = _plan_sampling(config, model, target), _cache_sizes(config, model, target)
+    phase, cache = _plan_sampling(config, model, target), _get_cache_sizes(config, model, target)
     pages = count_cache_pages(config, model, target)
     is_fixed = cache.fixed_pages(config, target.platform) is not None
     return replace(
@@ -408,12 +412,12 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
     Raises:
         ValueError: `rollout.cache_gib` is too small for one trajectory.
     """
-    cache = _cache_sizes(config, model, target)
+    cache = _get_cache_sizes(config, model, target)
     pages = cache.fixed_pages(config, target.platform)
     if pages is not None:
         return pages
-    left = target.usable - _plan_sampling(config, model, target).peak
-    return max(min(left // cache.page_bytes, 2 * cache.full), cache.pages_each)
+    remaining_bytes = target.usable - _plan_sampling(config, model, target).peak
+    return max(min(remaining_bytes // cache.page_bytes, 2 * cache.full), cache.pages_each)
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
@@ -428,7 +432,7 @@ def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
 
 
-def _cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
+def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
     mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
     return CacheSizes.of(config, model, mesh, target.num_processes, page)
 
@@ -436,7 +440,7 @@ def _cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) ->
 def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Estimate the memory of the rollout phase without the KV cache."""
     mesh, is_cpu = make_target_mesh(config, model, target), target.platform == "cpu"
-    counts, cache = _ParamCounts.of(model, mesh), _cache_sizes(config, model, target)
+    counts, cache = _ParamCounts.of(model, mesh), _get_cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize
@@ -469,10 +473,10 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
         values += model.expert_terms(*sizes).prefill_activations
     block = prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
-    turn_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
+    kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
     prefill = {
         "activations": prefill_tokens * values * operand_bytes,
-        "keys and values": turn_bytes * operand_bytes // itemsize,
+        "keys and values": kv_step_bytes * operand_bytes // itemsize,
         "attention scores": 3 * prefill_tokens * heads * STEP_TOKENS * 4,
     }
     if is_cpu and not copies:  # a CPU transposes the kernels of a layer
@@ -510,7 +514,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     kept = {} if is_separate else _state_bytes(config, model, mesh, "train")
     kept["decode weights"] = _decode_weight_bytes(config, model, target)
     resident, searching = _search_bytes(config, target)
-    return _with_margin("rollout", kept | resident | searching, moments)
+    return _make_phase("rollout", kept | resident | searching, moments)
 
 
 def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
@@ -523,7 +527,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     mesh = make_target_mesh(config, model, target)
     resident = _search_bytes(config, target)[0]
     itemsize = jnp.dtype(config.model.dtype).itemsize
-    head = _head_bytes(config, model, target)
+    head = _extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     kept = _state_bytes(config, model, mesh, stage) | resident
     train_params, decode_params = (
@@ -543,10 +547,13 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
         kept, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
         for path, (size, _) in sorted(train_params.items(), key=lambda leaf: -leaf[1][0]):
-            for so_far, num_copies in ((done_bytes, copies), (done_bytes + decode_sizes[path], 1)):
-                if so_far + num_copies * 4 * size > sum(moment.values()):
+            for done_size, num_copies in (
+                (done_bytes, copies),
+                (done_bytes + decode_sizes[path], 1),
+            ):
+                if done_size + num_copies * 4 * size > sum(moment.values()):
                     parameter = num_copies * 4 * size
-                    moment = {"decode weights so far": so_far, "one parameter": parameter}
+                    moment = {"decode weights so far": done_size, "one parameter": parameter}
             done_bytes += decode_sizes[path]
     return Phase(name=WEIGHTS_PHASE, kept=kept, moments={"handing over": moment})
 
@@ -586,7 +593,7 @@ def _add_process_memory(
     )
 
 
-def _with_margin(
+def _make_phase(
     name: str,
     kept: dict[str, int],
     moments: dict[str, dict[str, int]],
@@ -626,15 +633,15 @@ class _ParamCounts:
     @functools.cache
     def of(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
-        inside = layered_entries(model)
+        layer_entries = layered_entries(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
         decode = local_param_sizes(model, mesh, for_decode=True)
         for path, (size, _) in local_param_sizes(model, mesh).items():
-            whole, _ = decode[path]
-            counts["layers" if path[0] in inside else "split_tables"] += size
-            counts["decode_layers" if path[0] in inside else "tables"] += whole
-            if path[0] == "blocks" and size < whole:
-                counts["gathered"] += whole
+            decode_size, _ = decode[path]
+            counts["layers" if path[0] in layer_entries else "split_tables"] += size
+            counts["decode_layers" if path[0] in layer_entries else "tables"] += decode_size
+            if path[0] == "blocks" and size < decode_size:
+                counts["gathered"] += decode_size
         return cls(gathered_layer=counts.pop("gathered") // model.num_layers, **counts)
 
 
@@ -695,18 +702,18 @@ def _decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Ta
     """Return the bytes of the sampler's weights on one device."""
     mesh, policy = make_target_mesh(config, model, target), policy_architecture(config, model)
     counts, dtype = _ParamCounts.of(model, mesh), jnp.dtype(config.model.dtype)
-    head = _head_bytes(config, model, target) * counts.table(model)
+    head = _extra_head_itemsize(config, model, target) * counts.table(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
-    is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
+    shares_devices = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler stores its layers separately, so it cannot share them.
-    may_share = is_alone and target.platform != "cpu" and not _frees_params(config)
+    may_share = shares_devices and target.platform != "cpu" and not _frees_params(config)
     plan = importlib.import_module(policy.wrapper.plan)
     size: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
     return size + head * model.tie_embeddings  # `size` includes an untied output layer
 
 
-def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def _extra_head_itemsize(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the sampler's additional bytes per value for the output layer.
 
     A model with tied embeddings has a copy of the table on a CPU, or if the dtypes differ.

@@ -9,7 +9,7 @@ from jaxrl.objectives.losses import PolicyLoss
 
 Array = jax.Array | np.ndarray
 
-_LEAST = 1e-8  # added to probabilities inside a logarithm
+_EPSILON = 1e-8  # added to probabilities inside a logarithm
 
 
 def dppo_policy_loss(
@@ -57,24 +57,24 @@ def dppo_policy_loss(
         `ppo_kl` is `log q - log p` in nats, clipped to [-20, 20].
     """
     # Masked logprobs are arbitrary; zeros keep exponentials and gradients finite.
-    before = jnp.where(loss_mask, rollout_logprobs if anchor == "rollout" else old_logprobs, 0.0)
-    own = jnp.where(loss_mask, logprobs, 0.0)
-    now = jax.lax.stop_gradient(own)
-    p, q = jnp.exp(now), jnp.exp(before)
+    previous = jnp.where(loss_mask, rollout_logprobs if anchor == "rollout" else old_logprobs, 0.0)
+    masked_logprobs = jnp.where(loss_mask, logprobs, 0.0)
+    now = jax.lax.stop_gradient(masked_logprobs)
+    p, q = jnp.exp(now), jnp.exp(previous)
     if divergence == "tv":
         distance = jnp.abs(p - q)
     else:
-        q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _LEAST for x in (q, p))
-        others = jnp.log(q_others / p_others)
-        distance = q * (before - now) + (1.0 - q) * others
+        q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _EPSILON for x in (q, p))
+        others_log_ratio = jnp.log(q_others / p_others)
+        distance = q * (previous - now) + (1.0 - q) * others_log_ratio
     # Remove the gradient only where it would increase the divergence.
-    is_raised, is_lowered = advantages > 0, advantages < 0
-    is_beyond = (is_raised & (p > q) & (distance > clip_high)) | (
-        is_lowered & (p < q) & (distance > clip_low)
+    is_positive, is_negative = advantages > 0, advantages < 0
+    is_beyond = (is_positive & (p > q) & (distance > clip_high)) | (
+        is_negative & (p < q) & (distance > clip_low)
     )
-    log_ratio = jnp.clip(now - before, -20.0, 20.0)
+    log_ratio = jnp.clip(now - previous, -20.0, 20.0)
     weights = jnp.where(is_beyond, 0.0, jnp.minimum(jnp.exp(log_ratio), cap))
-    loss = -weights * advantages * own
+    loss = -weights * advantages * masked_logprobs
     metrics = {
         "pg_clipfrac": jnp.where(loss_mask & is_beyond, 1.0, 0.0),
         "ppo_kl": -log_ratio,

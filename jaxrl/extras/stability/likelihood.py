@@ -47,20 +47,22 @@ def likelihood_loss(
         with a loss.
     """
     # Set d to 0 for other tokens, which removes them from the sums.
-    is_kept = loss_mask & (advantages >= 0)
-    old = jax.lax.stop_gradient(jnp.where(is_kept, old_logprobs, 0.0))
-    lost = old - jnp.where(is_kept, logprobs, 0.0)
+    is_eligible = loss_mask & (advantages >= 0)
+    old = jax.lax.stop_gradient(jnp.where(is_eligible, old_logprobs, 0.0))
+    drop = old - jnp.where(is_eligible, logprobs, 0.0)
     # An action is a run of adjacent tokens with advantage >= 0, numbered within its row.
     actions = segment_ids
     if level == "action":
-        is_inner = is_kept[:, 1:] & is_kept[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
-        is_first = is_kept & ~jnp.pad(is_inner, ((0, 0), (1, 0)))
-        actions = jnp.where(is_kept, jnp.cumsum(is_first, axis=1), 0)
+        continues_action = (
+            is_eligible[:, 1:] & is_eligible[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
+        )
+        is_first = is_eligible & ~jnp.pad(continues_action, ((0, 0), (1, 0)))
+        actions = jnp.where(is_eligible, jnp.cumsum(is_first, axis=1), 0)
     # The sums are constants: the gradient flows only through each token's d.
-    totals = segment_sums(jax.lax.stop_gradient(lost), actions)
-    is_lost = is_kept & (totals > margin) & (lost > margin)
+    totals = segment_sums(jax.lax.stop_gradient(drop), actions)
+    has_loss = is_eligible & (totals > margin) & (drop > margin)
     metrics = {
-        "llds_lost": jax.lax.stop_gradient(jnp.maximum(lost, 0.0)),
-        "llds_share": jnp.where(is_lost, 1.0, 0.0),
+        "llds_lost": jax.lax.stop_gradient(jnp.maximum(drop, 0.0)),
+        "llds_share": jnp.where(has_loss, 1.0, 0.0),
     }
-    return PolicyLoss(jnp.where(is_lost, lost, 0.0), metrics)
+    return PolicyLoss(jnp.where(has_loss, drop, 0.0), metrics)

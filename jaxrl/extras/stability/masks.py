@@ -12,7 +12,7 @@ from jaxrl.types import Trajectory
 Array = jax.Array | np.ndarray
 
 
-def off_policy_gate(
+def off_policy_sequence_mask(
     logprobs: Float[Array, "R T"],
     rollout_logprobs: Float[Array, "R T"],
     advantages: Float[Array, "R T"],
@@ -35,9 +35,9 @@ def off_policy_gate(
         segment_ids: Index of each token's trajectory; contiguous, 0 for padding.
         delta: Threshold on the mean difference, in nats per token.
     """
-    moved = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
+    difference = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
-    mean = segment_sums(moved, segment_ids) / jnp.maximum(counts, 1.0)
+    mean = segment_sums(difference, segment_ids) / jnp.maximum(counts, 1.0)
     return (jnp.asarray(advantages) >= 0) | (mean <= delta)
 
 
@@ -49,7 +49,7 @@ def has_no_void_turn(trajectory: Trajectory) -> bool:
     requires a code block in each turn; here, a call to any tool counts, even if it is invalid or
     failed.
     """
-    *before, last = trajectory.turns or (None,)
-    if last is None or any(turn is None or turn.observation is None for turn in before):
+    *earlier, last = trajectory.turns or (None,)
+    if last is None or any(turn is None or turn.observation is None for turn in earlier):
         return False
     return trajectory.outcome != Outcome.MALFORMED and not last.is_cut

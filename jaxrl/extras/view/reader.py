@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.config.schema import flat_json
-from jaxrl.extras.view.responses import failure_kind, is_right
+from jaxrl.extras.view.responses import classify_failure, is_correct
 from jaxrl.extras.view.trajectories import (
     MAX_ANSWER,
     MAX_QUESTION,
     Identity,
     TrajectoryIndex,
-    identify,
+    get_identity,
 )
 from jaxrl.runtime.resume import HISTORY_FILE, read_history
 from jaxrl.training.settings import STAGES
@@ -44,8 +44,8 @@ class JsonLines:
     records: list[dict[str, Any]] = field(default_factory=list)
     num_damaged: int = 0
     _inode: int = 0
-    _end: int = 0
-    _rest: bytes = b""
+    _offset: int = 0
+    _partial_line: bytes = b""
 
     def refresh(self) -> bool:
         """Read appended lines; start over if the file was replaced or truncated.
@@ -55,19 +55,19 @@ class JsonLines:
         Returns:
             True if anything changed.
         """
-        identity = identify(self.path)
+        identity = get_identity(self.path)
         inode, size, _ = identity or (0, 0, 0)
-        is_new = self._end > 0 and (size < self._end or inode != self._inode)
-        if is_new:
-            self.records, self.num_damaged, self._end, self._rest = [], 0, 0, b""
+        was_reset = self._offset > 0 and (size < self._offset or inode != self._inode)
+        if was_reset:
+            self.records, self.num_damaged, self._offset, self._partial_line = [], 0, 0, b""
         self._inode = inode
-        if identity is None or size == self._end:
-            return is_new
+        if identity is None or size == self._offset:
+            return was_reset
         with self.path.open("rb") as file:
-            file.seek(self._end)
+            file.seek(self._offset)
             data = file.read()
-        self._end += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._offset += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             record = self._parse(line)
             if record is not None:
@@ -114,7 +114,7 @@ class Evaluation:
     answers: dict[str, list[dict[str, Any]]]
 
 
-class _File(NamedTuple):
+class _CachedFile(NamedTuple):
     """Parsed contents of a file, or the reason why it is unreadable."""
 
     identity: Identity | None
@@ -146,7 +146,7 @@ class RunReader:
         self.starts: list[dict[str, Any]] = []
         self.changes: list[dict[str, Any]] = []
         self.evaluations: list[Evaluation] = []
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, _CachedFile] = {}
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ class RunReader:
         readers |= dict.fromkeys(paths, _read_evaluation)
         changed.append(bool(self._files.keys() - readers.keys()))
         self._files = {path: file for path, file in self._files.items() if path in readers}
-        changed += [self._read(path, read) for path, read in readers.items()]
+        changed += [self._refresh_file(path, read) for path, read in readers.items()]
         values = {path.name: file.value for path, file in self._files.items()}
         self.config = values.get("config.json") or {}
         self.starts = values.get("environment.json") or []
@@ -188,9 +188,9 @@ class RunReader:
         changed.append(self.index.refresh(time.monotonic() + seconds))
         self.version += any(changed)
 
-    def _read(self, path: Path, read: Callable[[Path], Any]) -> bool:
+    def _refresh_file(self, path: Path, read: Callable[[Path], Any]) -> bool:
         """Read a file again if it has changed. Return True if it has."""
-        identity = identify(path)
+        identity = get_identity(path)
         if path in self._files and self._files[path].identity == identity:
             return False
         value, problem = None, f"{path.name} is missing"
@@ -199,7 +199,7 @@ class RunReader:
                 value, problem = read(path), ""
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 problem = f"{path.name} cannot be read ({error})"
-        self._files[path] = _File(identity, value, problem)
+        self._files[path] = _CachedFile(identity, value, problem)
         return True
 
     def read_answer(self, evaluation: Evaluation, suite: str, row: int) -> dict[str, Any]:
@@ -209,7 +209,9 @@ class RunReader:
             LookupError: The file has changed and no longer has this row.
             OSError, ValueError: The file is unreadable.
         """
-        return _records(_read_content(evaluation.path, identify(evaluation.path)), suite)[row]
+        return _get_answer_records(
+            _read_evaluation_json(evaluation.path, get_identity(evaluation.path)), suite
+        )[row]
 
 
 _EVALUATION = re.compile(rf"({'|'.join(STAGES)})_(\d{{1,9}})\.json")
@@ -258,14 +260,14 @@ def _read_changes(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["changes"]]
 
 
-def _records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
+def _get_answer_records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
     """Return the answer records of a suite, skipping entries that are not objects."""
     records = as_list(as_dict(content.get("questions")).get(suite))
     return [record for record in records if isinstance(record, dict)]
 
 
 @lru_cache(maxsize=4)
-def _read_content(path: Path, identity: Identity | None) -> dict[str, Any]:
+def _read_evaluation_json(path: Path, identity: Identity | None) -> dict[str, Any]:
     """Read an evaluation file. `identity` is part of the cache key, so changed files are reread."""
     return read_object(path)
 
@@ -284,13 +286,13 @@ def _read_evaluation(path: Path) -> Evaluation:
         intervals=as_dict(content.get("intervals")),
         weights=as_dict(content.get("reward_weights")),
         answers={
-            suite: [_answer_row(record) for record in _records(content, suite)]
+            suite: [_make_answer_row(record) for record in _get_answer_records(content, suite)]
             for suite in as_dict(content.get("questions"))
         },
     )
 
 
-def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
+def _make_answer_row(record: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that the page lists."""
     return {
         "task_id": str(record.get("task_id")),
@@ -298,7 +300,7 @@ def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
         "question": str(record.get("question") or record.get("task_id"))[:MAX_QUESTION],
         "accepted": [str(answer)[:MAX_ANSWER] for answer in as_list(record.get("answers"))[:4]],
         "answer": str(record.get("final_answer") or "")[:MAX_ANSWER],
-        "is_right": is_right(record),
-        "failure": failure_kind(record),
+        "is_right": is_correct(record),
+        "failure": classify_failure(record),
         "error": str(record.get("error") or ""),
     }

@@ -20,7 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.extras.view.facts import suites_of
+from jaxrl.extras.view.facts import list_suites
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.viewer import Viewer, to_plain
 from jaxrl.logs.results import format_scores, read_scores
@@ -65,11 +65,11 @@ def write_report(
         parents = [folder.parent for folder in folders]
         folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
         out = folder / "report.html"
-    page = render(snapshot(viewer))
+    page = render(collect_responses(viewer))
     with open_atomic(out) as file:
         file.write(page)
     if log and len(viewer.runs) > 1:
-        log(format_comparison(viewer.at("overview")["comparison"]))
+        log(format_comparison(viewer.respond("overview")["comparison"]))
     elif log:
         [run] = viewer.runs
         last_step = run.records[-1]["step"] if run.records else 0
@@ -78,7 +78,7 @@ def write_report(
     return out
 
 
-def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
+def write_report_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
     """Write the report at the end of a run; log a warning instead of raising an error."""
     try:
         log(f"report: {write_report([workdir], log=log)}")
@@ -87,28 +87,30 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
         log(f"warning: no report: {error!r}. The run is complete; to try again: {command}")
 
 
-def snapshot(viewer: Viewer) -> dict[str, Any]:
+def collect_responses(viewer: Viewer) -> dict[str, Any]:
     """Return the JSON responses to embed in the static page, by address.
 
     Complete trajectories come first, then complete answers, up to `MAX_DETAIL_BYTES`.
     """
-    data = {"overview": viewer.at("overview")}
+    data = {"overview": viewer.respond("overview")}
     details: list[str] = []
     for number, run in enumerate(viewer.runs):
-        data[f"curves/{number}"] = viewer.at(f"curves/{number}")
-        table = data[f"trajectories/{number}/0/0/0"] = viewer.at(f"trajectories/{number}/0/0/0")
+        data[f"curves/{number}"] = viewer.respond(f"curves/{number}")
+        table = data[f"trajectories/{number}/0/0/0"] = viewer.respond(
+            f"trajectories/{number}/0/0/0"
+        )
         table["rows"] = select_rows(table["rows"])
-        used = {row[2] for row in table["rows"]}
-        table["tasks"] = [t if n in used else ["", ""] for n, t in enumerate(table["tasks"])]
+        used_tasks = {row[2] for row in table["rows"]}
+        table["tasks"] = [t if n in used_tasks else ["", ""] for n, t in enumerate(table["tasks"])]
         details += [f"trajectory/{number}/{row[0]}/{row[1]}" for row in table["rows"]]
-        for suite in range(len(suites_of(run))):
+        for suite in range(len(list_suites(run))):
             address = f"answers/{number}/{suite}"
-            data[address] = viewer.at(address)[:MAX_ANSWERS]
+            data[address] = viewer.respond(address)[:MAX_ANSWERS]
             details += [detail for row in data[address] for detail in row["addresses"]]
     size = 0
     for address in sorted(details, key=lambda address: address.startswith("answer")):
         try:
-            data[address] = viewer.at(address)
+            data[address] = viewer.respond(address)
         except (LookupError, ValueError, OSError) as error:
             data[address] = to_plain({"error": str(error)})
         size += len(json.dumps(data[address]))
@@ -136,12 +138,12 @@ def render(data: dict[str, Any]) -> str:
         (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
 
-    def source(text: str) -> str:
+    def csp_hash(text: str) -> str:
         digest = hashlib.sha256(text.encode()).digest()
         return f"'sha256-{base64.b64encode(digest).decode()}'"
 
     policy = (
-        f"default-src 'none'; script-src {source(js)}; style-src {source(css)}; img-src data:; "
+        f"default-src 'none'; script-src {csp_hash(js)}; style-src {csp_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )

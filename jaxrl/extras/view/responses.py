@@ -36,27 +36,27 @@ def split_response(response: str) -> list[tuple[str, str]]:
         segments.append(("text", response[end : match.start()]))
         kind = match[1]
         if kind in ("information", "result"):
-            is_behind_call = response[: match.start()].rstrip().endswith(_CALL_ENDS)
-            kind = "information" if is_behind_call else "forged"
+            follows_call = response[: match.start()].rstrip().endswith(_CALL_ENDS)
+            kind = "information" if follows_call else "forged"
         segments.append((kind, match[2].strip()))
         end = match.end()
     segments.append(("text", response[end:]))
     return [(kind, text) for kind, text in segments if kind != "text" or text.strip()]
 
 
-def is_right(record: dict[str, Any]) -> bool | None:
+def is_correct(record: dict[str, Any]) -> bool | None:
     """Return True if an answer is an exact match, or None if it was not scored."""
     score = to_finite_float(record.get("exact_match"))
     has_failed = record.get("outcome") == "environment_error"
     return None if has_failed or score is None else score >= 1
 
 
-def failure_kind(record: dict[str, Any]) -> str | None:
+def classify_failure(record: dict[str, Any]) -> str | None:
     """Return the key of `FAILURES` for an answer; None if it is correct or was not scored."""
     outcome = record.get("outcome")
     if outcome == "environment_error":
         return "environment_error"
-    if is_right(record) is not False:
+    if is_correct(record) is not False:
         return None
     if isinstance(outcome, str) and outcome in FAILURES:
         return outcome

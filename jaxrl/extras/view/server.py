@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Serve the page's files, and `/api/<address>` through `Viewer.at`."""
+        """Serve the page's files, and `/api/<address>` through `Viewer.respond`."""
         url = urlsplit(self.path)
         hosts = self.headers.get_all("Host") or []
         site = self.headers.get("Sec-Fetch-Site", "none")
@@ -65,22 +65,22 @@ class Handler(BaseHTTPRequestHandler):
         elif url.path != "/" and site not in ("none", "same-origin"):
             self._send_error(403, "The request comes from another site.")
         elif url.path in FILES:
-            name, kind = FILES[url.path]
-            self._send(200, (FOLDER / name).read_bytes(), kind)
+            name, content_type = FILES[url.path]
+            self._send(200, (FOLDER / name).read_bytes(), content_type)
         elif url.path.startswith("/api/"):
-            self._answer(url.path.removeprefix("/api/"), parse_qs(url.query))
+            self._serve_api(url.path.removeprefix("/api/"), parse_qs(url.query))
         else:
             self._send_error(404, "The page does not exist.")
 
-    def _answer(self, address: str, query: dict[str, list[str]]) -> None:
+    def _serve_api(self, address: str, query: dict[str, list[str]]) -> None:
         viewer = self.server.viewer
         try:
             with self.server.lock:
                 if address == "state":
                     viewer.refresh(INDEXING_S)
-                is_named = address.startswith("curves/") and "name" in query
-                options = {"names": query["name"]} if is_named else {}
-                value = viewer.at(address, **options)
+                has_names = address.startswith("curves/") and "name" in query
+                options = {"names": query["name"]} if has_names else {}
+                value = viewer.respond(address, **options)
         except LookupError as error:
             self._send_error(404, str(error))
         except (ValueError, OSError) as error:
@@ -100,11 +100,11 @@ class Handler(BaseHTTPRequestHandler):
         """Reject other methods and malformed requests, with `HEADERS` in the response."""
         self._send_error(405 if code == 501 else code, message or "The request is malformed.")
 
-    def _send(self, status: int, content: bytes, kind: str) -> None:
+    def _send(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         if self.close_connection:
             self.send_header("Connection", "close")

@@ -70,7 +70,7 @@ class Tokens:
             for value, is_sampled in zip(values, self.is_sampled, strict=True)
         ]
 
-    def combine(self, function: Callable[..., float | None], *names: str) -> Values:
+    def map_values(self, function: Callable[..., float | None], *names: str) -> Values:
         """Apply a function token by token to the lists called `names`."""
         lists = zip(*(self.values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
@@ -90,7 +90,7 @@ class Tokens:
 
     def ratios(self) -> Values:
         """Return `exp(new_logprobs - old_logprobs)`; losses clip the exponent to ±20 too."""
-        return self.combine(
+        return self.map_values(
             lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
             "new_logprobs",
             "old_logprobs",
@@ -99,21 +99,21 @@ class Tokens:
     def reference_log_ratios(self) -> Values:
         """Return the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
-        return self.combine(lambda value, reference: value - reference, name, "ref_logprobs")
+        return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
 
-    def gaps(self) -> Values:
+    def sampler_gaps(self) -> Values:
         """Return `old_logprobs - rollout_logprobs` in nats; None where the sampler has no logprob.
 
         It has none for observations, which are trained on if `loss.mask_observations` is False.
         """
-        return self.combine(
+        return self.map_values(
             lambda old, rollout: old - rollout if rollout else None,
             "old_logprobs",
             "rollout_logprobs",
         )
 
 
-def quantities(tokens: Tokens) -> list[dict[str, Any]]:
+def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
     """Compute all per-token quantities for the page.
 
     Returns:
@@ -121,18 +121,18 @@ def quantities(tokens: Tokens) -> list[dict[str, Any]]:
         0), `signed` (around 0) or `ratio` (around 1). `why` is the reason if `values` is None.
     """
 
-    def recorded(name: str) -> Callable[[], Values]:
+    def read_recorded(name: str) -> Callable[[], Values]:
         return lambda: tokens.values(name)
 
     rows: list[tuple[str, str, str, str, Callable[[], Values]]] = [
         ("advantage", "advantage", "", "signed", tokens.advantages),
-        ("logprob", "logprob at sampling", "nats", "amount", recorded("rollout_logprobs")),
-        ("entropy", "entropy at sampling", "nats", "amount", recorded("rollout_entropies")),
+        ("logprob", "logprob at sampling", "nats", "amount", read_recorded("rollout_logprobs")),
+        ("entropy", "entropy at sampling", "nats", "amount", read_recorded("rollout_entropies")),
         ("ratio", "ratio after the update", "", "ratio", tokens.ratios),
         ("reference", "logprob minus reference", "nats", "signed", tokens.reference_log_ratios),
-        ("gap", "trainer minus sampler", "nats", "signed", tokens.gaps),
-        ("kl_weight", "weight of the KL term", "", "amount", recorded("kl_weights")),
-        ("weight", "weight in the loss", "", "amount", recorded("token_weights")),
+        ("gap", "trainer minus sampler", "nats", "signed", tokens.sampler_gaps),
+        ("kl_weight", "weight of the KL term", "", "amount", read_recorded("kl_weights")),
+        ("weight", "weight in the loss", "", "amount", read_recorded("token_weights")),
     ]
     result = []
     for name, label, unit, scale, compute in rows:
@@ -167,13 +167,13 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     return [], problem
 
 
-def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
+def decode_tokens(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
     """Decode each token. A character that spans several tokens is shown at the last of them."""
     if not vocabulary:
         return [f"{id} " for id in ids]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     for id in ids:
-        known = vocabulary[id] if 0 <= id < len(vocabulary) else f"[id {id}]".encode()
-        texts.append(decoder.decode(known))
+        token_bytes = vocabulary[id] if 0 <= id < len(vocabulary) else f"[id {id}]".encode()
+        texts.append(decoder.decode(token_bytes))
     return texts

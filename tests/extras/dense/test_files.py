@@ -90,7 +90,7 @@ def test_build_killed_before_its_first_vector(corpus, monkeypatch):
     def kill(*_):
         raise KeyboardInterrupt
 
-    for name in ("_write_manifest", "_reserve"):
+    for name in ("_write_manifest", "_preallocate"):
         with monkeypatch.context() as patch:
             patch.setattr(files, name, kill)
             with pytest.raises(KeyboardInterrupt):

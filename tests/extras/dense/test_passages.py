@@ -110,7 +110,7 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
     for num in (1, 20, 300):
         found, weakest = passages._find_candidates(queries, num)
         for query, places, score in zip(queries.astype(np.float64), found, weakest, strict=True):
-            bound = passages._rounding_bound(query)
+            bound = passages._bound_rounding_error(query)
             assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
@@ -139,7 +139,9 @@ def test_a_search_needs_memory_for_a_block_and_no_second_copy(dtype):
     if dtype != "int8":
         abstract[1] = None
     most = module.MAX_CANDIDATES
-    lowered = module._search.lower(*abstract, mesh=mesh, block=block, num=most)
+    lowered = module._select_candidates.lower(
+        *abstract, mesh=mesh, block=block, num_candidates=most
+    )
     needed = lowered.compile().memory_analysis().temp_size_in_bytes
     planned = device_bytes(1_000_000, 256, dtype, 1, platform="cpu", candidates=100, query_rows=16)
     assert needed < planned["search"] < 5 * needed
