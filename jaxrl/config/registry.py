@@ -85,7 +85,7 @@ def instantiate(
         key: Config key of the settings, for messages.
         kind: Class or function.
         settings: Keyword arguments from the config. All of them are passed.
-        injected: Objects that the run provides. Only those with a parameter of that name are passed.
+        injected: Objects that the run provides. Passed only to a parameter of the same name.
 
     Raises:
         ValueError: `kind` does not accept a setting, a required argument is missing, or user code

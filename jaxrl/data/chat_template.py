@@ -175,7 +175,7 @@ class Chat:
                 role, content = roles[index], messages[index]["content"]
                 shown = content if len(content) <= 60 else f"{content[:60]}…"
                 raise ValueError(
-                    f"the tokenizer's chat template drops message {index + 1}, of the role "
+                    f"the tokenizer's chat template drops message {index + 1}, with the role "
                     f"{role!r}: {shown!r}. Put its text into another message "
                     "(config.prompt.template holds the question), or fix the template in the "
                     "model's folder."
@@ -247,8 +247,8 @@ class Chat:
             )
         if texts is None:
             raise ValueError(
-                "the tokenizer's chat template does not support messages with the role 'tool'; expected "
-                "one that renders tool results. Set config.env.search.protocol to one with tags, "
+                "the tokenizer's chat template does not support messages with the role 'tool'; "
+                "expected one that renders tool results. Set config.env.search.protocol to one with tags, "
                 "or config.model.path to a model that was trained to call tools."
             )
         return texts[2:]
@@ -310,7 +310,7 @@ class Chat:
         return self._texts_of(tuple((role, None, "") for role in roles), asks=asks)
 
     def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
-        """Return the template's text around each content text; None if it does not render them all."""
+        """Return the template's text around the content texts; None if it omits any of them."""
         try:
             frame = self._frame(shape, asks)
         except Exception:  # if this affects a real chat, `render` reports it
@@ -334,7 +334,7 @@ class Chat:
         own = whole.removesuffix(header)
         if not (begin and middle.startswith(end) and whole == own + header):
             return "", ""
-        # Keep a BOS token that starts the chat. If every message starts with one, the header has it.
+        # Keep a BOS token that starts the chat. One that starts every message is in the header.
         instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
 

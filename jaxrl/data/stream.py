@@ -58,7 +58,7 @@ class Stream(Generic[Item]):
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
         self.num_items = len(items)
         self._sources = sources
-        # Convert the weights' decimal form to fractions and scale them to integers, without rounding.
+        # Convert the decimal weights to fractions and scale them to integers, without rounding.
         exact = [Fraction(str(source.weight)) for source in sources]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._shares = [int(weight * scale) for weight in exact]
@@ -73,7 +73,7 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """Number of stream items after which every source has completed an epoch, up to rounding."""
+        """Number of items after which every source has completed an epoch, up to rounding."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)
@@ -84,7 +84,7 @@ class Stream(Generic[Item]):
         return [self._orders[source][index] for source, index in places]
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return the items taken and epochs per source after `position` items; {} for one source."""
+        """Return items taken and epochs per source after `position` items; {} for one source."""
         if len(self._sources) == 1:
             return {}
         counts = taken_of(self._shares, position)

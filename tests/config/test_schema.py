@@ -54,7 +54,7 @@ def test_shipped_configs_are_valid(name):
         (
             "eval.suites",
             ("beam",),
-            "a tuple with entries from ('sampled', 'greedy', 'empty_search', ",
+            "a tuple with entries from ('sampled', 'greedy', ",
         ),
         ("rollout.temperature", 0.0, "a number of at least 0.001"),
         ("eval.samples", 257, "a number above 0 and of at most 256"),
