@@ -248,8 +248,8 @@ class Chat:
         if texts is None:
             raise ValueError(
                 "the tokenizer's chat template does not support messages with the role 'tool'; "
-                "expected one that renders tool results. Set config.env.search.protocol to one with tags, "
-                "or config.model.path to a model that was trained to call tools."
+                "expected one that renders tool results. Set config.env.search.protocol to one "
+                "with tags, or config.model.path to a model that was trained to call tools."
             )
         return texts[2:]
 

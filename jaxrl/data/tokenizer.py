@@ -204,7 +204,7 @@ class Tokenizer:
         """Return the first `max_tokens` ids of `encode_plain(text)` without encoding all of it.
 
         Only the last ids of a prefix depend on the text after it, because BPE merges within short
-        pieces of text. Therefore `_SLACK_TOKENS` more tokens are encoded and dropped. The result may
+        pieces of text. `_SLACK_TOKENS` more tokens are encoded and then dropped. The result may
         differ for thousands of combining marks on one letter if the tokenizer normalizes text.
         """
         num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
