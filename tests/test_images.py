@@ -141,7 +141,7 @@ class TestRecords:
             ({"images": ["http://a/b.png"]}, "expected a file, since nothing is downloaded"),
             ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
             ({"images": 3}, "it is a int; expected a path, or bytes"),
-            ({"images": ["a"], "videos": ["b"]}, "t:1: there are videos, which are not supported"),
+            ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
         ],
     )  # fmt: skip

@@ -271,12 +271,12 @@ class TestModelFolder:
         arguments = (f"--config.model.path={model}", "--config.prompt.system=Search.")
         refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
         with_fields(file, chat_template=f"{refuses}{{% endif %}}{template}")
-        wanted = "the tokenizer's chat template refuses a chat of the roles ['system', 'user']"
+        wanted = "the tokenizer's chat template rejects a chat with the roles ['system', 'user']"
         assert refusal(*arguments).endswith(f"{wanted}: no system")
         loop = "{% for message in messages if message['role'] != 'system' %}"
         drops = template.replace("{% for message in messages %}", loop)
         with_fields(file, chat_template=drops)
-        wanted = "drops message 1, of the role 'system': 'Search.'. Put its text into"
+        wanted = "drops message 1, with the role 'system': 'Search.'. Put its text into"
         assert wanted in refusal(*arguments)
         with_fields(file, chat_template=None)
         assert f"the tokenizer in {model} has no chat template, or none" in refusal(*arguments)

@@ -242,12 +242,12 @@ def test_questions_that_are_piped_in():
 
 def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert refused(tmp_path / "no", "?") == (
-        f"error: {tmp_path / 'no'} is no run: it holds no config.json. Name a run's workdir."
+        f"error: {tmp_path / 'no'} is not a run: no config.json. Name a run's workdir."
     )
     assert refused(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint: no")
     model = tiny_world / "model"
     assert refused(model, "?") == (
-        f"error: {model} is a model, no run; name the run's workdir, and --model={model}."
+        f"error: {model} is a model; name a run's workdir, and set --model={model}."
     )
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
