@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<image>"
-"""Image placeholder in a text. Plain text in a task without images."""
+"""Image placeholder in a text. It is plain text in a task without images."""
 
 
 class UnreadableError(ValueError):
@@ -46,7 +46,7 @@ class Picture:
 
 
 class Pictured(str):
-    """A tool's answer followed by images: `Pictured("two", images=[picture])`."""
+    """A tool result followed by images: `Pictured("two", images=[picture])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
@@ -72,7 +72,7 @@ def picture(value: Any, folder: Path) -> Picture:
         folder: Base folder for relative paths.
 
     Raises:
-        ValueError: The value has another form.
+        ValueError: The value has an unsupported type or format.
     """
     match value:
         case bytes() if value:
@@ -100,7 +100,7 @@ def picture(value: Any, folder: Path) -> Picture:
 
 
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Convert a field with one image or a list of images. Raises like `picture`."""
+    """Convert an image or a list of images. Raises the same errors as `picture`."""
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)

@@ -1,7 +1,7 @@
 """User reward functions, recognized by the names of their parameters.
 
-There are four kinds: functions of a response and the accepted answers, functions of the turns of
-an episode, verl's, and TRL's. Each is called by keyword with the arguments that it takes.
+There are four kinds: functions of a response and the accepted answers, functions of an episode's
+turns, verl's and TRL's. Each is called by keyword with the arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """Reward part of a user function.
+    """Reward part computed by a user function.
 
     Attributes:
         name: Name of the part.
@@ -107,7 +107,7 @@ def part_of(
         answer_is_text: See `RewardFunction`.
 
     Raises:
-        ValueError: The object is not a function of a known kind, or does not take a setting.
+        ValueError: The object is not a function of a known kind, or does not accept a setting.
     """
     # Classes and generator functions are callable, but do not return a reward.
     kind, shown = None, f"a {type(function).__name__}"
@@ -140,7 +140,7 @@ def part_of(
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
-    """Return the kind of a function, judged by its parameter names, or None."""
+    """Detect the kind of a function by its parameter names; None if it has none."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
@@ -182,7 +182,7 @@ def _read_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> li
 
 
 def ground_truth(task: Task, answer_is_text: bool) -> Any:
-    """Return verl's `ground_truth`: `reward_model.ground_truth`, or else the task's answers.
+    """Return verl's `ground_truth`: `reward_model.ground_truth` if set, else the task's answers.
 
     The answers are `{"target": [..]}`, as in verl's question datasets, or the first answer as
     text, as in its math datasets.
@@ -218,7 +218,7 @@ def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measu
         )
     others = {}
     for key, value in result.items():
-        # Only numbers are logged.
+        # Other values are not numbers and cannot be logged.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
             others[str(key)] = number(f"{name}/{key}", value)

@@ -38,7 +38,7 @@ from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import UNSPACED, fold_case
 
-# A letter or number, then also marks.
+# A word: a letter, number or underscore; later characters may also be marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 
 # A letter of a script without spaces, with its marks, and a run of such letters.
@@ -71,7 +71,7 @@ def tokenize(text: str) -> list[str]:
     return tokens
 
 
-# Scores are float32 sums in varying order, so equal documents may differ by this relative amount.
+# Scores are float32 sums in varying order, so equal scores may differ by this relative amount.
 _TIE = 1e-5
 
 
@@ -106,16 +106,16 @@ class LocalSearch(DocumentSearch):
         """Open the index of `corpus`, building it if needed.
 
         Args:
-            corpus: JSONL file, see `read_corpus`.
-            index: Folder of indexes, by default `index` next to the corpus.
-            topk: Number of documents in an answer.
-            progress: Callback for the number of documents read during a build.
+            corpus: JSONL file; see `read_corpus`.
+            index: Folder for indexes, by default `index` next to the corpus.
+            topk: Maximum number of documents per query.
+            progress: Callback that receives the number of documents indexed so far.
 
         Raises:
             FileNotFoundError: The corpus does not exist.
-            PermissionError: The corpus or index is not readable, or the index not writable.
+            PermissionError: The corpus or index cannot be read, or the index cannot be written.
             NotADirectoryError: `index` is a file.
-            ValueError: The corpus is malformed or empty, its index damaged, or `topk` is below 1.
+            ValueError: The corpus is malformed or empty, the index damaged, or `topk` less than 1.
         """
         corpus, index_dir = Path(corpus), index_folder(corpus, index)
         if topk < 1:
@@ -142,7 +142,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
-        Tied documents all get the score of the first one.
+        Tied documents get the score of the first of them.
         """
         best = functools.partial(self._best, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
@@ -153,7 +153,7 @@ class LocalSearch(DocumentSearch):
             return []
         best: list[Hit] = []
         damaged = functools.partial(ToolError, is_permanent=True)
-        with _named_damage(self._folder, damaged):  # damage since the index was opened
+        with _named_damage(self._folder, damaged):  # files may have been damaged since opening
             field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
             terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
             any_word = tantivy.Query.boolean_query(terms)
@@ -183,11 +183,11 @@ class LocalSearch(DocumentSearch):
 
 @contextlib.contextmanager
 def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert tantivy's errors and panics about a damaged index to a one-line `kind`."""
+    """Convert tantivy's errors and panics about a damaged index to a `kind` with one line."""
     try:
         yield
     except BaseException as error:
-        # The type of a panic is a BaseException in a module that cannot be imported.
+        # A panic is a BaseException from a module that cannot be imported.
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise kind(
@@ -228,8 +228,8 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 def _open(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
-    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
-    instead, which may go away: tantivy does not look up files by name once the index is open.
+    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder,
+    which may be deleted later: tantivy does not look up files by name once the index is open.
     """
     try:
         return tantivy.Index.open(str(folder))
@@ -244,12 +244,12 @@ def _open(folder: Path) -> Any:
 
 
 def _format() -> str:
-    """Return the index format: version of our tokens and of tantivy's files."""
+    """Return the index format: the versions of our tokenizer and of tantivy."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file that never changes if this user owns it and links work; else copy it."""
+    """Hard-link an immutable file if this user owns it and links work; otherwise copy it."""
     path = Path(source)
     if path.suffix not in ("", ".json") and path.stat().st_uid == os.geteuid():
         with contextlib.suppress(OSError):
@@ -291,13 +291,13 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Files in addition to tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of all
-# documents, 8 bytes each, needed to extend the index to a longer corpus.
+# Files besides tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of every
+# document, 8 bytes each, needed to extend the index to a longer corpus.
 _READ, _IDS = "corpus.json", "ids"
 
 
 def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
-    """Find the index of the longest known prefix of the corpus; return its folder and prefix."""
+    """Find the index of the longest prefix of the corpus; return its folder and the prefix."""
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_READ}"):
