@@ -225,7 +225,7 @@ class TestModelFolder:
         (model / name).chmod(0)
         with as_nobody(), pytest.raises(PermissionError) as raised:
             read(model)
-        wanted = f"{model / name}: Permission denied; give this user the right to it (ls -l shows"
+        wanted = f"{model / name}: Permission denied; give this user permission (ls -l shows"
         assert launch._message(raised.value).startswith(wanted)
 
     def test_weights_that_are_damaged_or_missing(self, refusal, model):
@@ -291,7 +291,7 @@ class TestIndex:
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write)
         message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
         assert f"could not be written to {tmp_path / 'index'}, where" in message
-        assert "name another folder for it by config.search.local.index" in message
+        assert "set config.search.local.index to another folder" in message
 
     def test_data_are_checked_first(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", None)

@@ -48,7 +48,7 @@ def opened(picture: Picture) -> PIL.Image.Image:
         )
     if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
         raise UnreadableError(
-            f"{picture.name} is a JPEG of {count} scans; expected at most {MAX_SCANS}. Save it as "
+            f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it as "
             "a baseline JPEG."
         )
     if image.mode.startswith(("I", "F")):
@@ -89,7 +89,7 @@ def reading(picture: Picture) -> Iterator[None]:
     except Exception as error:
         why = " ".join(str(error).split())
         if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
-            why = f"it is none of {', '.join(FORMATS)}"
+            why = f"its format is none of {', '.join(FORMATS)}"
         raise UnreadableError(f"{picture.name} cannot be read as an image: {why}") from error
 
 

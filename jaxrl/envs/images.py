@@ -88,7 +88,9 @@ def picture(value: Any, folder: Path) -> Picture:
             except binascii.Error as error:
                 raise ValueError(f"it is a data: URL that cannot be read: {error}") from error
         case str() if "://" in value.removeprefix("file://"):
-            raise ValueError(f"it is {value[:100]!r}; expected a file, since nothing is downloaded")
+            raise ValueError(
+                f"it is {value[:100]!r}; expected a file, since URLs are not downloaded"
+            )
         case str() if value.strip():
             return Picture(path=str(folder / value.removeprefix("file://")))
         case Mapping():
@@ -96,7 +98,7 @@ def picture(value: Any, folder: Path) -> Picture:
                 if value.get(name):
                     return picture(value[name], folder)
             raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
-    raise ValueError(f"it is a {type(value).__name__}; expected a path, or bytes")
+    raise ValueError(f"it is a {type(value).__name__}; expected a path or bytes")
 
 
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
@@ -109,5 +111,5 @@ def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
         try:
             images.append(picture(value, folder))
         except ValueError as error:
-            raise ValueError(f"of its images number {index + 1}: {error}") from error
+            raise ValueError(f"image number {index + 1}: {error}") from error
     return tuple(images)

@@ -198,12 +198,12 @@ def read_call(text: str) -> Asked | Unreadable:
     match call:
         case {"name": str() as name, "arguments": dict() as arguments}:
             return Asked(tool=name, arguments=arguments)
-    reason = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
+    reason = 'the call is not a JSON object such as {"name": "...", "arguments": {...}}'
     return Unreadable(reason=reason)
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def said(text: str) -> str:

@@ -247,7 +247,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     pattern, taken, called = r"[A-Za-z_][\w.-]*", set(), names
     if not bare.in_template:
         if names[:1] != ["search"]:
-            problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
+            problem = f"the search engine's name is {names[0]!r}" if names else "there is no tool"
             raise ValueError(f"{problem}; expected 'search'.")
         pattern, called = r"[a-z]\w*", names[1:]
         taken = {"search", *bare.tags} - set(bare.tools[1:])
@@ -259,7 +259,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     for name in called:
         if not re.fullmatch(pattern, name, re.ASCII) or name in taken:
             raise ValueError(
-                f"a tool is called {name!r}; expected a name that can be called, other than "
+                f"the tool name {name!r} is invalid or reserved; expected an identifier other than "
                 f"{', '.join(sorted(taken))}."
             )
         taken.add(name)

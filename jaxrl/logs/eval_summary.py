@@ -99,7 +99,7 @@ def summarize(
     if len(sizes) != 1:
         raise ValueError(
             f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected the same "
-            "number for each."
+            "number for every question."
         )
     [num_samples] = sizes
     ks = subset_sizes(num_samples, ks)

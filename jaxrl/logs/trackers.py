@@ -153,7 +153,7 @@ class WandB(_FailSafeTracker):
         except Exception as error:
             raise RuntimeError(
                 f"W&B did not start: {error}. Set WANDB_API_KEY, or WANDB_MODE=offline, in the "
-                "environment, or config.log.wandb_project='' to do without."
+                "environment, or set config.log.wandb_project='' to disable W&B."
             ) from error
         self._num_logged = self._run.step
 

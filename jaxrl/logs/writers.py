@@ -82,7 +82,9 @@ class MetricsLog:
         if damaged:
             backup = quarantine_file(path, keeps_original=True)
             for number in damaged:
-                log(f"warning: {path}:{number} is no record and is removed; {backup} keeps it")
+                log(
+                    f"warning: {path}:{number} is not a valid record and is removed; {backup} has a copy"
+                )
         valid_lines = truncate(path, lines)
         if self._sentinel_path.exists():
             truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())
@@ -92,7 +94,7 @@ class MetricsLog:
                 detail = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
             log(
                 f"warning: {path} holds {len(valid_lines)} of the {num_records} records that the "
-                f"run has written; {detail}. Lost records are in no report"
+                f"run has written; {detail}. Reports do not contain lost records"
             )
 
     def records(self) -> list[Record]:

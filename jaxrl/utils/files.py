@@ -17,16 +17,16 @@ from jaxrl.utils.text import replace_surrogates
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a full disk, an exceeded quota and an exceeded file size limit."""
 
-_PERMISSION_REMEDY = "give this user the right to it (ls -l shows who has it)."
+_PERMISSION_REMEDY = "give this user permission (ls -l shows who has it)."
 _NOT_A_FOLDER_REMEDY = "a folder belongs there; move the file away."
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _PERMISSION_REMEDY),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _NOT_A_FOLDER_REMEDY),
     errno.EISDIR: "a file belongs there; move the folder away.",
-    errno.EROFS: "name a place that can be written to.",
+    errno.EROFS: "name a writable path.",
     errno.ENAMETOOLONG: "name a shorter path.",
     **dict.fromkeys(DISK_FULL_ERRNOS, "free some space and run the same command again."),
-    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
+    errno.EFBIG: "raise the file size limit (ulimit -f) and run the same command again.",
 }
 """Remedies for system errors, by error number."""
 
@@ -52,7 +52,7 @@ def check_not_moved(path: Path) -> None:
         if not (folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))):
             raise FolderMovedError(
                 f"{folder} was moved or removed during the run; expected it to stay. Move it back "
-                "or name its new place as --workdir, and run the same command again."
+                "or pass its new path as --workdir, and run the same command again."
             )
 
 
@@ -229,7 +229,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as error:  # for example in /proc, although the parent exists
         raise ValueError(
-            f"--workdir={folder} cannot be made ({error.strerror}); name a folder on a disk."
+            f"--workdir={folder} cannot be created ({error.strerror}); name a folder on a disk."
         ) from error
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -237,7 +237,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"{folder} is in use by {file.read().strip()}; wait for its end, or stop it, or "
+                f"{folder} is in use by {file.read().strip()}; wait for it to end, stop it, or "
                 "name another --workdir."
             ) from None
         except OSError:

@@ -99,7 +99,7 @@ class JsonClient:
 
     def _parse(self, request: Request, body: bytes) -> Any | ToolError:
         try:
-            return redact(parse_json(body, "the answer"))
+            return redact(parse_json(body, "the response"))
         except ValueError as error:
             what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
             return self._error(request, f"gives {what}: {_format_body(body)}")
@@ -113,7 +113,7 @@ class JsonClient:
             except ToolError as error:
                 return error
             except TimeoutError:
-                return self._error(request, f"gave no whole answer within {limit_s:g} s")
+                return self._error(request, f"gave no complete response within {limit_s:g} s")
             except Exception as error:  # network, protocol or address
                 return self._error(request, f"failed: {format_error(error)}")
 
@@ -135,7 +135,7 @@ class JsonClient:
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > self._bounds.max_mib * 2**20:
-                    text = f"answers with more than {self._bounds.max_mib:g} MiB"
+                    text = f"responds with more than {self._bounds.max_mib:g} MiB"
                     raise self._error(request, text)
             if response.is_success:
                 return bytes(body)
@@ -144,7 +144,7 @@ class JsonClient:
             redirect = f", redirecting to {redact_url(redact(location))}" if location else ""
             raise self._error(
                 request,
-                f"answers with status {status}{redirect}: {_format_body(body)}",
+                f"responds with status {status}{redirect}: {_format_body(body)}",
                 retry_after_s=_retry_after_s(response.headers),
                 is_permanent=status < 500 and status not in _RETRYABLE,
                 status=status,
@@ -173,7 +173,7 @@ _SECRET = re.compile(
 """Names of query parameters that commonly contain a key."""
 
 
-def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -> None:
+def check_url(key: str, url: str, *, keys_from: str = "the key_env next to it") -> None:
     """Check that the URL of a server is valid and contains no secret.
 
     Args:
@@ -184,7 +184,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
     Raises:
         ValueError: The URL is malformed, or contains a user, a password or a key.
     """
-    expected = "expected the address of a server, as http://127.0.0.1:8000"
+    expected = "expected the address of a server, such as http://127.0.0.1:8000"
     try:
         parsed = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError) as error:
@@ -194,7 +194,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
         what = f"a parameter {name!r}"
     if what:
         raise ValueError(
-            f"config.{key} holds {what}, and a configuration is written to disk; {expected}, "
+            f"config.{key} contains {what}, and the configuration is written to disk; {expected}, "
             f"without it: {keys_from} names an environment variable for a key."
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -216,7 +216,9 @@ def read_api_key(key: str, variable: str) -> str:
     secret = os.environ.get(variable, "").strip()
     if not (secret and secret.isascii() and secret.isprintable()):
         label = f"{variable}, which config.{key} names," if is_name else f"that config.{key} names"
-        problem = "holds characters that no HTTP header can" if secret else "is not set"
+        problem = (
+            "contains characters that are invalid in an HTTP header" if secret else "is not set"
+        )
         raise ValueError(
             f"the environment variable {label} {problem}; export it with the key of the service, "
             "or name another variable, such as SEARCH_API_KEY."

@@ -60,7 +60,7 @@ def reject_other_formats(path: Path, start: bytes) -> None:
         remedy = f"This converts it: {command}"
     if format_name:
         raise ValueError(
-            f"{path} is {format_name}; expected JSONL, one JSON object a line. {remedy}"
+            f"{path} is {format_name}; expected JSONL, one JSON object per line. {remedy}"
         )
 
 

@@ -80,7 +80,9 @@ def number(name: str, value: Any) -> float:
     """
     plain = value.item() if callable(getattr(value, "item", None)) else value
     if not (isinstance(plain, Real) and math.isfinite(plain)):
-        raise ValueError(f"the reward part {name!r} gave {value!r:.200}; expected a finite number")
+        raise ValueError(
+            f"the reward part {name!r} returned {value!r:.200}; expected a finite number"
+        )
     return float(plain)
 
 
@@ -183,8 +185,8 @@ class RewardCombiner:
         for name, part in self.custom_parts.items():
             if missing := part.missing_fields(task):
                 raise ValueError(
-                    f"config.reward.weights names {name!r}, which asks for {missing[0]!r}; the "
-                    f"tasks of {key} offer no such field ({task.id!r} has the metadata "
+                    f"config.reward.weights names {name!r}, which requires {missing[0]!r}; the "
+                    f"tasks of {key} have no such field ({task.id!r} has the metadata "
                     f"{', '.join(task.metadata) or 'none'}). Give it a default, or set it in "
                     "config.reward.settings."
                 )
@@ -210,7 +212,7 @@ class RewardCombiner:
             if not future.done():
                 future.cancel()
                 raise DeadlineError(
-                    f"no answer of the reward part {call.part!r} within {self.deadline_s:g} s "
+                    f"no result from the reward part {call.part!r} within {self.deadline_s:g} s "
                     "(config.reward.deadline_s)"
                 )
             return call.call.read(future.result())
@@ -235,7 +237,7 @@ class RewardCombiner:
             if foreign or len(missing) == len(wanted):
                 raise ValueError(
                     f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight "
-                    "and were not measured"
+                    "but no value"
                 )
             weights = {name: weight for name, weight in wanted.items() if name in parts}
             amounts = {name: weight * parts[name] for name, weight in weights.items()}
@@ -244,7 +246,7 @@ class RewardCombiner:
             if not abs(total) <= LARGEST_REWARD:
                 name = max(amounts, key=lambda name: abs(amounts[name]))
                 raise ValueError(
-                    f"the reward part {name!r} gave {parts[name]:g}, which its weight "
+                    f"the reward part {name!r} is {parts[name]:g}, which its weight "
                     f"{weights[name]:g} in config.reward.weights makes {amounts[name]:g}; expected "
                     f"a sum of at most {LARGEST_REWARD:.2g}"
                 )
@@ -281,8 +283,8 @@ class RewardCombiner:
             turn_parts[name] = tuple(number(name, amount) for amount in amounts)
             if len(turn_parts[name]) != num_turns:
                 raise ValueError(
-                    f"the reward's turn_parts have {len(turn_parts[name])} amounts of {name!r} for "
-                    f"{num_turns} turns; expected one for each"
+                    f"the reward's turn_parts have {len(turn_parts[name])} values of {name!r} for "
+                    f"{num_turns} turns; expected one per turn"
                 )
         parts = {**episode.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
         for name, result in results.items():

@@ -127,8 +127,8 @@ def part_of(
     unknown = next((setting for setting in settings if setting not in parameters), None)
     if unknown is not None and not takes_all:
         raise ValueError(
-            f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
-            f"takes {', '.join(parameters)}."
+            f"config.reward.settings gives {name!r} the argument {unknown!r}, which it does not "
+            f"accept; it accepts {', '.join(parameters)}."
         )
     return RewardFunction(
         name=part,
@@ -164,12 +164,12 @@ def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
         ValueError: The result is not an ordered collection of `count` values.
     """
     if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
-        raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
+        raise ValueError(f"the reward part {name!r} returned {result!r:.200}; expected a list")
     values = list(itertools.islice(result, count + 1))
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else str(len(values))
         raise ValueError(
-            f"the reward part {name!r} gave {many} values for {count} {what}; expected one for each"
+            f"the reward part {name!r} returned {many} values for {count} {what}; expected as many"
         )
     return values
 
@@ -213,8 +213,8 @@ def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measu
         return [Measured(score=number(name, result))]
     if "score" not in result:
         raise ValueError(
-            f"the reward part {name!r} gave a dict of {', '.join(map(repr, result)) or 'nothing'}; "
-            "expected 'score' in it"
+            f"the reward part {name!r} returned a dict with {', '.join(map(repr, result)) or 'no keys'}; "
+            "expected the key 'score'"
         )
     others = {}
     for key, value in result.items():
@@ -274,7 +274,7 @@ KINDS: dict[str, Kind] = {
         read=_read_verl,
     ),
     "turns": Kind(
-        shown="f(turns, answers), which gives a list with an amount for each turn",
+        shown="f(turns, answers), which returns a list with a value for each turn",
         arguments=lambda group, _: _of_each(
             group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
         ),

@@ -196,9 +196,9 @@ def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
             close = get_close_matches(name, parts, n=1)
             hint = f"; did you mean {close[0]!r}? " if close else ". "
             raise ValueError(
-                f"there is no reward part {name!r}{hint}{known} A judge needs an entry of its name "
-                "in config.reward.judges; a custom function needs a dotted path such as "
+                f"there is no reward part {name!r}{hint}{known} A judge needs an entry with that "
+                "name in config.reward.judges; a custom function needs a dotted path such as "
                 "my_reward.brevity."
             )
     if not any(weights.values()):
-        raise ValueError(f"these weights would pay nothing. {known}")
+        raise ValueError(f"all weights are 0, so every reward would be 0. {known}")

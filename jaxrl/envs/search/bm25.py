@@ -119,7 +119,7 @@ class LocalSearch(DocumentSearch):
         """
         corpus, index_dir = Path(corpus), index_folder(corpus, index)
         if topk < 1:
-            raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
+            raise ValueError(f"topk is {topk}; expected at least 1 document per query.")
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
         check_corpus(corpus, index_dir, section="search.local")
@@ -207,12 +207,12 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
         manifest = read_object(folder / _READ)
         digests, made_of = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{_READ} is missing or not the file that was written") from error
+        raise ValueError(f"{_READ} is missing or damaged") from error
     if made_of != (corpus_sha256, _format()):
-        raise ValueError(f"{_READ} says that it was made of another corpus, or in another format")
+        raise ValueError(f"{_READ} belongs to another corpus or index format")
     for name, digest in _digests(folder, list(digests)).items():
         if digest != digests[name]:
-            what = "is not the file that was written" if digest else "is missing"
+            what = "has changed since it was written" if digest else "is missing"
             raise ValueError(f"{name} {what}")
 
 
@@ -284,8 +284,8 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         free = shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
             f"the index of {corpus} could not be written to {folder.parent}, where {free:,.0f} MiB "
-            "are free; an index needs about as much as its corpus. Free some space, or name "
-            f"another folder for it by config.search.local.index. (tantivy: {error})"
+            "are free; an index needs about as much as its corpus. Free some space, or set "
+            f"config.search.local.index to another folder. (tantivy: {error})"
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -66,13 +66,13 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
         key = id_hash(document.id)
         if key in seen:
             raise ValueError(
-                f"{place}: the id {document.id!r} is that of an earlier line already; give every "
-                "document an id of its own."
+                f"{place}: the id {document.id!r} is already used by an earlier line; give every "
+                "document a unique id."
             )
         seen.add(key)
         yield document
     if not seen:
-        raise ValueError(f"the corpus {path} has no documents; expected one JSON object a line.")
+        raise ValueError(f"the corpus {path} has no documents; expected one JSON object per line.")
 
 
 def parse_document(fields: dict[str, Any], place: str) -> Document:
@@ -93,7 +93,7 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
             )
     if not (document.title or document.text):
         raise ValueError(
-            f"{place}: the document {document.id!r} has neither title nor text; leave it out."
+            f"{place}: the document {document.id!r} has neither title nor text; remove it."
         )
     return document
 
@@ -140,9 +140,9 @@ class CorpusDocuments:
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
         if self._checks is not None and line_check(line) != int(self._checks[index]):
             raise ToolError(
-                f"{self._path}, byte {begin}: this is not the line that was indexed. The file has "
-                "changed since, or the index is damaged; start the run again, and if that does not "
-                "help delete the index (config.search.dense.index)"
+                f"{self._path}, byte {begin}: this line differs from the one that was indexed. The "
+                "file has changed, or the index is damaged; start the run again, and if that does "
+                "not help, delete the index (config.search.dense.index)"
             )
         return parse_document(json.loads(line.decode("utf-8-sig")), f"{self._path}, byte {begin}")
 
@@ -204,7 +204,7 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
     """
     if not corpus.is_file():
         raise FileNotFoundError(
-            f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
+            f"there is no corpus at {corpus}; expected a JSONL file with one document per line. "
             f"Set config.{section}.corpus to its path.{suggest_path(corpus)}"
         )
     if index_dir.exists() and not index_dir.is_dir():
@@ -235,8 +235,8 @@ def make_once(
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise PermissionError(
-            f"{folder.parent}, where the index of {corpus} belongs, cannot be written to: "
-            f"{error.strerror}; name another folder for it by config.{section}.index."
+            f"{folder.parent}, where the index of {corpus} belongs, is not writable: "
+            f"{error.strerror}; set config.{section}.index to another folder."
         ) from error
     with held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -252,8 +252,8 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     """
     if corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
-            f"{corpus} changed while it was indexed; run the same command again once nobody writes "
-            "to it."
+            f"{corpus} changed while it was indexed; run the same command again when no "
+            "process is writing to it."
         )
 
 

@@ -19,7 +19,7 @@ class RandomSearch(DocumentSearch):
             ValueError: The engine's documents are not available.
         """
         if engine.documents is None:
-            raise ValueError(f"{type(engine).__name__} has no documents at hand to sample.")
+            raise ValueError(f"{type(engine).__name__} has no documents to sample from.")
         self.topk, self.blank = engine.topk, engine.blank
         self._documents, self._seed = engine.documents, seed
 

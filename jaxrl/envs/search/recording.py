@@ -115,7 +115,7 @@ class Recording:
                     if file.read(1) != b"\n":  # a kill truncated the last line
                         file.write(b"\n")
                 if file.write(data) != len(data):
-                    raise OSError(f"{self._own}: a result could not be written whole")
+                    raise OSError(f"{self._own}: a result could not be written completely")
                 self._places[key] = (self._own, file.tell() - len(data), len(data))
 
     def _key(self, query: str) -> str:

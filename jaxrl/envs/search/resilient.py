@@ -43,8 +43,8 @@ MAX_HANGING = 128
 """Maximum number of calls (one thread each) that have passed their deadline without returning."""
 
 _WHAT_TO_DO = (
-    "What was finished is saved; once it answers, run the same command again. With "
-    "config.search.on_outage='empty' a run goes on without results."
+    "Finished work is saved; once it responds, run the same command again. With "
+    "config.search.on_outage='empty', a run continues without results."
 )
 
 _ENTRY_BYTES = 200  # approximate overhead of a cache entry
@@ -74,7 +74,7 @@ class ReplayOnly(Tool):
 
     def run(self, call: str, /) -> str:
         """Raise a ToolError."""
-        raise ToolError("nobody is asked")
+        raise ToolError("only recorded results are available")
 
 
 PROBE = "test"
@@ -108,14 +108,14 @@ def health_check(
         )
     [result] = search.run_batch([PROBE])
     if isinstance(result, OutageError) and result.fallback is None:
-        raise OutageError(f"{result} The server is the one that {place} names.")
+        raise OutageError(f"{result} The server is set by {place}.")
     if isinstance(result, OutageError):
         log(
-            f"warning: a first query of the server that {place} names failed: {result}. Episodes "
-            "with a search end as environment errors until it answers"
+            f"warning: a test query to the server in {place} failed: {result}. Episodes "
+            "with a search end as environment errors until it responds"
         )
     elif isinstance(result, ToolError):
-        raise ValueError(f"the server that {place} names refuses a first query: {result}.")
+        raise ValueError(f"the server in {place} rejects a test query: {result}.")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -128,7 +128,7 @@ class _Miss:
     attempts: int = 0
     num_counted: int = 0  # failures while the engine answered other queries
     since: float = 0.0  # time of the previous failure, or the start
-    error: ToolError = field(default_factory=lambda: ToolError("no try was made"))
+    error: ToolError = field(default_factory=lambda: ToolError("no attempt was made"))
 
 
 class ResilientSearch(SearchEngine):
@@ -271,8 +271,8 @@ class ResilientSearch(SearchEngine):
                 miss,
                 f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
                 f"the query {miss.query!r:.200}",
-                "This run is not the one that was recorded; with replay='record' the engine is "
-                "asked for what is missing.",
+                "This run differs from the recorded one; with replay='record', the engine is "
+                "called for missing results.",
             )
         if result is not None:
             self._settle(miss, result, "replay")
@@ -318,7 +318,7 @@ class ResilientSearch(SearchEngine):
         miss.since, miss.error = time.monotonic(), result
         miss.num_counted += answered_others
         if result.is_permanent and refuses_all and not self._answers_another(miss, is_forced=True):
-            why = f"{self.what} refuses every call: {result}"
+            why = f"{self.what} rejects every call: {result}"
             self._settle(miss, self._outage(miss, why))
         elif result.is_permanent or miss.num_counted > self._policy.retries:
             self._settle(miss, result)
@@ -335,7 +335,7 @@ class ResilientSearch(SearchEngine):
         try:
             self._recording.add(query, result)
         except OSError as error:
-            return OutageError(f"an answer of {self.what} could not be recorded: {error}")
+            return OutageError(f"a result of {self.what} could not be recorded: {error}")
         return self._recording.get(query) or result
 
     def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
@@ -377,7 +377,7 @@ class ResilientSearch(SearchEngine):
             is_down = self._breaker.outage_s(began) > 0
             patience_s = self._breaker.patience_s(began)
             if self._num_hanging >= MAX_HANGING:
-                text = f"{MAX_HANGING} calls of {self.what} hang; it needs a time-out"
+                text = f"{MAX_HANGING} calls to {self.what} hang; it needs a timeout"
                 return [ToolError(text)] * len(queries)
         limit_s = self._policy.deadline_s
         if is_down and 0 < patience_s < limit_s:

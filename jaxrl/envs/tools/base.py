@@ -198,7 +198,7 @@ def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
     try:
         answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
         if len(answers) != len(calls):
-            raise ToolError(f"{len(calls)} calls of {tool.name} got {len(answers)} answers.")
+            raise ToolError(f"{len(calls)} calls of {tool.name} returned {len(answers)} results")
         return answers
     except KeyboardInterrupt:
         raise
@@ -225,7 +225,7 @@ def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
             return Pictured(redact(answer), answer.images)
     elif isinstance(answer, str):
         return str(redact(answer))
-    return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
+    return ToolError(f"{tool.name} returned {type(answer).__name__}; expected text")
 
 
 def _as_tool_error(error: BaseException) -> ToolError:

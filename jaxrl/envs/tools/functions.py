@@ -112,7 +112,7 @@ class FunctionTool(JsonTool):
             return json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise ToolError(
-                f"{self.name} returned {type(result).__name__}; expected text, or what JSON has"
+                f"{self.name} returned {type(result).__name__}; expected text or JSON values"
             ) from error
 
 
@@ -122,7 +122,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         from transformers.utils import get_json_schema
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise TypeError("it takes * or **")
+        raise TypeError("it takes *args or **kwargs")
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise TypeError("it has parameters before a /")
     schema = get_json_schema(function)["function"]
