@@ -471,7 +471,7 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"
+    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the file size"
     assert done.stderr.startswith(wanted)
     assert done.stderr.count("\n") == 1
 

@@ -48,8 +48,8 @@ def opened(picture: Picture) -> PIL.Image.Image:
         )
     if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
         raise UnreadableError(
-            f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it as "
-            "a baseline JPEG."
+            f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it "
+            "as a baseline JPEG."
         )
     if image.mode.startswith(("I", "F")):
         raise UnreadableError(

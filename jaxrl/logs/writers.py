@@ -82,9 +82,7 @@ class MetricsLog:
         if damaged:
             backup = quarantine_file(path, keeps_original=True)
             for number in damaged:
-                log(
-                    f"warning: {path}:{number} is not a valid record and is removed; {backup} has a copy"
-                )
+                log(f"warning: {path}:{number} is no valid record and is removed; see {backup}")
         valid_lines = truncate(path, lines)
         if self._sentinel_path.exists():
             truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())

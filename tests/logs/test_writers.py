@@ -84,7 +84,7 @@ class TestLog:
         path.write_text(text, errors="surrogateescape")
         log = MetricsLog(path, 3, log=said.append)
         aside = path.with_name("metrics.jsonl.damaged")
-        named = f"warning: {path}:2 is not a valid record and is removed; {aside} has a copy"
+        named = f"warning: {path}:2 is no valid record and is removed; see {aside}"
         assert said[0] == named
         assert "holds 2 of the 3 records" in said[1]
         assert aside.read_text(errors="surrogateescape") == text

@@ -213,7 +213,7 @@ def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measu
         return [Measured(score=number(name, result))]
     if "score" not in result:
         raise ValueError(
-            f"the reward part {name!r} returned a dict with {', '.join(map(repr, result)) or 'no keys'}; "
+            f"the reward part {name!r} returned the keys {', '.join(map(repr, result)) or 'none'}; "
             "expected the key 'score'"
         )
     others = {}

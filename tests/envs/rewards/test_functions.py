@@ -187,7 +187,7 @@ def test_the_signature_is_told_by_names(function, kind):
         (lambda turns: [1.0, math.inf], "'mine' returned inf"),
         (
             lambda solution_str: {"acc": 1.0},
-            "'mine' returned a dict with 'acc'; expected the key 'score'",
+            "'mine' returned the keys 'acc'; expected the key 'score'",
         ),
         (lambda solution_str: {"score": 1.0, "acc": math.nan}, "'mine/acc' returned nan"),
         (lambda solution_str: {"score": "1"}, "'mine' returned '1'"),
