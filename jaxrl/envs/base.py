@@ -233,7 +233,7 @@ class ScoredEpisode:
 
 
 class Env(Protocol):
-    """A batched environment.
+    """Environment interface. Methods handle a batch of episodes.
 
     If a method raises, returns the wrong type, or `step` misses its deadline, the affected
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the

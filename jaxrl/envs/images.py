@@ -21,7 +21,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An encoded image: a file path, or bytes."""
+    """An encoded image, given as a file path or as bytes."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
@@ -36,7 +36,7 @@ class Picture:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the content. Raises like `read`."""
+        """Hash of the encoded bytes. Raises the same errors as `read`."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     @property
@@ -46,7 +46,7 @@ class Picture:
 
 
 class Pictured(str):
-    """A tool result followed by images: `Pictured("two", images=[picture])`."""
+    """A tool result followed by images: `Pictured("two", images=[image])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]

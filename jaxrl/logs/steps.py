@@ -141,7 +141,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return the fraction of shared prompt tokens, the padding, and the device imbalance."""
+    """Return the fraction of tokens saved by shared prompts, the padding, and the imbalance."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)

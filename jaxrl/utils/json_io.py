@@ -12,7 +12,7 @@ MAX_DEPTH = 100
 
 
 def parse_json(text: str | bytes, location: str) -> Any:
-    """Parse JSON.
+    """Parse untrusted JSON.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply. The message starts with

@@ -86,7 +86,7 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
 
 
 def _words_of(query: str) -> set[str]:
-    """Return the words of a query, and runs of them joined: `java script` matches `javascript`."""
+    """Return the words of a query and of joined runs: `java script` includes `javascript`."""
     words: set[str] = set()
     # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
@@ -119,7 +119,7 @@ def _readings(text: str) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Fold case, and surround each letter of a script without word spaces by spaces."""
+    """Fold case, and surround each letter of a script without word spaces with spaces."""
     return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 

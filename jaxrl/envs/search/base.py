@@ -117,7 +117,7 @@ def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class SkippedHits:
-    """Counter of a server's malformed hits. Logs the count whenever it gains a digit."""
+    """Parser of a server's hits that skips malformed ones and logs their growing number."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0

@@ -183,7 +183,7 @@ class LocalSearch(DocumentSearch):
 
 @contextlib.contextmanager
 def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert tantivy's errors and panics about a damaged index to a `kind` with one line."""
+    """Convert tantivy's errors and panics about a damaged index to one-line errors."""
     try:
         yield
     except BaseException as error:
