@@ -84,7 +84,7 @@ def column_means(values: np.ndarray) -> np.ndarray:
 def bootstrap_means(
     values: np.ndarray, *, num_resamples: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Compute `column_means` of bootstrap resamples of the rows, float [B, M].
+    """Compute the column means of bootstrap resamples of the rows, float [B, M].
 
     Args:
         values: One row per question, float [Q, M]; NaN if a question has no value.
