@@ -51,7 +51,7 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `rivals` are the counts of the other answers. `ways[t, d]` counts the subsets with d samples of
+    `rivals` counts the other answers. `ways[t, d]` counts the subsets with d samples of
     the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
     a polynomial in t and d, and polynomials multiply. All terms are positive, so floats do not
     cancel.

@@ -49,7 +49,7 @@ def math_answer(response: str) -> str | None:
 
 
 def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """Return 1.0 if the last `Answer:` line matches an accepted answer by `same_math`, else -1.0.
+    """Return 1.0 if the last `Answer:` line equals an accepted answer (`same_math`), else -1.0.
 
     DAPO's reward (https://arxiv.org/abs/2503.14476). An abstention is never correct.
     """

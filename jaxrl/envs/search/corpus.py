@@ -66,8 +66,8 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
         key = id_hash(document.id)
         if key in seen:
             raise ValueError(
-                f"{place}: the id {document.id!r} is already used by an earlier line; give every "
-                "document a unique id."
+                f"{place}: the id {document.id!r} is already used by an earlier line; give "
+                "every document a unique id."
             )
         seen.add(key)
         yield document
@@ -79,7 +79,7 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
     """Convert the fields of a corpus line to a document.
 
     Raises:
-        ValueError: The line is malformed, or the document blank. The message starts with `place`.
+        ValueError: The line is malformed or the document blank. The message starts with `place`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
@@ -88,8 +88,8 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
             document = Document.of_contents(str(key), contents)
         case _:
             raise ValueError(
-                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of them '
-                f"strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
+                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of '
+                f"them strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
             )
     if not (document.title or document.text):
         raise ValueError(

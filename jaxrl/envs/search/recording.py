@@ -62,8 +62,8 @@ class Recording:
                     start += len(data)
             if num_bad:
                 log(
-                    f"warning: {path} has damaged lines ({num_bad}), which are ignored; a killed "
-                    "process may have truncated them"
+                    f"warning: {path} has damaged lines ({num_bad}), which are ignored; a "
+                    "killed process may have truncated them"
                 )
 
     def __len__(self) -> int:
