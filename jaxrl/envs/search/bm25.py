@@ -153,7 +153,7 @@ class LocalSearch(DocumentSearch):
             return []
         best: list[Hit] = []
         damaged = functools.partial(ToolError, is_permanent=True)
-        with _named_damage(self._folder, damaged):  # files may have been damaged since opening
+        with _named_damage(self._folder, damaged):  # damaged after opening
             field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
             terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
             any_word = tantivy.Query.boolean_query(terms)
