@@ -54,7 +54,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A parsed turn. It has no calls if it closes a call that it never opened."""
+    """A parsed turn. It has no calls if it closes a tag that it never opened."""
 
     calls: tuple[Asked | Unreadable, ...] = ()
     is_answer: bool = False  # ends the episode

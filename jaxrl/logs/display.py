@@ -38,7 +38,7 @@ class Display:
 
         Args:
             interval_s: Seconds between step lines without a terminal.
-            activity_interval_s: Seconds without a line before one about an activity is printed.
+            activity_interval_s: Seconds without output after which an activity is printed.
             is_enabled: True to print; False to print nothing.
         """
         self.console = Console(highlight=False, quiet=not is_enabled)

@@ -154,7 +154,7 @@ def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, flo
 def compute_kl_metrics(
     groups: Sequence[Group], controllers: Controllers, kl: KLSettings
 ) -> dict[str, float]:
-    """Return the KL coefficient of a step, and the measured KL divergence in nats per token."""
+    """Return the KL coefficient and the measured KL divergence, in nats per token."""
     return {
         "actor/kl_coef": controllers.kl_coef(kl),
         "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),

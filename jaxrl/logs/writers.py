@@ -47,7 +47,7 @@ class MetricsLog:
         Lost records count too, so later records keep their index.
 
         Args:
-            path: Path of `metrics.jsonl`, which need not exist; None in processes that only count.
+            path: Path of `metrics.jsonl`, which need not exist; None to count records only.
             num_records: Number of records of the run up to the checkpoint that it resumes from.
             is_later: Function that returns True for records newer than that checkpoint. If records
                 were lost, newer ones may be among the first `num_records`.

@@ -55,12 +55,12 @@ def answer_reward(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> float:
-    """Return the reward for an answer; 0 if it is wrong.
+    """Compute the reward for an answer; 0 if it is wrong.
 
     Args:
         answer: The model's answer.
         truth: An accepted answer. With several, take the maximum over them.
-        reward: Reward for an answer close to the truth; see `is_right_answer`.
+        reward: Reward for an answer that is close to the truth; see `is_right_answer`.
         exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """

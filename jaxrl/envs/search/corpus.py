@@ -30,7 +30,7 @@ class Known:
     """The prefix of a corpus that is already indexed.
 
     Attributes:
-        num_bytes: Size in bytes.
+        num_bytes: Size of the prefix in bytes.
         num_lines: Number of lines, including blank ones.
         ids: `id_hash` of each document's id.
     """

@@ -308,7 +308,7 @@ class ResilientSearch(SearchEngine):
                 return
 
     def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
-        """Return True if a query must be retried; otherwise set its result."""
+        """Set the result of a query, or return True if the query must be retried."""
         if isinstance(result, str):
             self._settle(miss, self._recorded(miss.query, result))
             return False

@@ -187,7 +187,7 @@ class Answer:
 
     @classmethod
     def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """Wrap a tool's result. `took` holds additional fields of the record."""
+        """Wrap a tool's result. `took` holds the other fields of its `CallRecord`."""
         error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
