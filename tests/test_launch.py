@@ -225,7 +225,7 @@ class TestModelFolder:
         (model / name).chmod(0)
         with as_nobody(), pytest.raises(PermissionError) as raised:
             read(model)
-        wanted = f"{model / name}: Permission denied; give this user the right to it (ls -l shows"
+        wanted = f"{model / name}: Permission denied; give this user permission (ls -l shows"
         assert launch._message(raised.value).startswith(wanted)
 
     def test_weights_that_are_damaged_or_missing(self, refusal, model):
@@ -291,7 +291,7 @@ class TestIndex:
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write)
         message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
         assert f"could not be written to {tmp_path / 'index'}, where" in message
-        assert "name another folder for it by config.search.local.index" in message
+        assert "set config.search.local.index to another folder" in message
 
     def test_data_are_checked_first(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", None)
@@ -471,7 +471,7 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"
+    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the file size"
     assert done.stderr.startswith(wanted)
     assert done.stderr.count("\n") == 1
 

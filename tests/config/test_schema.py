@@ -138,7 +138,7 @@ def test_a_server_that_is_not_named(config, settings, expected):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: these weights would pay noth"),
+        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: all weights are 0, so every"),
         ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted path"),
     ],
 )

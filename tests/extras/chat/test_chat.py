@@ -262,7 +262,7 @@ def test_what_the_system_refuses_says_what_to_do(run, open_folder):
     (open_folder / "config.json").chmod(0)
     with as_nobody():
         message = refused(open_folder, "?")
-    wanted = f"error: {open_folder / 'config.json'}: Permission denied; give this user the right"
+    wanted = f"error: {open_folder / 'config.json'}: Permission denied; give this user permission"
     assert message.startswith(wanted)
 
 

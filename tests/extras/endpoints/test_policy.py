@@ -326,7 +326,7 @@ def test_an_endpoint_that_hangs_is_given_up():
     [trajectory], _ = play(answer, deadline_s=0.1)
     is_over.set()
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("no answer within|gave no whole answer", trajectory.error)
+    assert re.search("no answer within|gave no complete response", trajectory.error)
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "key_env"), (403, "key_env"), (404, "model")])
