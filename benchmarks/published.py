@@ -364,7 +364,7 @@ def report(results: Mapping[str, Any]) -> str:
         case = case_of(name, own[0]["keys"])
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
-        # Memory in use while the sampler runs, apart from its weights and cache.
+        # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
         kept = plan_rollout(config, model, case.target).kept
         beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]

@@ -1,6 +1,6 @@
 """A tool and an endpoint for the cases of `benchmarks.same_numbers`.
 
-The folder of this file follows the tree on the path of each run, so that revisions without this file
+The folder of this file comes after the tree on each run's path, so that revisions without this file
 find the tool too.
 """
 
