@@ -1,18 +1,18 @@
-r"""Check this device's results: kernels and a small model.
+r"""Check the numerical accuracy of kernels and of a small model on this device.
 
     python -m benchmarks.agreement --part=checks|kernels|experts|model [--json=FILE] [--shapes=6]
         [--kernels triton xla]
 
 `checks`: the startup check of each of the platform's kernels, with the head sizes of published
-models. `kernels`: attention by the platform's kernels and by XLA, forward and backward over packed
-rows and over the sampler's pages, on random shapes, against brute force in float64 on the host,
-which reads the rounded inputs. `experts`: the same for grouped expert products, with random group
-sizes. `model`: a greedy rollout of a small float32 model and the gradient of an update, on this
-device against the CPU, without rounding to TF32. Samples may differ at tokens of equal probability;
-log-probabilities are compared up to the first difference.
+models. `kernels`: attention with the platform's kernels and with XLA, forward and backward over
+packed rows and over the sampler's pages, on random shapes. The reference is a brute-force
+implementation in float64 on the host, with the same rounded inputs. `experts`: the same for grouped
+matmuls, with random group sizes. `model`: a greedy rollout of a small float32 model and the
+gradient of an update, on this device and on the CPU, without TF32. Samples may differ at tokens of
+equal probability; log-probabilities are compared up to the first difference.
 
-The exit status is 1 if a figure exceeds its bound or every kernel of a line fails its check. A
-kernel that cannot run here is reported; it is an error only if `--kernels` names it.
+The exit status is 1 if a figure exceeds its bound, or if no kernel for an operation passes its
+check. A kernel that cannot run is reported; it is an error only if `--kernels` names it.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ from tests.models.attention.brute import (
 )
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.008}
-"""Largest error relative to the largest value; the kernels accumulate in float32."""
+"""Maximum error relative to the largest value; the kernels accumulate in float32."""
 
 DTYPES = ("float32", "bfloat16")
 
 HEADS = ((16, 8, 128), (28, 4, 128), (14, 2, 64), (4, 2, 64))
-"""Query heads, key heads, head size: Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B, a small model."""
+"""Query heads, KV heads, head size: Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B, a small model."""
 
 GROUPED = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
-"""Choices of the number of groups, the input width and the output width."""
+"""Values to sample from for the number of groups, the input width and the output width."""
 
 CHECKED = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (14, 2, 64), (4, 2, 16))
-"""Like `HEADS`, for the startup check, with Qwen3-4B and Qwen2.5-32B."""
+"""Sizes for the startup check, like `HEADS`, with Qwen3-4B and Qwen2.5-32B."""
 
 WIDTHS = ((2048, 768), (64, 48))
 """Model and expert widths: Qwen3-30B-A3B and a small model."""
 
 
 def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the platform's kernels as name to dotted path, preferred first."""
+    """Return the dotted paths of the platform's kernels by name, preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
 def check_choices() -> tuple[dict[str, Any], bool]:
-    """Return the startup findings per kernel, and True if one kernel of each line passes."""
+    """Run the startup checks; return the findings, and True if each case has a working kernel."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN_KERNELS, attention_choice.PAGED_KERNELS, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
@@ -90,7 +90,7 @@ def check_choices() -> tuple[dict[str, Any], bool]:
             WIDTHS if table is experts_choice.KERNELS else CHECKED, line
         ):
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
-            # One call per kernel, so that all are checked and not only the first that passes.
+            # One call per kernel, so that all are checked, not only those up to the first pass.
             load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
             for check in select_kernel(make, load, XLA.attend_packed).kernel_checks:
                 case = f"{check.operation}, {sizes}, {dtype}"
@@ -120,7 +120,7 @@ def _trials(
 
 
 def far(got: Any, wanted: np.ndarray) -> float:
-    """Return the largest error over the largest value; infinity if a value is not finite."""
+    """Return the maximum error relative to the largest value; infinity if one is not finite."""
     got = np.asarray(got, np.float64)
     if not np.isfinite(got).all():
         return float("inf")
@@ -128,14 +128,14 @@ def far(got: Any, wanted: np.ndarray) -> float:
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Round an array to a dtype, as float32."""
+    """Round an array to a dtype; return it as float32."""
     return np.asarray(jnp.asarray(array, dtype), np.float32)
 
 
 def train_distance(
     kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Return the errors of outputs and gradients over packed rows of random length."""
+    """Measure the errors of attention outputs and gradients for random packed rows."""
     num_heads, num_kv_heads, size = heads
     shape = (2, int(rng.integers(130, 400)), num_heads, size)
     *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
@@ -158,7 +158,7 @@ def train_distance(
 def pages_distance(
     kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Return the errors of outputs and log-sum-exp over pages, with 1 or 16 queries per row."""
+    """Measure the errors of paged attention and its log-sum-exp, with 1 or 16 queries per row."""
     num_queries = int(rng.choice([1, 16]))
     sizes = (4, num_queries, *heads, kernels.page_tokens, int(rng.integers(2, 7)))
     q, keys, values, tables, limits = random_pages(rng, *sizes)
@@ -171,7 +171,7 @@ def pages_distance(
 
 
 def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """Return the largest errors by kernel and dtype, and True if all are within bounds."""
+    """Measure all kernels; return the largest errors, and True if all are within bounds."""
     mesh = common.one_device()
 
     def distances(name: str, what: str, dtype: str) -> Iterator[dict[str, float]]:
@@ -192,7 +192,7 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def line_of(table: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the names of the platform's kernels, preferred first, and XLA's."""
+    """Return the names of the platform's kernels, preferred first, then "xla"."""
     return [*kernels_of(table), "xla"]
 
 
@@ -204,12 +204,12 @@ def worst_of(
 ) -> tuple[dict[str, Any], bool]:
     """Return the largest errors of each case, and True if all are within bounds.
 
-    A kernel that cannot run here is reported; it is an error only if the user named it.
+    A kernel that cannot run is reported. It is an error only if the user requested it.
 
     Args:
-        distances: Function from a case to the errors by part, one dict per shape.
-        cases: Tuples of kernel name, operation and dtype.
-        is_named: True if the user named the kernels.
+        distances: Function that yields the errors of a case by part, one dict per shape.
+        cases: Tuples of kernel name, optional operation, and dtype.
+        is_named: True if the user requested the kernels by name.
     """
     worst: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
@@ -225,7 +225,7 @@ def worst_of(
 
 
 def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
-    """Return True if all errors are within `BOUNDS`; labels end in a dtype."""
+    """Return True if all errors are within `BOUNDS`. Keys of `worst` end with the dtype."""
     return all(
         value <= BOUNDS[label.rpartition(" ")[2]]
         for label, parts in worst.items()
@@ -236,7 +236,7 @@ def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
 def experts_distance(
     product: GroupedMatmul, rng: np.random.Generator, dtype: str
 ) -> dict[str, float]:
-    """Return the errors of outputs and gradients for random, partly empty groups and extra rows."""
+    """Measure the errors of a grouped matmul and its gradients, with some empty groups."""
     num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
     shares = rng.dirichlet(np.full(num_groups, 0.3))
     sizes = rng.multinomial(int(rng.integers(1, 2000)), shares)
@@ -260,7 +260,7 @@ def experts_distance(
 
 
 def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """Return the largest errors by kernel and dtype, and True if all are within bounds."""
+    """Measure all kernels; return the largest errors, and True if all are within bounds."""
 
     def distances(name: str, dtype: str) -> Iterator[dict[str, float]]:
         rng, experts = (
@@ -288,7 +288,7 @@ TRAINED = dataclasses.replace(
 
 
 def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens and log-probabilities of each greedy sample, in order of request."""
+    """Sample greedily; return the tokens and log-probabilities of each request, in order."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     engine = Engine(
         MODEL.architecture,
@@ -320,13 +320,13 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
 
 
 def cpu_params() -> Any:
-    """Return random weights, the same for every device."""
+    """Create random weights on the CPU, so that they do not depend on the device."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, common.random_params(MODEL))
 
 
 def gradient(device: Any, dtype: str) -> list[np.ndarray]:
-    """Return the gradient leaves of an update of the model computed in a dtype."""
+    """Return the leaves of an update's gradient, with the model computed in `dtype`."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
@@ -340,14 +340,14 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
 
 
 def relative(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """Return the norm of the difference over the norm of `wanted`."""
+    """Return the norm of the difference, relative to the norm of `wanted`."""
     pairs = zip(got, wanted, strict=True)
     square = sum(float(((one - other) ** 2).sum()) for one, other in pairs)
     return (square / sum(float((one**2).sum()) for one in wanted)) ** 0.5
 
 
 def check_model() -> tuple[dict[str, Any], bool]:
-    """Compare samples and gradients of this device with the CPU's."""
+    """Compare samples and gradients between this device and the CPU."""
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     with jax.default_matmul_precision("highest"):
         same, gap = 0, 0.0
@@ -371,7 +371,7 @@ def check_model() -> tuple[dict[str, Any], bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the differences; return the exit status."""
+    """Run a part, print its figures and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

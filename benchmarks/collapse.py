@@ -1,11 +1,11 @@
-"""Training that collapses on purpose, with and without each remedy.
+"""Train runs that collapse, with and without each remedy.
 
     python -m benchmarks.collapse --seeds=0,1,2
 
-Make the world of configs/collapse.py and its warm start once, train each row of `ROWS` with each
-seed, and print a table: the step that reaches a score of 0.9, the best score, the last scores.
-`--rows` selects rows, `--num_steps` sets the length. After an interruption, the same command
-continues.
+This generates the world of configs/collapse.py and its warm start once, trains each row of `ROWS`
+with each seed, and prints a table: the step at which the score reaches 0.9, the best score and the
+last scores. `--rows` selects rows and `--num_steps` sets the length of training. After an
+interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 
 @dataclass(frozen=True)
 class Row:
-    """Changes to the run of configs/collapse.py."""
+    """A table row: changes to the run of configs/collapse.py."""
 
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    lag: int = 1  # steps between weight updates of the sampler
+    lag: int = 1  # steps between weight updates in the sampler
     config: Any = collapse  # module with `get_config`
 
 
@@ -128,16 +128,16 @@ ROWS = {
         20,
     ),
 }
-"""Rows of the table. In `late` rows the sampler gets new weights every 20 steps; `many` rows train
-eight epochs on each batch. At their learning rate most seeds are stable without these changes."""
+"""Rows of the table. In `late` rows, the sampler gets new weights every 20 steps; `many` rows train
+for eight epochs per batch. At their learning rate, most seeds are stable without these changes."""
 
 
 def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
-    """Train one row with one seed."""
+    """Train a row with one seed."""
     config = row.config.get_config(str(world))
     config.stages, config.model.path = ("train",), str(warm / "export")
     config.seed, config.num_steps = seed, num_steps
-    config.watch.name = "sentinel"  # only warns; the numbers stay the same
+    config.watch.name = "sentinel"  # it only warns, so results do not change
     for key, value in row.settings.items():
         config.update_from_flattened_dict({key: value})
     resolved = validate(config)
@@ -148,7 +148,7 @@ def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps:
 
 
 def make_late(parts: Any, lag: int) -> None:
-    """Update the sampler's weights every `lag` steps only."""
+    """Make the sampler's weights stale: update them only every `lag` steps."""
     count, kept, set_weights = [0], [None], parts.engine.set_weights
 
     def late(weights: Any) -> None:
@@ -162,27 +162,27 @@ def make_late(parts: Any, lag: int) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Scores of one run on held-out questions, and its step time."""
+    """Scores of a run on held-out questions, and its step time."""
 
     steps: Sequence[int]
     scores: Sequence[float]
-    step_s: float  # median seconds of a step
+    step_s: float  # median seconds per step
 
     def reaches(self, score: float) -> int | None:
-        """Return the first evaluated step with at least this score, or None."""
+        """Return the first evaluated step with at least this score, or None if there is none."""
         steps = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
         return next(steps, None)
 
     @property
     def falls(self) -> int | None:
-        """Step from which all scores are below half of the best, or None."""
+        """Return the step from which all scores are below half of the best, or None."""
         low = [value < max(self.scores) / 2 for value in self.scores]
         count = next((n for n, is_low in enumerate(reversed(low)) if not is_low), 0)
         return self.steps[len(low) - count] if count else None
 
     @property
     def last(self) -> float:
-        """Mean score of the last five evaluations."""
+        """Return the mean score of the last five evaluations."""
         return statistics.fmean(self.scores[-5:])
 
 
@@ -200,7 +200,7 @@ def read_curve(workdir: Path) -> Curve:
 
 
 def as_rows(curves: Mapping[str, Sequence[Curve]]) -> list[list[str]]:
-    """Return the rows of the table, with one number per seed in most cells."""
+    """Format the rows of the table, with one number per seed in most cells."""
 
     def each(values: Sequence[float | int | None]) -> str:
         told = ("–" if v is None else f"{v}" if isinstance(v, int) else f"{v:.2f}" for v in values)

@@ -1,7 +1,7 @@
-"""Shared code of the benchmarks: size presets, floors, timing and run records.
+"""Shared code of the benchmarks: size presets, floors, timing and result records.
 
-Benchmarks run on the first device unless they say otherwise, with random weights created there and
-no checkpoint.
+Unless stated otherwise, benchmarks run on the first device, with random weights that are created
+on the device instead of loaded from a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxrl.utils.files import open_atomic
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A Qwen3 model with tied embeddings; every field is a flag."""
+    """Sizes of a Qwen3 model with tied embeddings; every field is a flag."""
 
     num_layers: int
     width: int
@@ -47,12 +47,12 @@ class ModelSizes:
     head_dim: int
     mlp_width: int
     vocab_size: int
-    dtype: str  # activations, matrix products and caches
-    head_dtype: str = ""  # operands of the output layer; "": `dtype`
+    dtype: str  # dtype of activations, matmuls and caches
+    head_dtype: str = ""  # dtype of the output layer; "": `dtype`
 
     @property
     def architecture(self) -> QwenConfig:
-        """Architecture with these sizes."""
+        """Return the architecture with these sizes."""
         sizes = dataclasses.asdict(self)
         del sizes["dtype"]
         return QwenConfig(
@@ -68,25 +68,25 @@ class ModelSizes:
 
     @property
     def product_params(self) -> int:
-        """Number of weights that every token is multiplied by: the layers' and the head's."""
+        """Return the number of weights in the matmuls of a token, output layer included."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = 2 * self.width * (heads + kv_heads) + 3 * self.width * self.mlp_width
         return self.num_layers * layer + self.vocab_size * self.width
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes per weight in use and per cached value."""
+        """Return the bytes per weight during computation and per value in the cache."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values in all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return numbers * self.bytes_per_value
 
     @property
     def attention_flops_per_token(self) -> int:
-        """FLOPs of attending to one earlier token, in all layers."""
+        """Return the FLOPs of attending to one earlier token, in all layers."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
 
@@ -104,34 +104,36 @@ MODELS = {
         vocab_size=151_936, dtype="bfloat16",
     ),
 }  # fmt: skip
-"""Model sizes by checkpoint name, and a small model."""
+"""Sizes of a small model and of published models, by name."""
 
 PRESETS = {"cpu": "small", "h200": "qwen3-0.6b"}
-"""Default model of each work preset, which is named after a kind of machine."""
+"""Default model of each preset. Presets are named after the machines that they fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Device rates for computing floors; None if unknown, which disables the floors."""
+    """Device rates from which floors are computed; None if unknown, which disables floors."""
 
     bandwidth: float | None  # bytes/s of memory
-    flops: float | None  # FLOP/s that matrix products can reach
-    nominal_flops: float | None  # FLOP/s of the data sheet, for MFU
+    flops: float | None  # FLOP/s that matmuls can reach
+    nominal_flops: float | None  # FLOP/s in the data sheet, for MFU
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
-"""One H200 in bfloat16; assumes 90% of the rated bandwidth and 80% of the rated FLOP/s."""
+"""H200 in bfloat16, at 90% of the rated bandwidth and 80% of the rated FLOP/s."""
 
 
 def decode_floor_s(
     model: ModelSizes, hardware: Hardware, *, num_rows: int, context: float
 ) -> float | None:
-    """Return the least time of a decoding step: read weights and cache once, write and read logits.
+    """Return the minimum time of a decoding step in seconds, or None if rates are unknown.
+
+    It reads the weights and the cache once, and writes and reads the logits.
 
     Args:
         model: Model sizes.
         hardware: Device rates.
-        num_rows: Number of rows decoded together.
+        num_rows: Number of rows decoded concurrently.
         context: Mean number of tokens that a row attends to.
     """
     bandwidth, flops = hardware.bandwidth, hardware.flops
@@ -148,16 +150,16 @@ def decode_floor_s(
 
 
 def train_flops_per_token(model: ModelSizes, context: float) -> float:
-    """Return the FLOPs of forward and backward without recomputation.
+    """Return the FLOPs per token of the forward and backward pass, without recomputation.
 
-    `context` is the length of a sequence.
+    `context` is the length of the sequence, in tokens.
     """
     causal = model.attention_flops_per_token * context / 2
     return 3 * (2 * model.product_params + causal)
 
 
 class Compilations:
-    """Number and duration of XLA's compilations in this process."""
+    """Counter of XLA compilations in this process, with their total duration."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -181,15 +183,15 @@ def processor() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python and of packages."""
+    """Return the versions of Python and of the given packages, by name."""
     installed = {name: importlib.metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **installed}
 
 
 def libtpu_environment() -> dict[str, str]:
-    """Return the environment of a process that compiles for TPUs on a machine without any.
+    """Return the environment variables for compiling for TPUs on a machine without TPUs.
 
-    `LIBTPU_DIR` may name a folder made with `pip install --target`.
+    `LIBTPU_DIR` may name a folder that was created with `pip install --target`.
     """
     variables = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     if folder := os.environ.get("LIBTPU_DIR"):
@@ -199,7 +201,7 @@ def libtpu_environment() -> dict[str, str]:
 
 
 def peak_bytes() -> tuple[int, str]:
-    """Return the peak memory so far, and "device" or "process" as its scope."""
+    """Return the peak memory so far in bytes, and its scope: "device" or "process"."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"], "device"
@@ -209,18 +211,18 @@ def peak_bytes() -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times of the repetitions and of compilation."""
+    """Durations of the repetitions and of compilation."""
 
     seconds: list[float]  # wall time per repetition
-    cpu_seconds: list[float]  # processor time of all threads per repetition
+    cpu_seconds: list[float]  # CPU time of all threads per repetition
     compile_s: float  # compilation time before the first timed repetition
     num_recompilations: int  # compilations after that; should be 0
 
     def figures(self, num_tokens: int) -> dict[str, Any]:
-        """Return the rates for `num_tokens` per repetition.
+        """Return the rates, given `num_tokens` per repetition.
 
-        With one thread, tokens per second of processor time equal the tokens per second of an idle
-        core, even if other programs share the core.
+        With one thread, tokens per second of CPU time equal the tokens per second of an idle core,
+        even if other programs share the core.
         """
         on_cpu = jax.default_backend() == "cpu"
         per_cpu = spread([num_tokens / seconds for seconds in self.cpu_seconds])
@@ -233,7 +235,7 @@ class Timing:
 
 
 def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timing:
-    """Time `run(number)` after the warm-up."""
+    """Call `run(number)` for each repetition, warm-up first; return the timing."""
     compilations = Compilations()
     for number in range(warm_up):
         run(number)
@@ -253,24 +255,24 @@ def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timi
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return minimum, median and maximum."""
+    """Return the minimum, median and maximum of values."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def one_device(index: int = 0) -> Mesh:
-    """Return a mesh over one device."""
+    """Return a mesh over the device with this index."""
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[index : index + 1])
 
 
 def use_cores(cores: Collection[int]) -> None:
-    """Restrict all threads of this process to these cores; Linux only."""
+    """Pin all threads of this process to these cores; Linux only."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def thread_times() -> dict[str, tuple[float, float]]:
-    """Return each thread's seconds on a core and waiting for one; Linux only."""
+    """Return the seconds that each thread ran and waited for a core; Linux only."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -280,7 +282,7 @@ def thread_times() -> dict[str, tuple[float, float]]:
 
 
 def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
-    """Return random float32 weights, created on the devices."""
+    """Create random float32 weights on the devices."""
     layouts = None if mesh is None else param_shardings(mesh, model.architecture)
     return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
@@ -291,18 +293,18 @@ def kernels(model: ModelSizes, mesh: Mesh) -> AttentionKernels:
 
 
 def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
-    """Return the model FLOP/s utilization: needed FLOP/s over the data sheet's."""
+    """Return the model FLOPs utilization, relative to the data sheet; None if unknown."""
     return None if hardware.nominal_flops is None else operations / seconds / hardware.nominal_flops
 
 
 Way = tuple[Callable[[int], Any], EngineCounts]
-"""Function that runs one repetition of a rollout, and the counters of its engine."""
+"""Function that runs a repetition of a rollout, and the counters of its engine."""
 
 
 def take_turns(
     ways: dict[str, Way], *, warm_up: int, repetitions: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Measure each rollout variant in turn, one repetition after another."""
+    """Measure rollout variants, running all of them in every repetition."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(warm_up + repetitions):
         for name, (run, counts) in ways.items():
@@ -327,7 +329,7 @@ def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
 def median_ratio(
     measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
 ) -> float:
-    """Return the median ratio of a figure, paired by repetition because speed drifts."""
+    """Return the median over repetitions of the ratio of a figure between two variants."""
     pairs = zip(measured[name], measured[other], strict=True)
     return statistics.median(one[figure] / two[figure] for one, two in pairs)
 
@@ -335,15 +337,15 @@ def median_ratio(
 def read_flags(
     description: str, work: dict[str, Any], argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelSizes, Any, Hardware]:
-    """Parse the command line: a preset, and flags that override single sizes.
+    """Parse the command line: a preset, and flags that override individual sizes.
 
     Args:
         description: Description of the benchmark.
-        work: Preset name to a dataclass of the benchmark's sizes; each field becomes a flag.
-        argv: Arguments; None for the process's own.
+        work: Benchmark sizes by preset, as dataclasses; each field becomes a flag.
+        argv: Command-line arguments; None for those of the process.
 
     Returns:
-        The general flags, the model, the work and the hardware.
+        The flags, the model sizes, the benchmark sizes and the device rates.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -363,13 +365,13 @@ def read_flags(
             parser.add_argument(f"--{name}", type=_flag_types[kind])
     flags = parser.parse_args(argv)
 
-    # A flag that is not given leaves the preset's value.
+    # Flags that are not set keep the preset's values.
     def with_flags(sizes: Any) -> Any:
         names = [field.name for field in dataclasses.fields(sizes)]
         given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
         return dataclasses.replace(sizes, **given)
 
-    # Unless flags say otherwise, a GPU is taken for an H200; other devices have no floors.
+    # A GPU is assumed to be an H200 unless flags say otherwise; other devices have no floors.
     known = H200 if jax.default_backend() == "gpu" else _UNKNOWN
     figures = {name: getattr(flags, name) for name in dataclasses.asdict(known)}
     given = {name: value for name, value in figures.items() if value is not None}
@@ -391,13 +393,13 @@ _flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: floa
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a table as Markdown."""
+    """Format a table as Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a record atomically; create missing folders."""
+    """Write a record as JSON, atomically; create missing folders."""
     with open_atomic(path) as file:
         file.write(json.dumps(record, indent=2) + "\n")
 
@@ -410,7 +412,7 @@ def finish(
     hardware: Hardware,
     figures: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print the figures, write the JSON record and return it."""
+    """Print the figures and write them to a JSON record; return the record."""
     peak, whose = peak_bytes()
     device = jax.devices()[0]
     record = {

@@ -1,15 +1,15 @@
-r"""Episodes over the HTTP endpoint, compared with the same episodes in a native rollout.
+r"""Compare episodes over the HTTP endpoint with the same episodes in a native rollout.
 
     python -m benchmarks.endpoint [--model=small] [--width=512 --num_layers=8] [--num_rows=64]
 
-The native rollout (`jaxrl.sampling.rollout`) plays episodes of `num_turns` turns with immediate
-observations; turns end at random. Then client processes play the same episodes over an endpoint
-in this process, with the same prompts, observations and numbers of tokens per turn. `chats` sends
-messages to /v1/chat/completions, `ids` sends token ids to /inference/v1/generate. In variants with
-`lost` in their name, that share of the replies is lost in transit and requested again.
+The native rollout (`jaxrl.sampling.rollout`) runs episodes of `num_turns` turns with immediate
+observations; turns end at random. Client processes then run the same episodes over an endpoint in
+this process, with the same prompts, observations and numbers of tokens per turn. `chats` sends
+messages to /v1/chat/completions, `ids` sends token ids to /inference/v1/generate. In the variants
+with the suffix `_lost`, a fraction `lost` of the responses is dropped and requested again.
 
-`tokens_per_cpu_s` covers this process: the engine, and the server if there is one. The clients'
-processor time is separate. `read_twice` counts prompt, observation and turn tokens that were
+`tokens_per_cpu_s` counts the CPU time of this process: the engine, and the server if there is one.
+The clients' CPU time is separate. `read_twice` counts prompt, observation and turn tokens that were
 computed again; `sampled_twice` counts sampled tokens beyond those that the clients received.
 """
 
@@ -54,15 +54,15 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONGEST = 3
-"""Room per turn, as a multiple of the mean length of a turn."""
+"""Maximum length of a turn, as a multiple of the mean length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Sizes of the work; every field is a flag."""
+    """Sizes of the benchmark; every field is a flag."""
 
     num_questions: int
-    group_size: int  # episodes of each question
+    group_size: int  # episodes per question
     num_turns: int
     prompt_words: int
     turn_tokens: int  # mean length of a turn
@@ -70,8 +70,8 @@ class Sessions:
     num_rows: int
     cached: int  # episodes of mean length that fit in the cache
     chunk_tokens: int
-    num_clients: int  # processes
-    lost: float  # share of replies to lose
+    num_clients: int  # client processes
+    lost: float  # fraction of responses to drop
 
 
 WORK = {
@@ -87,7 +87,7 @@ WORK = {
 
 
 def word_tokenizer(num_tokens: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on invented words, with Qwen's chat format."""
+    """Train a byte-level BPE tokenizer with Qwen's chat format on invented words."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -108,7 +108,7 @@ def word_tokenizer(num_tokens: int) -> Tokenizer:
 
 
 def text_of(num_words: int, seed: int) -> str:
-    """Return a text of invented words."""
+    """Generate a text of invented words."""
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 3) for _ in range(num_words)]
     return " ".join(
@@ -118,7 +118,7 @@ def text_of(num_words: int, seed: int) -> str:
 
 
 class FixedTurns(Env):
-    """Environment of a fixed number of turns."""
+    """Environment whose episodes have a fixed number of turns."""
 
     reward_parts = ()
     stop_strings = ()
@@ -131,7 +131,7 @@ class FixedTurns(Env):
         ]
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the questions."""
+        """Return each question as a user message."""
         return [[{"role": "user", "content": task.question or ""}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
@@ -150,7 +150,7 @@ class FixedTurns(Env):
         )
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return a reward of 0 for each episode."""
+        """Return a reward of 0 for every episode."""
         return [Reward(total=0.0, parts={}, final_answer="") for _ in group]
 
 
@@ -158,7 +158,7 @@ class Clients:
     """Pool of client processes."""
 
     def __init__(self, count: int):
-        """Start the processes."""
+        """Start `count` processes."""
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.endpoint_client"],
@@ -170,10 +170,10 @@ class Clients:
         ]
 
     def play(self, sessions: Sequence[dict[str, Any]], **job: Any) -> Counter[str]:
-        """Distribute sessions and wait for them; return the summed counts.
+        """Distribute sessions over the processes; return the summed counts of the clients.
 
         Raises:
-            RuntimeError: A client process failed; its own output says why.
+            RuntimeError: A client process failed. The cause is in its output.
         """
         count = len(self._processes)
         for number, process in enumerate(self._processes):
@@ -190,7 +190,7 @@ class Clients:
         return total
 
     def end(self) -> None:
-        """Close the processes' input and wait for their end."""
+        """Close the input of the processes and wait until they exit."""
         for process in self._processes:
             process.communicate()
 
@@ -198,12 +198,12 @@ class Clients:
 def sessions_of(
     trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw]
 ) -> list[dict[str, Any]]:
-    """Convert trajectories to client sessions: prompts, and the new tokens before each turn.
+    """Convert trajectories to client sessions: prompts, and the tokens before each turn.
 
     Args:
         trajectories: Trajectories of a native rollout, in the order of `draws`.
-        texts: Texts of the observations.
-        draws: Questions.
+        texts: Texts of the observations, one per turn after the first.
+        draws: Draws of the native rollout, one per question.
     """
     size = len(trajectories) // len(draws)
     episodes = []
@@ -228,7 +228,7 @@ def sessions_of(
 def measure(
     model: common.ModelSizes, work: Sessions, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
-    """Measure the native rollout and the endpoint: rates, and tokens computed twice."""
+    """Measure the native rollout and the endpoint; return rates and repeated work."""
     mesh = common.one_device()
     tokenizer = word_tokenizer(model.vocab_size)
     kernels = common.kernels(model, mesh)
@@ -238,7 +238,7 @@ def measure(
         for i in range(work.num_questions)
     ]
     prompts = [tokenizer.render_prompt(env.start([draw.task])[0]) for draw in draws]
-    # Sizes that fit every episode, with room for turns longer than the mean.
+    # Limits that fit every episode, with room for turns longer than the mean.
     observed = sum(len(tokenizer.encode(text)) + 10 for text in env.observations)
     prompt_tokens = max(map(len, prompts))
     sampled = work.num_turns * work.turn_tokens
@@ -254,7 +254,7 @@ def measure(
         kernels=kernels,
     )
     stops = StopAutomaton(tokenizer.vocab_bytes, ())
-    # Random weights sample random tokens: one of these comes every `turn_tokens` on average.
+    # Random weights sample one of these ids every `turn_tokens` tokens on average.
     native = Engine(
         model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.FULL,),
         eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
@@ -263,12 +263,12 @@ def measure(
         model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.FULL,),
         eos_ids=(), **own,
     )  # fmt: skip
-    # Both engines have the same weights, so that they sample the same tokens.
+    # Both engines have the same weights.
     params = common.random_params(model)
     for engine in (native, served):
         engine.set_weights(params)
     compilations, compiled = common.Compilations(), list[int]()
-    # The rollout comes first in each repetition; the clients replay its episodes.
+    # The rollout runs first in each repetition; the clients then replay its episodes.
     limits = TokenLimits(
         max_prompt_tokens=prompt_tokens,
         max_response_tokens=LONGEST * sampled,
@@ -280,7 +280,7 @@ def measure(
     played: list[Trajectory] = []
     seen: dict[str, list[dict[str, float]]] = {}
 
-    # Reads beyond `needed` are of tokens that were computed twice.
+    # Prefilled tokens in excess of `needed` were computed twice.
     def note(name: str, engine: Engine, before: Any, needed: int, **figures: float) -> None:
         counts = engine.counts
         read = counts.prefilled_prompt + counts.prefilled_resume
@@ -336,7 +336,7 @@ def measure(
             clients_cpu_s=got["cpu_s"], lost=got["num_lost"], different=got["num_different"],
         )  # fmt: skip
 
-    # Variants take turns in each repetition, because speed drifts.
+    # Every repetition runs all variants, because speed drifts over time.
     ways: dict[str, common.Way] = {"native": (play, native.counts)}
     for way in ("chats", "ids"):
         for name, lost in ((way, 0.0), (f"{way}_lost", work.lost)):

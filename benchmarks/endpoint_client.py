@@ -1,11 +1,11 @@
-"""Client process of `benchmarks.endpoint`: plays sessions over HTTP, without JAX.
+"""Client process of `benchmarks.endpoint`: runs sessions over HTTP, without JAX.
 
     python -m benchmarks.endpoint_client
 
-Reads one JSON job per line from standard input and writes one line of results for each. A session
-has its own kept-alive connection and requests a turn after the reply to the one before. To lose
-replies, a proxy in front of the server waits for the complete reply and then closes the client's
-connection instead of forwarding it; the client retries as OpenAI's library does.
+Reads one JSON job per line from stdin and writes one line of results per job. Each session has a
+persistent connection and requests a turn once it has the response to the previous turn. To simulate
+lost responses, a proxy waits for the complete response and then closes the client's connection
+instead of forwarding it. The client retries like OpenAI's library.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from collections.abc import Mapping
 from typing import Any
 
 LIMIT = 2**26
-"""Maximum number of bytes in a reply."""
+"""Maximum size of a response, in bytes."""
 
 CHATS, IDS = "/v1/chat/completions", "/inference/v1/generate"
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Read the head and body of a message with a Content-Length."""
+    """Read the header and body of an HTTP message that has a Content-Length."""
     head = await reader.readuntil(b"\r\n\r\n")
     _, _, length = head.lower().partition(b"content-length:")
     return head, await reader.readexactly(int(length.split(b"\r\n", 1)[0]))
 
 
 class Proxy:
-    """Proxy between clients and the server that loses some replies."""
+    """Proxy between clients and the server that drops some responses."""
 
     def __init__(self, port: int, share: float, seed: int):
         """Store the settings.
 
         Args:
             port: Port of the server.
-            share: Share of the replies to lose, from 0 to 1.
-            seed: Random seed.
+            share: Fraction of the responses to drop, from 0 to 1.
+            seed: Random seed for choosing responses to drop.
         """
         self._port, self._share, self._random = port, share, random.Random(seed)
-        self._lost: dict[bytes, bytes] = {}  # replies by the bodies of their requests
+        self._lost: dict[bytes, bytes] = {}  # dropped responses, by path and body of the request
         self.counts = Counter(num_lost=0, num_different=0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward requests until a reply is lost or the client disconnects."""
+        """Forward requests until a response is dropped or the client disconnects."""
         there, back = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -69,10 +69,10 @@ class Proxy:
 
 
 class Connection:
-    """HTTP connection that reopens after it is closed."""
+    """HTTP connection that reopens when it was closed."""
 
     def __init__(self, port: int, host: str):
-        """Store the address; nothing is opened yet.
+        """Store the address without connecting.
 
         Args:
             port: Port to connect to.
@@ -82,10 +82,10 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request, with retries after lost connections, and return the reply.
+        """Send a request, retry after lost connections, and return the response.
 
         Raises:
-            RuntimeError: The server refused the request, or 100 attempts failed.
+            RuntimeError: The server rejected the request, or 100 attempts failed.
         """
         body = json.dumps(value).encode()
         for count in range(100):
@@ -116,7 +116,7 @@ class Connection:
 
 
 async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
-    """Play a session as a chat; return token counts."""
+    """Run a session through the chat API; return request and token counts."""
     messages, counts = list(session["messages"]), Counter[str]()
     for turn in session["turns"]:
         if counts:
@@ -137,7 +137,7 @@ async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Count
 
 
 async def play_ids(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
-    """Play a session with token ids; return token counts."""
+    """Run a session through the token-id API; return request and token counts."""
     token_ids, counts = list(session["token_ids"]), Counter[str]()
     for turn in session["turns"]:
         token_ids += turn["token_ids"]
@@ -165,11 +165,11 @@ WAYS = {"chats": play_chat, "ids": play_ids}
 
 
 async def play(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Play all sessions of a job concurrently; return the summed counts.
+    """Run all sessions of a job concurrently; return the summed counts.
 
     Args:
-        job: Dict with the server's `port`, a `way` in `WAYS`, `sessions`, the share `lost` of
-            replies and the `seed` for choosing them.
+        job: Dict with the server's `port`, a `way` in `WAYS`, the `sessions`, the fraction `lost`
+            of responses to drop and the `seed` for choosing them.
     """
     began = time.process_time()
     host, port = f"127.0.0.1:{job['port']}", job["port"]
@@ -199,7 +199,7 @@ async def play(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run jobs until the input ends."""
+    """Run jobs from stdin until it closes."""
     for line in sys.stdin:
         print(json.dumps(asyncio.run(play(json.loads(line)))), flush=True)
 

@@ -1,10 +1,10 @@
-"""Lower bounds on the times of a step's parts on a device, from formulas for bytes and FLOPs.
+"""Compute lower bounds on the times of a step's parts, from formulas for bytes and FLOPs.
 
 A part is a sequence of stages. A stage takes as long as its slowest resource; stages do not
 overlap. docs/research/performance.md has the formulas for one device. This module adds
-communication between devices, mixtures of experts, recomputation, and the activations that products
-read and write. It counts products with weights, attention, logits and the optimizer. It omits
-norms, activations that one kernel could keep, vision towers, launch times of programs and
+communication between devices, mixtures of experts, recomputation, and the activations that matmuls
+read and write. It counts matmuls with weights, attention, logits and the optimizer. It ignores
+norms, activations that a fused kernel need not store, vision towers, launch times of programs and
 collectives, and waiting for tools.
 """
 
@@ -20,22 +20,22 @@ import jax
 from jaxrl.models.architecture import Architecture
 
 SHARE_FLOPS, SHARE_BYTES = 0.8, 0.9
-"""Shares of the data sheet's rates that the floors assume; not measured."""
+"""Fractions of the data sheet's rates that the floors assume; not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Data-sheet rates of one device, per second.
+    """Rates of one device from its data sheet, per second.
 
     Attributes:
-        platform: JAX's name of the platform.
-        flops: Dense bfloat16 FLOPs.
-        bandwidth: Bytes of memory traffic.
-        links: Bytes received over all links together.
-        network: Bytes received from other hosts; 0 if the links reach them too.
+        platform: Platform name in JAX.
+        flops: Dense bfloat16 FLOP/s.
+        bandwidth: Memory bandwidth in bytes/s.
+        links: Bytes/s received over all links together.
+        network: Bytes/s received from other hosts; 0 if the links reach them too.
         num_local: Number of devices per host.
-        memory_gib: Memory that a program may use.
-        source: Source of these figures.
+        memory_gib: Memory that a program may use, in GiB.
+        source: URL of the data sheet.
     """
 
     platform: str
@@ -65,12 +65,12 @@ DEVICES = {
         memory_gib=139.8, source=f"{_NVIDIA}h200/",
     ),
 }  # fmt: skip
-"""Devices by their names in `benchmarks.published`."""
+"""Devices by their name in `benchmarks.published`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Work on one device that overlaps with no other stage."""
+    """Work on one device. Stages do not overlap with each other."""
 
     flops: float = 0.0
     memory: float = 0.0  # bytes
@@ -78,7 +78,7 @@ class Stage:
     network: float = 0.0  # bytes received
 
     def seconds(self, device: Device) -> dict[str, float]:
-        """Return the seconds that each resource alone would take."""
+        """Return the seconds that each resource would need on its own."""
         network = device.network or math.inf
         return {
             "arithmetic": self.flops / (SHARE_FLOPS * device.flops),
@@ -92,7 +92,7 @@ Stages = Sequence[Stage]
 
 
 def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
-    """Return the least seconds of consecutive stages, and the resource that dominates."""
+    """Return the minimum seconds of consecutive stages, and the resource that dominates."""
     waits = dict.fromkeys(("arithmetic", "memory", "links", "network"), 0.0)
     for stage in stages:
         seconds = stage.seconds(device)
@@ -103,15 +103,15 @@ def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Numbers of weights that products read, and of activations that they read and write.
+    """Numbers of weights that matmuls read, and of activations that they read and write.
 
     Attributes:
-        table: Output layer.
+        table: Weights of the output layer.
         dense: Weights of all layers that every token is multiplied by.
         experts: Weights of all experts.
-        chosen: Share of the experts that a token reaches.
-        passed: Inputs and outputs of the products of all layers, per token.
-        params: All parameters, which the optimizer changes.
+        chosen: Fraction of the experts that process a token.
+        passed: Input and output values of the matmuls in all layers, per token.
+        params: Parameters that the optimizer updates.
     """
 
     table: int
@@ -123,7 +123,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Architecture) -> Weights:
-        """Count a language model's weights; a vision tower counts in `params` only."""
+        """Count the weights of a language model. A vision tower counts in `params` only."""
         params = model.abstract_params()
         dense = experts = passed = 0
         share = model.top_k / model.num_experts if model.num_experts else 0.0
@@ -145,18 +145,18 @@ class Weights:
 
     @property
     def layers(self) -> float:
-        """Number of layer weights that a token is multiplied by."""
+        """Return the number of layer weights that a token is multiplied by."""
         return self.dense + self.chosen * self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Stages of a model's programs on one device of a mesh; values are bfloat16.
+    """Stages of a model's programs on one device of a mesh, in bfloat16.
 
     Attributes:
-        model: Architecture of the model.
-        mesh: Sizes of the mesh axes.
-        device: Device type of the mesh.
+        model: Model architecture.
+        mesh: Sizes of the mesh axes, by name.
+        device: Rates of the mesh's devices.
     """
 
     model: Architecture
@@ -165,20 +165,20 @@ class Part:
 
     @property
     def weights(self) -> Weights:
-        """Weights of the complete model."""
+        """Return the weight counts of the complete model."""
         return Weights.of(self.model)
 
     @property
     def attention(self) -> int:
-        """FLOPs per token and earlier token, in all layers, on this device."""
+        """Return this device's FLOPs per token and earlier token, in all layers."""
         model = self.model
         return 4 * model.num_layers * model.num_heads * model.head_dim // self.mesh["tensor"]
 
     def gathered(self, size: float, axes: Sequence[str]) -> Stage:
-        """Return the all-gather of `size` bytes sharded over adjacent mesh axes.
+        """Return the stage of an all-gather of `size` bytes sharded over adjacent mesh axes.
 
         A reduce-scatter of gradients of that size costs the same. Across hosts, each device
-        receives one part, and the devices of a host exchange these parts over their links.
+        receives one part, and the devices of a host exchange the parts over their links.
         """
         names = list(self.mesh)
         inner = math.prod(self.mesh[one] for one in names[names.index(axes[-1]) + 1 :])
@@ -190,7 +190,7 @@ class Part:
         return Stage(links=(1 - 1 / group) * size - network, network=network)
 
     def weights_gathered(self, size: int) -> Stage:
-        """Return the all-gather of layer weights and tables, `size` bytes per value."""
+        """Return the all-gather of the layers and embedding tables, with `size` bytes per value."""
         weights, mesh = self.weights, self.mesh
         tables = weights.table * (1 if self.model.tie_embeddings else 2)
         dense = size * (weights.dense + tables) / mesh["tensor"]
@@ -200,15 +200,15 @@ class Part:
         return added([of_all, of_experts])
 
     def tokens_sent(self, tokens: float, *, sums: float = 2, back: bool = False) -> Stage:
-        """Return the communication for `tokens` on a device.
+        """Return the communication of activations.
 
-        Along `tensor` results are summed: attention and MLP in each layer, the embedding, and in
-        the backward pass, in float32, the output layer. Along `expert` a layer's tokens are
-        gathered and their float32 sums return. Both axes are within a host.
+        Along `tensor`, results are summed: attention and MLP in each layer, the embedding, and in
+        the backward pass, in float32, the output layer. Along `expert`, the tokens of a layer are
+        gathered and float32 sums are returned. Both axes are within a host.
 
         Args:
             tokens: Number of tokens on this device.
-            sums: Number of sums per layer over all passes; half as many for experts.
+            sums: Number of sums per layer over all passes; experts need half that number.
             back: True if there is a backward pass.
         """
         tensor, expert, layers = self.mesh["tensor"], self.mesh["expert"], self.model.num_layers
@@ -218,20 +218,20 @@ class Part:
         return Stage(links=added_up + passes * (expert - 1) * hidden * (2 + 4))
 
     def forward_flops(self, tokens: float, length: int) -> float:
-        """Return the FLOPs of all layers for `tokens` of causal sequences of `length`."""
+        """Return the forward FLOPs of all layers for tokens in causal sequences of `length`."""
         products = 2 * self.weights.layers / self.mesh["tensor"]
         return tokens * (products + self.attention * length / 2)
 
     def decode_step(self, rows: int, context: float) -> list[Stage]:
-        """Return a decoding step: one token for each of `rows` on this device.
+        """Return the stages of a decoding step, which samples one token per row.
 
         Args:
-            rows: Number of rows decoded together on this device.
+            rows: Number of rows decoded concurrently on this device.
             context: Mean number of tokens that a row attends to.
         """
         weights, mesh, model = self.weights, self.mesh, self.model
         tensor, expert = mesh["tensor"], mesh["expert"]
-        # Experts that no token chose are not read; more tokens leave fewer of them.
+        # Experts without tokens are not read; the more tokens, the fewer of them.
         read = 1 - (1 - weights.chosen) ** (rows * expert)
         held = weights.dense + weights.table + read * weights.experts / expert
         cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2 / tensor
@@ -243,7 +243,7 @@ class Part:
         return [table, attended, logits, self.tokens_sent(rows)]
 
     def reading(self, tokens: int, length: int) -> list[Stage]:
-        """Return the prefill of `tokens` of prompts and observations on this device."""
+        """Return the stages of a prefill of `tokens` prompt and observation tokens."""
         weights, mesh = self.weights, self.mesh
         held = weights.dense + weights.experts / mesh["expert"]
         memory = 2 * (held / mesh["tensor"] + tokens * weights.passed / mesh["tensor"])
@@ -251,10 +251,10 @@ class Part:
         return [computed, self.tokens_sent(tokens)]
 
     def scoring(self, tokens: float, length: int) -> list[Stage]:
-        """Return the computation of log-probabilities; the weights are gathered meanwhile.
+        """Return the stages of scoring, during which the weights are gathered.
 
         Args:
-            tokens: Number of tokens on this device; a row split over `context` counts its piece.
+            tokens: Number of tokens on this device, after splitting rows over `context`.
             length: Number of tokens in a sequence.
         """
         weights, tensor = self.weights, self.mesh["tensor"]
@@ -266,11 +266,11 @@ class Part:
         return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens)]
 
     def update(self, tokens: float, length: int, *, again: bool = True) -> list[Stage]:
-        """Return the gradient of a micro-batch of `tokens` on this device, added to the sum so far.
+        """Return the stages of accumulating the gradient of a micro-batch of `tokens`.
 
-        The backward pass has two products for each forward product. Attention has five for two,
-        since scores are recomputed. The output layer is always recomputed, the layers only if
-        `again`; a layer's weights are still gathered twice then.
+        The backward pass has two matmuls for each forward matmul. Attention has five for two,
+        because scores are recomputed. The output layer is always recomputed, the layers only if
+        `again`; the weights of a layer are then still gathered only twice.
         """
         weights, tensor, mesh = self.weights, self.mesh["tensor"], self.mesh
         attention = tokens * self.attention * length / 2
@@ -297,7 +297,7 @@ class Part:
         return [added([computed, *sent]), self.tokens_sent(tokens, sums=sums, back=True)]
 
     def optimizer(self) -> list[Stage]:
-        """Return Adam on this device's parameters: four float32 reads, three writes, a norm."""
+        """Return the Adam update of this device's parameters: four reads, three writes, a norm."""
         own = self.weights.params / math.prod(
             self.mesh[one] for one in ("fsdp", "context", "expert", "tensor")
         )
@@ -312,7 +312,7 @@ class Part:
 
 
 def added(stages: Stages) -> Stage:
-    """Return one stage in which all stages overlap."""
+    """Merge stages into one in which they all overlap."""
     return Stage(
         flops=sum(one.flops for one in stages),
         memory=sum(one.memory for one in stages),
@@ -322,7 +322,7 @@ def added(stages: Stages) -> Stage:
 
 
 def times(stages: Stages, count: float) -> list[Stage]:
-    """Return the stages repeated `count` times."""
+    """Repeat stages `count` times."""
 
     def more(one: Stage) -> dict[str, Any]:
         return {name: count * value for name, value in vars(one).items()}

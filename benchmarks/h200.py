@@ -1,14 +1,14 @@
-r"""All benchmarks for one H200, in nine minutes including compilation.
+r"""Run all benchmarks on one H200 in nine minutes, including compilation.
 
     python -m benchmarks.h200 --out=DIR [--preset=h200|cpu] [--only=kernels,update_4b]
         [--budget_s=540]
 
-Correctness comes first, then speed. Each part is a process with a time limit, so that a failing or
-hanging part loses only itself; unused time goes to later parts. Untimed parts run concurrently,
-since they mostly use the host; timed parts run alone. `DIR/results.json` and `DIR/table.md` are
-rewritten after each part; `DIR/log.txt` has the output of all parts.
+Correctness is checked first, then speed. Each part is a process with a time limit, so that a part
+that fails or hangs does not affect the others; unused time goes to later parts. Untimed parts run
+concurrently, since they mostly use the host; timed parts run alone. `DIR/results.json` and
+`DIR/table.md` are rewritten after each part; `DIR/log.txt` contains the output of all parts.
 
-In addition to jax, flax, optax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
+In addition to jax, flax, optax and transformers, it needs jaxtyping, ml_collections, rich, PyYAML,
 absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
 """
 
@@ -43,14 +43,14 @@ EPISODES = "--num_questions=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --tur
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A benchmark to run as a process."""
+    """A benchmark that runs in a separate process."""
 
     name: str
     module: str
     flags: str
     tiny: str  # flags for the preset `cpu`, instead of `flags`
-    share_s: float  # share of the nine minutes
-    is_timed: bool = True  # needs exclusive use of the device
+    share_s: float  # seconds of the nine-minute budget
+    is_timed: bool = True  # True if it needs exclusive use of the device
 
 
 PARTS = (
@@ -94,11 +94,11 @@ PARTS = (
         share_s=85,
     ),
 )  # fmt: skip
-"""Parts in order; the untimed ones at the start run together."""
+"""Parts in order. The untimed parts at the start run concurrently."""
 
 
 def command(part: Part, preset: str, record: Path) -> list[str]:
-    """Return the command that runs a part and writes its record."""
+    """Return the command that runs a part and writes its JSON record."""
     flags = part.flags if preset == "h200" else part.tiny
     module = f"benchmarks.{part.module}"
     return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
@@ -106,7 +106,7 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
 
 @dataclass(kw_only=True)
 class Run:
-    """A part's process, in its own session so that its children end with it."""
+    """Process of a part, in a new session so that its children can be killed with it."""
 
     words: list[str]
     process: subprocess.Popen[bytes]
@@ -114,7 +114,7 @@ class Run:
     started: float
 
     def end(self, code: int | None) -> dict[str, Any]:
-        """End the process and return its result; `code` is None if it ran out of time."""
+        """Kill the process and return its result; `code` is None if it timed out."""
         self.kill()
         seconds = time.monotonic() - self.started
         result: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
@@ -182,11 +182,11 @@ FIGURES = {
     "num_recompilations": "{}",
     "peak_bytes": "{:,.0f}",
 }
-"""Figures of the records to show in the table, with their formats."""
+"""Figures to show in the table, with their formats."""
 
 
 def shown(record: dict[str, Any]) -> str:
-    """Format the figures of a record, with the median of repetitions."""
+    """Format the figures of a record, as medians over repetitions."""
     texts = []
     for name, form in FIGURES.items():
         value = record.get(name)
@@ -197,7 +197,7 @@ def shown(record: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
+    """Format the results as Markdown."""
     records = [one["record"] for one in results.values() if "versions" in one.get("record", {})]
     about = ""
     if records:
@@ -213,7 +213,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the parts; return their results."""
+    """Run the selected parts; return their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -276,6 +276,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 if __name__ == "__main__":
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # raises, so that the parts are ended too
+    )  # raises SystemExit, so that the parts are killed too
     results = main()
     sys.exit(any(one["ending"] != "done" for one in results.values()))

@@ -1,8 +1,8 @@
 """Benchmark jobs: commands that each fill a folder.
 
-A job writes its arguments to its folder. When the benchmark is started again, finished jobs are
-kept and interrupted ones resume, as `jaxrl.launch` does. A job starts over if its arguments changed
-or if a job that it needs finished after it began.
+A job writes its arguments to its folder. If the benchmark is restarted, finished jobs are skipped
+and interrupted jobs resume, like runs of `jaxrl.launch`. A job starts over if its arguments have
+changed or if a job that it depends on finished after it began.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARGUMENTS, FINISHED, OUTPUT = "arguments.json", "finished.json", "output.txt"
 
 @dataclass(frozen=True)
 class Job:
-    """A command that fills a folder, with the folders of the jobs that it needs."""
+    """A command that fills a folder, and the folders of the jobs that it depends on."""
 
     folder: Path
     module: str
@@ -31,7 +31,7 @@ class Job:
     needs: tuple[Path, ...] = ()
 
     def is_finished(self) -> bool:
-        """Return True if this command filled the folder after the jobs it needs."""
+        """Return True if the command has finished, and after the jobs that it depends on."""
         return (self.folder / FINISHED).exists() and self._has_begun()
 
     def _has_begun(self) -> bool:
@@ -45,11 +45,11 @@ class Job:
         """Run the command and wait for it.
 
         Args:
-            cache: Compilation cache folder, which also limits the process to one thread; None runs
-                the command as in a user's shell.
+            cache: Folder of the compilation cache; if given, the process has one thread. None
+                runs the command with the environment unchanged.
 
         Raises:
-            RuntimeError: The command failed; the message names its output file.
+            RuntimeError: The command failed. The message names its output file.
         """
         if not self._has_begun():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -74,7 +74,7 @@ class Job:
 
 
 def one_thread(cache: Path) -> dict[str, str]:
-    """Return the environment of a one-thread process with a shared compilation cache."""
+    """Return environment variables for a one-thread process with a compilation cache."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -86,7 +86,7 @@ def one_thread(cache: Path) -> dict[str, str]:
 
 
 def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
-    """Run each unfinished job in order; a job must follow those that it needs."""
+    """Run the unfinished jobs in order. Jobs must come after those that they depend on."""
     for number, job in enumerate(jobs, start=1):
         if not job.is_finished():
             print(f"{number} of {len(jobs)}: {job.module} {' '.join(job.arguments)}", flush=True)
@@ -94,12 +94,12 @@ def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
 
 
 def seconds_of(folder: Path) -> float:
-    """Return the seconds that a finished job's last start took."""
+    """Return the duration in seconds of a finished job since its last start."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 
 
 def read_steps(workdir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the steps and values of each training metric of a run."""
+    """Read the training metrics of a run as (step, value) pairs by name."""
     steps: dict[str, list[tuple[int, float]]] = {}
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for record in map(json.loads, lines):

@@ -4,19 +4,19 @@ r"""Compare this trainer with transformers on torch: same model, prompts, length
     python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
         [--peers=ours] [--tasks=update]
 
-Each peer runs in its own process, so that peak memory is separate, and they take turns in every
-repetition. Both read the same float32 weights, written once in Hugging Face's format.
+Each peer runs in a separate process, so that peak memory is measured separately, and every
+repetition alternates between them. Both load the same float32 weights in Hugging Face format.
 
-`sample`: `num_prompts` x `group_size` samples of random lengths at temperature 1, in one batch; the
-tokens up to those lengths count. transformers' `generate` computes every row until the longest is
-done. `update`: one AdamW step on the clipped policy loss over those lengths, in micro-batches of
+`sample`: `num_prompts` x `group_size` samples of random lengths at temperature 1, in one batch.
+Only tokens up to those lengths count; transformers' `generate` computes every row until the longest
+ends. `update`: one AdamW step on the clipped policy loss over those lengths, in micro-batches of
 `micro_rows` sequences. Both report the mean log-probability of the same tokens before the first
-update; `logprob_gap` is the difference. The torch update is a plain loop that sorts by length and
-pads each micro-batch to its longest sequence.
+update; `logprob_gap` is the difference. The torch update is a plain loop that sorts sequences by
+length and pads each micro-batch to its longest sequence.
 
-Rates are medians over repetitions; `ours over` is the median of the ratios within a repetition. The
-extra bytes of `sample` and `update` are the peak of each beyond what stays in memory between them,
-such as weights, moments and code.
+Rates are medians over repetitions; `ours over` is the median ratio within a repetition. The extra
+bytes of `sample` and `update` are their peaks above the memory that stays in use between them, such
+as weights, moments and code.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ CLIP = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of each peer; every field is a flag."""
+    """Sizes of the work of each peer; every field is a flag."""
 
     num_prompts: int
-    group_size: int  # samples of each prompt
+    group_size: int  # samples per prompt
     prompt_tokens: int
     new_tokens: int  # median length of a sample
-    max_tokens: int  # the longest
-    spread: float  # standard deviation of the logarithm of lengths; 0: all of one length
-    chunk_tokens: int  # decoding steps between two checks by the host
+    max_tokens: int  # maximum length of a sample
+    spread: float  # standard deviation of the logarithm of lengths; 0: equal lengths
+    chunk_tokens: int  # decoding steps per chunk
     micro_rows: int  # sequences per micro-batch; for ours, rows of the longest length
     logits_chunk_tokens: int  # our update: tokens with logits in memory at a time
-    remat: str  # our update: what the backward pass recomputes of a layer
-    scan_layers: bool  # our update: compile one layer for all
+    remat: str  # our update: what the backward pass recomputes in a layer
+    scan_layers: bool  # our update: compile one layer and scan over layers
 
 
 WORK = {
@@ -87,7 +87,7 @@ WORK = {
 
 
 def training(work: Work) -> update.Work:
-    """Return the settings of the sequences, which sampling uses too."""
+    """Return the sizes of the update's sequences, which sampling uses too."""
     return dataclasses.replace(
         update.WORK["cpu"],
         num_groups=work.num_prompts,
@@ -107,10 +107,10 @@ SAMPLE, UPDATE = "sample", "update"
 
 
 class Ours:
-    """Engine and update of this trainer."""
+    """Engine and update step of this trainer."""
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
-        """Load the weights and build what both tasks need."""
+        """Load the weights; build the objects that both tasks use."""
         mesh = self._mesh = common.one_device()
         self._sequences = update.make_sequences(model, training(work))
         num_rows = work.num_prompts * work.group_size
@@ -139,7 +139,7 @@ class Ours:
         self._state = init_state(params, mesh, model.architecture, optimizer)
 
     def mean_logprob(self) -> float:
-        """Return the mean log-probability of tokens with loss, in nats."""
+        """Compute the mean log-probability of the trained tokens, in nats."""
         packed = self._packed
         logprobs = np.asarray(self._score(self._state.params, self._put_batch(), packed))
         return float(logprobs[packed.batch.loss_mask].mean())
@@ -150,7 +150,7 @@ class Ours:
         return shard_minibatches(packed, mesh, self._score, params, None, method)[0]
 
     def sample(self, number: int) -> None:
-        """Sample all completions."""
+        """Sample all completions with the current weights."""
         self._engine.set_weights(self._state.params)
         prompts = [one.token_ids[: self._prompt_tokens] for one in self._sequences]
         lengths = [int(one.loss_mask.sum()) for one in self._sequences]
@@ -158,16 +158,16 @@ class Ours:
         self._engine.release()
 
     def update(self, _: int) -> None:
-        """Run one update step."""
+        """Run one update step on the packed batch."""
         self._state, metrics = self._update(self._state, self._put_batch(), self._packed)
         jax.block_until_ready((self._state, metrics))
 
 
 class Torch:
-    """transformers' `generate` and a plain torch update."""
+    """transformers' `generate` and a plain torch update step."""
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
-        """Load the weights and build what both tasks need."""
+        """Load the weights; build the objects that both tasks use."""
         import torch
         import transformers
 
@@ -207,7 +207,7 @@ class Torch:
         assert out.shape[1] == prompt_tokens + int(lengths.max()), out.shape
 
     def _micro_batches(self) -> list[list[int]]:
-        """Return micro-batches of similar lengths, as a trainer without packing does."""
+        """Split the sequences into micro-batches of similar length, without packing."""
         order = sorted(
             range(len(self._sequences)), key=lambda i: -len(self._sequences[i].token_ids)
         )
@@ -215,7 +215,7 @@ class Torch:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _logprobs(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """Return padded log-probabilities and the loss mask, without each row's first token."""
+        """Return padded log-probabilities and the loss mask, both from the second token on."""
         torch = self._torch
         rows = [torch.tensor(self._sequences[i].token_ids, dtype=torch.long) for i in indices]
         masks = [torch.tensor(self._sequences[i].loss_mask) for i in indices]
@@ -227,7 +227,7 @@ class Torch:
         return logprobs.gather(2, ids[:, 1:, None]).squeeze(2), mask[:, 1:]
 
     def mean_logprob(self) -> float:
-        """Return the mean log-probability of tokens with loss, in nats."""
+        """Compute the mean log-probability of the trained tokens, in nats."""
         total, count = 0.0, 0
         with self._torch.no_grad():
             for indices in self._micro_batches():
@@ -236,7 +236,7 @@ class Torch:
         return total / count
 
     def update(self, _: int) -> None:
-        """Run one step on the clipped policy loss, averaged over all tokens."""
+        """Run one update step on the clipped policy loss, averaged over all tokens."""
         torch = self._torch
         count = sum(int(one.loss_mask.sum()) for one in self._sequences)
         for indices in self._micro_batches():
@@ -252,7 +252,7 @@ class Torch:
 
 
 PEERS = {"ours": Ours, "transformers": Torch}
-"""Peers by name."""
+"""Classes of the peers, by name."""
 
 
 ONE_THREAD = {
@@ -264,13 +264,13 @@ ONE_THREAD = {
 
 
 def memory(name: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
+    """Read a field of /proc/self/status, in bytes."""
     [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if name in one]
     return int(line.split()[1]) * 1024
 
 
 def begin_peak() -> int | None:
-    """Free unused memory, reset the peak and return the resident bytes; None if not Linux."""
+    """Free unused memory and reset the peak; return the resident bytes, None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     gc.collect()
@@ -280,7 +280,7 @@ def begin_peak() -> int | None:
 
 
 def serve(peer: Any) -> None:
-    """Answer each input line `sample NUMBER` or `update NUMBER` with its measurements."""
+    """Run a task for each input line `TASK NUMBER`; print the measurements as JSON."""
     print(json.dumps({"mean_logprob": peer.mean_logprob()}), flush=True)
     compilations = common.Compilations()
     for line in sys.stdin:
@@ -301,10 +301,10 @@ def serve(peer: Any) -> None:
 
 
 class Peer:
-    """A worker process that runs `serve`."""
+    """Worker process that runs `serve` for a peer."""
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]):
-        """Start the process; `first` is its first reply, sent when it is ready."""
+        """Start the process; `first` is its first message, sent when it is ready."""
         command = [sys.executable, "-m", "benchmarks.peers", *flags]
         self._process = subprocess.Popen(
             [*command, f"--worker={name}", f"--folder={folder}"],
@@ -326,14 +326,14 @@ class Peer:
         )
 
     def ask(self, what: str, number: int) -> dict[str, float]:
-        """Run a task and return its measurements."""
+        """Run a repetition of a task; return its measurements."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{what} {number}\n")
         self._process.stdin.flush()
         return self._read()
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -341,7 +341,7 @@ class Peer:
 def take_turns(
     peers: Sequence[Peer], tasks: Sequence[str], work: Work, model: Any, flags: Any
 ) -> dict[str, Any]:
-    """Return the rates of each peer in each task, and ours over the others'."""
+    """Measure all peers in every repetition; return rates, and ours relative to the others."""
     sequences = update.make_sequences(model, training(work))
     sampled = sum(int(one.loss_mask.sum()) for one in sequences)
     counts = {SAMPLE: sampled, UPDATE: sum(len(one.token_ids) for one in sequences)}
@@ -369,7 +369,7 @@ def take_turns(
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Run the benchmark and return its record; a worker returns None."""
+    """Run the benchmark and return its record, or run a worker and return None."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--worker", choices=PEERS)

@@ -1,20 +1,19 @@
-r"""Compile published models ahead of time for absent devices, and compare with plan and floors.
+r"""Compile published models for devices that need not exist; compare with plan and floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
         [--num_layers=2] [--keys rollout.max_num_seqs=768] [--limit_s=900]
 
-For each shipped configuration the programs of a run are compiled from shapes alone, on the mesh
-in `CASES`: a micro-batch's gradients and the optimizer, log-probabilities, a chunk of decoding,
-prefill. No weights are created and nothing runs. Parts run one at a time, each in a process with a
-time limit. A part that fails, or that the compiler finds too large, is a row that says so.
-`DIR/results.json` and `DIR/table.md` are rewritten after each part; a part with the same shapes in
-`results.json` is not compiled again.
+For each shipped configuration, the programs of a run are compiled from shapes alone, on the mesh in
+`CASES`: the gradients of a micro-batch, the optimizer, log-probabilities, a decoding chunk and
+prefill. No weights are created and nothing is executed. Parts are compiled one at a time, each in a
+process with a time limit. A part that fails, or that does not fit in memory, is reported in its
+row. `DIR/results.json` and `DIR/table.md` are rewritten after each part; a part whose shapes are
+in `results.json` is not compiled again.
 
 Compilers: TPUs need libtpu; NVIDIA GPUs need jax-cuda12-plugin, jax-cuda12-pjrt and
 nvidia-cuda-nvcc-cu12 of JAX's version. If these are not installed, `LIBTPU_DIR` and
-`CUDA_PLUGIN_DIR` may name folders made with `pip install --no-deps --target`. Neither needs a
-device. Without one, XLA for GPUs selects tiles and algorithms without trying them, which a run on a
-device does.
+`CUDA_PLUGIN_DIR` may name folders created with `pip install --no-deps --target`. Neither compiler
+needs a device, but without a GPU, XLA selects tiles and algorithms without autotuning.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ from tests import compiled_memory as memory
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A shipped configuration on devices.
+    """A shipped configuration and the devices to compile it for.
 
     Attributes:
         config: Module in `configs`.
         model: Folder in `configs/models`.
         device: Key of `floors.DEVICES`.
-        slice: Chips of a TPU slice, such as `4x4`; for GPUs the number of hosts.
-        keys: Configuration keys to change, with their values.
+        slice: Topology of a TPU slice, such as `4x4`; for GPUs, the number of hosts.
+        keys: Config keys to override, with their values.
     """
 
     config: str
@@ -71,12 +70,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name on the command line."""
+        """Return the name of the case on the command line."""
         return f"{self.config}@{self.device}"
 
     @property
     def target(self) -> Target:
-        """Devices, for the plan."""
+        """Return the devices in the form that the plan expects."""
         device = floors.DEVICES[self.device]
         sizes = [int(size) for size in self.slice.split("x")]
         num_devices = sizes[0] * (sizes[1] if len(sizes) > 1 else device.num_local)
@@ -88,7 +87,7 @@ class Case:
         )
 
     def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
-        """Return the configuration, with the micro-batch that fits the devices, and its model."""
+        """Return the configuration, with micro-batches that fit the devices, and the model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
         check_rows(shipped[0], make_target_mesh(*shipped, self.target), self.target.num_processes)
         return shipped
@@ -120,12 +119,12 @@ CASES = {
         _case("dapo", "qwen2.5-32b", "h100", "8"),
     )
 }
-"""Cases by name. H100s use the configuration's own mesh. A v6e has less memory and four chips per
+"""Cases by name. H100s use the mesh of the configuration. A v6e has less memory and four chips per
 host; `tensor` and `expert` must fit within a host."""
 
 
 def case_of(name: str, keys: Sequence[str] = ()) -> Case:
-    """Return a case of `CASES`, with further `key=value` changes."""
+    """Return a case of `CASES`, with additional `key=value` overrides."""
     case = CASES[name]
     given = dict(memory.key_and_value(one) for one in keys)
     return dataclasses.replace(case, keys={**case.keys, **given})
@@ -149,11 +148,11 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""Description of a GPU for XLA's compiler, a `GpuTargetConfigProto` in text form."""
+"""Description of an H100 for XLA's compiler: a `GpuTargetConfigProto` in text format."""
 
 
 def compilers() -> dict[str, str]:
-    """Return the environment of a process that compiles for absent devices."""
+    """Return environment variables for compiling without devices."""
     # Unfiltered tracebacks end with the error itself, not with JAX's note about filtering.
     env = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
@@ -170,10 +169,10 @@ def compilers() -> dict[str, str]:
 
 
 def devices_of(case: Case, part: str) -> list[Any]:
-    """Return the devices of a part, which need not exist; requires the environment of `compilers`.
+    """Return device descriptions for a part; requires the environment of `compilers`.
 
-    If there are several hosts, the sampler's devices are those of one host: libtpu cannot compile
-    communication between some of a larger slice's chips.
+    If there are several hosts, the sampler gets the devices of one host: libtpu cannot compile
+    communication between a subset of a larger slice's chips.
     """
     target = case.target
     if target.platform == "tpu":
@@ -186,15 +185,15 @@ def devices_of(case: Case, part: str) -> list[Any]:
 
 
 USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
-"""Matches the GiB that the TPU compiler reports to need."""
+"""Pattern for the GiB of memory in error messages of the TPU compiler."""
 
 
 def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
-    """Compile the programs of a part; return bytes per device and seconds, by program."""
+    """Compile the programs of a part; return their bytes per device and compilation times."""
     config, model = case.made(num_layers)
     devices = devices_of(case, part)
     figures: dict[str, Any] = {}
-    # Kernels of tokamax and JAX choose their lowering by the machine's devices.
+    # Kernels of tokamax and JAX select their lowering by the default device.
     with (
         mock.patch("jax.extend.backend.get_default_device", return_value=devices[0]),
         mock.patch("jax.devices", return_value=devices),
@@ -219,7 +218,7 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
 
 
 def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
-    """Compile a part in a new process; return the figures of `compile_part` and the ending."""
+    """Compile a part in a new process; return the result of `compile_part` and the status."""
     out, limit_s = flags.out, flags.limit_s
     record = out / "part.json"
     record.unlink(missing_ok=True)
@@ -250,13 +249,13 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The parts of a case's training step, with every trajectory at its maximum length.
+    """Programs of a training step, with every trajectory at its maximum length.
 
     Attributes:
         calls: Number of calls per step, by program.
-        stages: Stages of one call, by program.
-        tokens: Number of tokens in all trajectories, prompts included.
-        num_devices: Number of devices that share them.
+        stages: Stages of a call, by program.
+        tokens: Number of tokens in all trajectories, including prompts.
+        num_devices: Number of devices that share the tokens.
     """
 
     calls: dict[str, float]
@@ -266,12 +265,12 @@ class Step:
 
     @classmethod
     def of(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
-        """Count the calls and their stages."""
-        # The mesh of the trainer and that of one process's sampler.
+        """Compute the number of calls per step and the stages of each call."""
+        # Meshes of the trainer and of the sampler of one process.
         target, rollout = case.target, config.rollout
         mesh = make_target_mesh(config, model, target)
         own = {**mesh.shape}
-        if target.num_processes > 1:  # each process samples on its own devices
+        if target.num_processes > 1:  # each process samples on its local devices
             rest = target.num_local // own["expert"] // own["tensor"]
             own |= {"data": rest, "fsdp": 1, "context": 1}
         device = floors.DEVICES[case.device]
@@ -319,7 +318,7 @@ class Step:
         )
 
     def floor(self, name: str, device: floors.Device) -> tuple[float, str]:
-        """Return the least seconds of a call, and the resource that dominates."""
+        """Return the minimum seconds of a call, and the resource that dominates."""
         return floors.floor_s(self.stages[name], device)
 
 
@@ -340,7 +339,7 @@ HEADS = (
 def row_of(
     case: Case, mesh: str, name: str, one: Mapping[str, Any], planned: int | None, step: Step
 ) -> list[str]:
-    """Return a program's row: GiB per device, and the floor of a call."""
+    """Format the row of a program: GiB per device, and the floor of a call."""
     seconds, waits = step.floor(name, floors.DEVICES[case.device])
     total = one.get("total")
     whole = None if total is None else total + one["beside"]
@@ -358,14 +357,14 @@ def row_of(
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """Return a Markdown table of the programs, then one of the steps."""
+    """Format the results as two Markdown tables, of programs and of steps."""
     rows, steps = [], []
     for name in dict.fromkeys(one["case"] for one in results.values()):
         own = [one for one in results.values() if one["case"] == name]
         case = case_of(name, own[0]["keys"])
         config, model = case.made(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
-        # What else is in memory while the sampler runs.
+        # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
         kept = plan_rollout(config, model, case.target).kept
         beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
@@ -375,7 +374,7 @@ def report(results: Mapping[str, Any]) -> str:
                 if program == one["part"]:
                     planned = memory.planned_bytes(config, model, case.target, program)
                 if program in ("decode", "reading"):
-                    # The train state is in memory too, so add it to both figures.
+                    # The train state is in memory too, so both figures include it.
                     sizes = sizes | {"beside": beside}
                     planned += beside
                 rows.append(row_of(case, mesh, program, sizes, planned, step))
@@ -416,13 +415,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if unknown := set(flags.cases.split(",")) - set(CASES):
         parser.error(f"--cases names {', '.join(sorted(unknown))}; expected some of {list(CASES)}")
     flags.out.mkdir(parents=True, exist_ok=True)
-    # Results are saved after every part, so an interrupted benchmark can continue.
+    # Results are saved after every part, so that an interrupted benchmark can resume.
     file = flags.out / "results.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in flags.cases.split(","):
         case = case_of(name, flags.keys)
         config, model = case.made(flags.num_layers)
-        # What identifies a part: an earlier result with the same values is reused.
+        # Identity of a part: an earlier result with the same values is reused.
         compiled = {
             "case": name,
             "keys": flags.keys,

@@ -1,4 +1,4 @@
-"""Table of a run on real documents: before, after the warm start, after training.
+"""Print a table of a run on real documents: before, after the warm start, after training.
 
     python -m benchmarks.real --run=runs/real
 
@@ -30,11 +30,11 @@ ROWS = {
     "searches a question, sampled": ("sampled", "searches"),
     "an accepted answer was shown, sampled": ("sampled", "answer_in_results"),
 }
-"""Row titles, each with its suite and measure."""
+"""Suite and metric of each row, by title."""
 
 
 def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
-    """Load the evaluations by stage; those of the same stage are merged.
+    """Load the evaluations by stage, merging those of the same stage.
 
     Raises:
         FileNotFoundError: An evaluation is missing.
@@ -56,7 +56,7 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
-    """Format a mean over all questions with its 95% interval, or a dash if not measured."""
+    """Format a mean over all questions with its 95% interval, or a dash if it is missing."""
     if suite not in record["summary"]:
         return "–"
     mean = record["summary"][suite]["all"].get(measure)
@@ -67,7 +67,7 @@ def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
 
 
 def report(run: Path) -> str:
-    """Return the table and a summary of training."""
+    """Return the table and a summary of training as text."""
     stages = read_stages(run)
     rows = [
         [head, *(cell(record, suite, measure) for record in stages.values())]

@@ -1,18 +1,18 @@
-r"""Sampling speed of the engine, from prompts to finished samples.
+r"""Measure the sampling speed of the engine, from prompts to finished samples.
 
     python -m benchmarks.rollout --case=even|search --preset=cpu|h200 [--model=qwen3-4b]
         [--num_rows=... --num_layers=...]
 
-`even`: every sample has exactly `new_tokens` tokens, with no stop string and no end-of-turn id. The
-`floor` figures are limits of the device's memory bandwidth and arithmetic (see
-`common.decode_floor_s`): weights and cache are read once per step; prompts are left out. At the end
-`tail_rows` samples are decoded alone, as when a few long ones remain.
+`even`: every sample has exactly `new_tokens` tokens, without stop strings and end-of-turn ids. The
+`floor` figures are limits set by the device's memory bandwidth and arithmetic (see
+`common.decode_floor_s`): weights and cache are read once per step; prefill is ignored. At the end,
+`tail_rows` samples are decoded alone, as if a few long samples remained.
 
 `search`: complete multi-turn rollouts with real searches of a local index, with `latency_ms` added
-to each call (`searching.RandomSearches`); the same without latency; and `at_once`: the same numbers
-of tokens per turn, with each observation ready when its turn ends, and no environment.
-`tokens_read_twice` counts tokens of prompts, turns and observations that were computed again after
-the cache lost them.
+to each call (`searching.RandomSearches`); then the same without latency; then `at_once`, with the
+same numbers of tokens per turn and no environment, so that observations are ready at once.
+`tokens_read_twice` counts tokens of prompts, turns and observations that were prefilled again after
+their pages were evicted.
 
 The first repetitions compile and are not counted. For figures that are comparable between machines,
 use one thread on an otherwise idle core:
@@ -55,11 +55,11 @@ class Even:
     """Sizes of the `even` case; every field is a flag."""
 
     num_prompts: int
-    group_size: int  # samples of each prompt
+    group_size: int  # samples per prompt
     prompt_tokens: int
     new_tokens: int  # tokens per sample
-    num_rows: int  # samples decoded together
-    chunk_tokens: int  # decoding steps between two checks by the host
+    num_rows: int  # samples decoded concurrently
+    chunk_tokens: int  # decoding steps per chunk
     tail_rows: int  # samples decoded alone at the end; 0: none
 
 
@@ -68,13 +68,13 @@ class Search:
     """Sizes of the `search` case; every field is a flag."""
 
     num_questions: int
-    group_size: int  # episodes of each question
+    group_size: int  # episodes per question
     prompt_tokens: int
     turn_tokens: int  # mean length of a turn
     max_searches: int  # per episode
     observation_tokens: int
-    latency_ms: float  # added to each call of the environment
-    lag_chunks: int  # chunks before replies enter; 0: as they arrive
+    latency_ms: float  # added to each call to the environment
+    lag_chunks: int  # chunks until an observation is used; 0: as soon as it arrives
     num_rows: int
     chunk_tokens: int
 
@@ -110,15 +110,15 @@ def make_engine(
     stops: StopAutomaton | None = None,
     train_mesh: Mesh | None = None,
 ) -> Engine:
-    """Return an engine for the rows, chunks and prompts of `work`, with the platform's kernels.
+    """Build an engine for the rows, chunks and prompts of `work`, with the platform's kernels.
 
     Args:
         model: Model sizes.
-        work: Sizes, one of the classes above.
-        mesh: Mesh of all processes; the engine uses this process's part.
-        max_total_tokens: Maximum tokens of a sample with its prompt.
+        work: Benchmark sizes, such as `Even` or `Search`.
+        mesh: Mesh over all processes; the engine uses the devices of this process.
+        max_total_tokens: Maximum number of tokens in a sample, including its prompt.
         stops: Automaton that ends turns; None for no stop strings.
-        train_mesh: Mesh of the trainer's weights; `mesh` by default.
+        train_mesh: Mesh over which the trainer's weights are sharded; `mesh` by default.
     """
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
@@ -141,7 +141,7 @@ def make_engine(
 def make_requests(
     prompts: np.ndarray | Sequence[Sequence[int]], lengths: Sequence[int], number: int
 ) -> list[Request]:
-    """Return a request per prompt and length, with the keys of repetition `number`."""
+    """Build a request per prompt and length, with the random keys of repetition `number`."""
     positions = np.arange(len(prompts), dtype=np.int32)
     keys = derive_sample_keys(
         0, 0, number, positions, np.zeros_like(positions), np.zeros_like(positions)
@@ -153,7 +153,7 @@ def make_requests(
 
 
 def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Request]:
-    """Return the requests of repetition `number`: random prompts, each group consecutive."""
+    """Build the requests of repetition `number`: random prompts, in consecutive groups."""
     rng = np.random.default_rng(number)
     prompts = rng.integers(model.vocab_size, size=(work.num_prompts, work.prompt_tokens))
     prompts = np.repeat(prompts, work.group_size, axis=0)
@@ -161,7 +161,7 @@ def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Req
 
 
 def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
-    """Sample all requests; return the seconds of the chunks that prefilled no prompt."""
+    """Sample all requests; return the seconds of each chunk without prompt prefill."""
     engine.submit(requests)
     chunk_times = []
     while not engine.is_idle:
@@ -176,7 +176,7 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
 
 
 def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
-    """Sample the numbers of tokens of these turns, with observations ready when turns end."""
+    """Sample turns of the same lengths, with observations that are ready when a turn ends."""
     prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
     turns = [turns_of(t) for t in trajectories]
     requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
@@ -190,11 +190,11 @@ def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> Non
 
 
 def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
-    """Return, per turn, the tokens inserted before it and the number sampled in it."""
+    """Return the token ids inserted before each turn and the number sampled in it."""
     mask = trajectory.loss_mask[trajectory.prompt_length :]
     ids = trajectory.token_ids[trajectory.prompt_length :]
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    starts, ends = edges[::2], edges[1::2]  # of the turns
+    starts, ends = edges[::2], edges[1::2]  # starts and ends of turns
     before = zip([0, *ends], starts, strict=False)
     return deque(
         (ids[first:start].tolist(), int(end - start))
@@ -209,7 +209,7 @@ def decoding_figures(
     num_rows: int,
     chunk_times: Sequence[float],
 ) -> dict[str, Any]:
-    """Return the time of a decoding step of `num_rows` rows, and its floor."""
+    """Return the time of a decoding step with `num_rows` rows, and its floor."""
     floor_s = common.decode_floor_s(
         model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
     )
@@ -225,12 +225,12 @@ def decoding_figures(
 def measure_even(
     model: common.ModelSizes, work: Even, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure samples of one length, and then a few alone."""
+    """Measure sampling with equal lengths, then with only a few rows."""
     mesh = common.one_device()
     total = work.prompt_tokens + work.new_tokens
     engine = make_engine(model, work, mesh, max_total_tokens=total)
     needed = {min(work.num_rows, work.num_prompts * work.group_size), work.tail_rows} - {0}
-    # All samples end together, so no other size runs; compiling one takes a minute on a GPU.
+    # All samples end together, so no other sizes run. Compiling a size takes a minute on a GPU.
     engine.row_sizes = sorted({min(s for s in engine.row_sizes if s >= n) for n in needed})
     started = time.perf_counter()
     engine.compile()
@@ -265,7 +265,7 @@ def measure_even(
 def measure_search(
     model: common.ModelSizes, work: Search, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure episodes with searches, and the same tokens sampled at once."""
+    """Measure episodes with searches, and the same numbers of tokens without an environment."""
     del hardware
     mesh, params = common.one_device(), common.random_params(model)
     played: list[Trajectory] = []
@@ -280,14 +280,14 @@ def measure_search(
         def play(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
             trajectories = flatten_groups(episodes.play(number))
-            engine.clear()  # two caches may not fit in memory together
+            engine.clear()  # memory may not hold two caches
             return trajectories
 
-        # Records its trajectories in `played`, which `sample_at_once` replays.
+        # Stores its trajectories in `played` for `sample_at_once`.
         def search(number: int) -> None:
             before, searches = dataclasses.replace(engine.counts), env.num_searches
             played[:] = play(number, work.latency_ms / 1e3)
-            # Without evictions, each distinct prompt and each observation is prefilled once.
+            # Without evictions, every distinct prompt and every observation is prefilled once.
             read = engine.counts.prefilled_prompt - before.prefilled_prompt
             read += engine.counts.prefilled_resume - before.prefilled_resume
             prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
@@ -307,7 +307,7 @@ def measure_search(
             "search_without_latency": (lambda number: play(number, 0.0), engine.counts),
             "at_once": (sample_at_once, at_once.counts),
         }
-        # The variants take turns in each repetition, because speed drifts.
+        # Every repetition runs all variants, because speed drifts over time.
         measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
     return {
         **{name: common.medians(repetitions) for name, repetitions in measured.items()},
@@ -324,7 +324,7 @@ def measure_search(
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """Rollouts with searches."""
+    """Rollout of the `search` case, with its engine, environment and tasks."""
 
     engine: Engine
     env: Any  # a `searching.RandomSearches`
@@ -334,7 +334,7 @@ class Episodes:
     max_total_tokens: int
 
     def play(self, number: int, policy_version: int = 0) -> list[Group]:
-        """Play all episodes with the seeds of repetition `number`."""
+        """Run all episodes with the seeds of repetition `number`."""
         sampling = SamplingConfig(
             group_size=self.group_size,
             temperature=1.0,
@@ -348,11 +348,11 @@ class Episodes:
 def make_episodes(
     model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path, train_mesh: Mesh | None = None
 ) -> Episodes:
-    """Return the rollouts of a `Search`, or of other work with its fields.
+    """Build the rollout for a `Search`, or for sizes with the same fields.
 
-    The corpus and its index go to `folder`; the meshes are those of `make_engine`.
+    The corpus and its index are written to `folder`. For the meshes, see `make_engine`.
     """
-    from benchmarks import searching  # needs tantivy, unlike the rest
+    from benchmarks import searching  # needs tantivy
 
     tokenizer = searching.byte_tokenizer()
     env = searching.RandomSearches(
@@ -363,7 +363,7 @@ def make_episodes(
     )
     stops = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     turns = work.max_searches + 1
-    # Turns end at random; a few are many times longer than the mean.
+    # Turns end at random; some are many times longer than the mean.
     response = 3 * turns * work.turn_tokens
     # An observation has a newline before and after its truncated text.
     total = work.prompt_tokens + response + work.max_searches * (work.observation_tokens + 2)
@@ -373,7 +373,7 @@ def make_episodes(
         max_total_tokens=total,
         max_observation_tokens=work.observation_tokens,
     )
-    # The cache fits all rows at full length. Few reach it; waiting rows use the rest.
+    # The cache fits all rows at full length. Few get that long; waiting rows use the rest.
     engine = make_engine(
         model, work, mesh, max_total_tokens=total, stops=stops, train_mesh=train_mesh
     )
@@ -390,7 +390,7 @@ def make_episodes(
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement with its sizes."""
+    """A measurement, with its sizes by preset."""
 
     work: dict[str, Any]  # by preset
     measure: Callable[..., dict[str, Any]]

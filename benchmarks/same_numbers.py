@@ -1,12 +1,12 @@
-"""Compare short runs of two revisions bit for bit.
+"""Compare short runs of two revisions, bit for bit.
 
     python -m benchmarks.same_numbers --before=HEAD~1
 
-Check out the revision, run short runs of the small configurations in both trees with the user's
-command, and compare: all records of `metrics.jsonl` except timings, all evaluations, logged
-trajectories and exported weights, and all checkpoints' arrays (optimizer moments included) and
-positions. The revision's runs are cached in `--out`; those of the working tree are always repeated.
-Each line reports the processor time of both. The exit code is 1 if anything differs.
+This checks out the revision, executes short runs of the small configurations in both trees with the
+user's command, and compares all records of `metrics.jsonl` except timings, all evaluations, logged
+trajectories and exported weights, and the arrays (with optimizer moments) and positions of all
+checkpoints. Runs of the revision are cached in `--out`; those of the working tree are always
+repeated. Each line reports the CPU time of both. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TIMED = (
     *("timing_s/", "perf/throughput", "perf/max_memory_gib", "perf/search/", "perf/ledger/"),
     "ledger",  # counted differently in old revisions
 )
-"""Prefixes of metrics that depend on the clock, the machine or a server, and of costs."""
+"""Prefixes of metrics that depend on the clock, the machine or a server, or count costs."""
 OF_A_START = (*TIMED, "perf/")
-"""Those prefixes, and those of counts that restart in each process: programs, cache hits."""
+"""The same prefixes, and that of counts that restart in each process, such as cache hits."""
 
 
 OLD_KEYS = {
@@ -47,33 +47,33 @@ OLD_KEYS = {
     "loss.token_filter": "loss.gate",
     "shaping.centered_gain": "shaping.centred_gain",
 }
-"""New to old names of keys, for older revisions."""
+"""Names of config keys in older revisions, by current name."""
 OLD_POSITION = {
     "buffered_groups": "leftover",
     "in_flight_tasks": "unfinished",
     "prefetched": "pending",
     "sampled_stats": "tried",
 }
-"""New to old names of the fields of a checkpoint's position."""
+"""Names in older revisions of fields in a checkpoint's position, by current name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A short run. Its settings may contain `{world}`, `{workdir}` and `{endpoint}`."""
+    """A short run. Settings may contain `{world}`, `{workdir}` and `{endpoint}`."""
 
-    world: str  # module that makes the world
+    world: str  # module that generates the world
     config: str  # file in configs/
     flags: tuple[str, ...] = ()  # flags of the world
     settings: tuple[str, ...] = ("num_steps=3",)  # settings of the run
-    needs_warm_start: bool = True  # made by the old revision; otherwise the run has all stages
-    # Tiny runs mostly compile, and fewer XLA passes give the same program. False for long runs.
+    needs_warm_start: bool = True  # by the old revision; otherwise the run has all stages
+    # Disable most XLA optimizations, since tiny runs mostly compile. False for long runs.
     compiles_quickly: bool = True
-    stopped_at: int = 0  # stop after this step, then resume; 0: run in one go
+    stopped_at: int = 0  # stop after this step, then resume; 0: do not stop
 
 
 # The smallest world in which a model learns to search within seconds, and the settings of a short
-# run. Few rows, short trajectories and only a final evaluation: each number of rows or pages and
-# each kind of sampling is a compilation.
+# run: few rows, short trajectories and only a final evaluation, because every number of rows or
+# pages and every sampling kind needs a compilation.
 SMALL = ("--num_people=40", "--num_held_out=8", "--num_demonstrations=400")
 SHORT = (
     *("num_steps=3", "rollout.tasks_per_step=4", "rollout.group_size=4", "rollout.max_num_seqs=4"),
@@ -87,7 +87,7 @@ OF_FORMAT = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # almost no an
 
 
 def small(*settings: str, **others: Any) -> Case:
-    """Return a case of three steps after a quick warm start, shared by all such cases."""
+    """Return a case of three steps after a quick warm start, which all of these cases share."""
     return Case(
         world="examples.quickstart_world",
         config="debug_tiny.py",
@@ -98,7 +98,7 @@ def small(*settings: str, **others: Any) -> Case:
 
 
 def method(world: str, config: str) -> Case:
-    """Return a case of three steps of a method's small configuration."""
+    """Return a case of three steps with the small configuration of a method."""
     return Case(world=world, config=config, compiles_quickly=False)
 
 
@@ -133,9 +133,9 @@ CASES = {
         *("model.lora.rank=4", "model.lora.alpha=16.0", "model.lora.base_dtype=int8"),
         *("model.lora.targets=('q_proj', 'o', 'mlp/up', 'down_proj')", "kl.coef=0.01"),
     ),
-    # Sequence-level ratios, the sampler's expert choices reused in the update, load balancing in
-    # both stages. In the second update the weights differ from those that chose the experts. One
-    # step is enough: another has other lengths, and compiling an update takes ten times its run.
+    # Sequence-level ratios, routing replay from the sampler, and load balancing in both stages. In
+    # the second update, the weights differ from those that selected the experts. One step is
+    # enough: a second one has other lengths, and compiling an update takes ten times its run time.
     "experts": Case(
         world="examples.quickstart_world",
         config="search_moe_small.py",
@@ -147,8 +147,8 @@ CASES = {
         needs_warm_start=False,
     ),
     # Both engines fused, with int8 vectors. The encoder is the world's model with random weights,
-    # which ranks documents as deterministically as a trained one. Each run has its own index, or
-    # the second tree would reuse that of the first.
+    # whose ranking is deterministic too. Each run builds an index; otherwise the second tree would
+    # reuse that of the first.
     "hybrid": small(
         *("search.engine=hybrid", "search.dense.dtype=int8", "search.dense.pooling=mean"),
         *("search.dense.corpus={world}/corpus.jsonl", "search.dense.encoder={world}/model"),
@@ -156,15 +156,15 @@ CASES = {
         *("search.dense.index={workdir}/index", "search.local.index={workdir}/index"),
         "search.local.corpus=",
     ),
-    # A judge's score and math verification in the reward. The model may call Python but was not
-    # trained to: this only tests where its turns end.
+    # A judge's score and math verification in the reward. The model was not trained to call
+    # Python, so that tool only tests where turns end.
     "judge": small(
         "reward.judges={'helpful': {'url': '{endpoint}', 'model': 'judge', "
         "'prompt': 'Rate {response}'}}",
         "reward.weights={'exact_match': 1.0, 'format': 0.5, 'helpful': 0.5, 'math_verify': 1.0}",
         *("reward.math_verify.workers=1", "env.search.tools=('python',)"),
     ),
-    # A model behind an endpoint that calls search, Python and a function.
+    # A model behind an endpoint, which calls search, Python and a function.
     "endpoint": small(
         *("stages=('evaluate',)", "model.path={world}/model", "policy.name=openai"),
         *("policy.openai.url={endpoint}", "policy.openai.model=policy", "eval.samples=2"),
@@ -192,8 +192,8 @@ CASES = {
         *("kl.adaptive.horizon=16", "checkpoint.every_steps=1", "filter.name=varied"),
         *("filter.varied.metric=score", "filter.carry_over=True", "advantage.name=rloo"),
     ),
-    # Stopped after two steps and resumed; also compared with the same run in one go, which
-    # evaluates at the step where the first one stops.
+    # Stopped after two steps and resumed; also compared with an uninterrupted run, which evaluates
+    # at the step at which the first run stops.
     "resumed": small(
         *("num_steps=4", "checkpoint.every_steps=1", "kl.coef=0.01"),
         *("eval.every_steps=2", "eval.suites=('sampled',)"),
@@ -203,7 +203,7 @@ CASES = {
 
 
 def with_keys_of(tree: Path, case: Case) -> Case:
-    """Return the case with the key names of a tree."""
+    """Rename the keys of a case to those that a tree uses."""
     files = [path for path in (tree / "jaxrl").rglob("*.py") if "config" in str(path)]
     schema = "".join(path.read_text(encoding="utf-8") for path in files)
     settings = []
@@ -218,12 +218,12 @@ def with_keys_of(tree: Path, case: Case) -> Case:
 def run(
     tree: Path, module: str, *arguments: str, out: Path, compiles_quickly: bool = False
 ) -> None:
-    """Run a module of a tree; exit with its output if it fails."""
+    """Run a module of a tree. If it fails, exit with its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree}{os.pathsep}{Path(__file__).parent}",
         "JAX_PLATFORMS": "cpu",
-        # Cache quick compilations too: the second tree reuses most of the first one's.
+        # Cache quick compilations too: the second tree reuses most of them.
         "JAX_COMPILATION_CACHE_DIR": str(out / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -236,7 +236,7 @@ def run(
 
 
 def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
-    """Return the world of a case and its warm start, made once by the old revision."""
+    """Generate the world of a case and its warm start once, with the old revision."""
     name = "_".join((case.world.rpartition(".")[2], *case.flags)).replace("--", "")
     world = out / "worlds" / name
     if not (world / "finished").exists():
@@ -255,7 +255,7 @@ def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
 def train(
     tree: Path, case: Case, world: Path, model: Path | None, workdir: Path, out: Path
 ) -> float:
-    """Run a case from scratch; return its processor time in seconds."""
+    """Run a case from scratch; return its CPU time in seconds."""
     shutil.rmtree(workdir, ignore_errors=True)
     case = with_keys_of(tree, case)
     settings = dict(text.split("=", 1) for text in case.settings)  # the last value of a key wins
@@ -264,7 +264,7 @@ def train(
         settings = given | settings
     starts = [settings]
     if case.stopped_at:
-        # Stop by `num_steps`: a signal would stop at an unpredictable step.
+        # Stop with `num_steps`, since a signal would stop at an unpredictable step.
         only = {"num_steps": str(case.stopped_at), "stages": "('train',)"}
         starts.insert(0, settings | only)
     before = processor_s()
@@ -282,7 +282,7 @@ def train(
 
 
 def processor_s() -> float:
-    """Return the processor seconds of all finished child processes."""
+    """Return the CPU seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -318,13 +318,13 @@ def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) ->
 def content(path: Path) -> Any:
     """Load a file or checkpoint for comparison: arrays as bytes, no timings."""
     if path.is_dir():
-        # Orbax's own files contain timestamps, so compare the arrays.
+        # Orbax's files contain timestamps, so compare only the arrays.
         reader = ocp.StandardCheckpointer()
         values: dict[str, Any] = {}
         for folder in sorted(path.iterdir()):
             if folder.name == "position":
                 saved = json.loads((folder / "metadata").read_text(encoding="utf-8"))
-                # The configuration contains paths, the record times.
+                # The configuration contains paths; the record contains times.
                 gone = ("schedule", "num_broken_off")  # old revisions only
                 left_out = ("config", "contents", "record", *gone)
                 names = {old: new for new, old in OLD_POSITION.items()}
@@ -355,7 +355,7 @@ def lines_of(path: Path) -> Sequence[str]:
 
 
 def untimed(value: Any) -> Any:
-    """Remove from a JSON value what depends on the clock, caches or the settings' fingerprint."""
+    """Remove entries that depend on the clock, caches or fingerprints from a JSON value."""
     if isinstance(value, dict):
         left_out = ("latency_s", "waited_s", "source", "attempts", "records", "usage")
         left_out += ("made_with", "settings")
@@ -368,7 +368,7 @@ def untimed(value: Any) -> Any:
 
 
 def check_out(revision: str, out: Path) -> Path:
-    """Check out a revision once and return its tree."""
+    """Check out a revision if that was not done before; return its tree."""
     name = subprocess.check_output(["git", "rev-parse", revision], cwd=ROOT, text=True).strip()
     tree = out / name[:12] / "tree"
     if not tree.exists():
@@ -393,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case = CASES[name]
         world, model = prepare(before, out, case)
         old, new = before.parent / name, out / "after" / name
-        # Reuse the old revision's run if the case has not changed since.
+        # Reuse the run of the old revision unless the case has changed.
         known, made_as = old / "made.json", repr(with_keys_of(before, case))
         if not known.exists() or json.loads(known.read_text())["case"] != made_as:
             taken = train(before, case, world, model, old, out)

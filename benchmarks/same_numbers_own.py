@@ -1,7 +1,7 @@
 """A tool and an endpoint for the cases of `benchmarks.same_numbers`.
 
-This file's folder is on each run's path after the tree, so that revisions without this file find
-the tool too.
+The folder of this file comes after the tree on each run's path, so that revisions without this file
+find the tool too.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from collections.abc import Iterator
 
 
 def shout(text: str) -> str:
-    """Says it loudly.
+    """Converts a text to upper case.
 
     Args:
-        text: What is said.
+        text: The text.
     """
     return f"{text.upper()}!"
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible endpoint with replies that depend on the request only.
+    """OpenAI-compatible endpoint whose responses depend only on the request.
 
-    The model `judge` scores a text by its hash, so that rewards differ and any changed character
-    shows. The model `policy` plays an episode: it searches for the question, calls `python` and
-    `shout`, and answers with a town or job from the first document.
+    The model `judge` scores a text by its hash, so that rewards vary and change with any character
+    of the text. The model `policy` acts in an episode: it searches for the question, calls `python`
+    and `shout`, and answers with a town or job from the first document.
     """
 
-    protocol_version = "HTTP/1.1"  # connections are kept
+    protocol_version = "HTTP/1.1"  # keeps connections open
 
     def do_POST(self) -> None:
-        """Reply to a chat request."""
+        """Respond to a chat completions request."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         first, *later = [message["content"] for message in body["messages"]]
         if body["model"] == "judge":

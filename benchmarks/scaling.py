@@ -1,12 +1,12 @@
-r"""Scaling overhead: equal work per device on more devices and processes.
+r"""Measure scaling overhead: equal work per device on more devices and processes.
 
     python -m benchmarks.scaling [--jobs=1x1,1x2,1x4,1x8,2x1,2x2] [--model=...] [--new_tokens=...]
 
-A job is processes x devices per process. The devices are virtual devices of this machine's CPU and
-the processes communicate over 127.0.0.1, so all share its cores: more of them are not faster. A
-rate equal to that of one device means that splitting costs nothing. Each device has the rows and
-sequences of the one-device job, along the mesh axis `data`. Rollouts run on each process's own
-devices, updates on all devices.
+A job is written as processes x devices per process. The devices are virtual CPU devices of this
+machine and the processes communicate over 127.0.0.1, so all of them share its cores, and more
+devices are not faster. A rate equal to that of one device means that there is no overhead. Along
+the mesh axis `data`, each device has the rows and sequences of the one-device job. Each process
+samples on its local devices; updates use all devices.
 
 Every job starts new processes. Rates are totals over all devices; `over one` is the ratio to the
 first job.
@@ -41,7 +41,7 @@ class Work:
     group_size: int
     prompt_tokens: int
     new_tokens: int
-    row_tokens: int  # of the update's packed rows
+    row_tokens: int  # length of packed rows in the update
     micro_rows: int
 
 
@@ -57,7 +57,7 @@ WORK = {
 
 
 def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int) -> dict[str, Any]:
-    """Return tokens per second of sampling and of the update, on all devices."""
+    """Measure the tokens per second of sampling and of the update, over all devices."""
     mesh = make_mesh(data=-1, fsdp=1, tensor=1)
     num_devices, num_local = len(jax.devices()), len(jax.local_devices())
     # Sampling: each process has its own requests, on its own devices.
@@ -103,7 +103,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
 
 
 def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> float:
-    """Return the median seconds of a repetition, from the common start to the last end."""
+    """Return the median seconds of a repetition, until the last process ends it."""
 
     def run_all(number: int) -> None:
         run(number)
@@ -115,10 +115,10 @@ def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> floa
 
 
 def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[str, Any]:
-    """Run a job and return the figures of its first process.
+    """Run a job; return the figures of its first process.
 
     Raises:
-        RuntimeError: A process failed; the message ends with its output.
+        RuntimeError: A process failed. The message ends with its output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[s
 
 
 def read_jobs(text: str) -> list[tuple[int, int]]:
-    """Parse `--jobs` into pairs of processes and devices."""
+    """Parse `--jobs` into pairs: number of processes, and devices per process."""
     jobs = []
     for job in text.split(","):
         processes, _, devices = job.partition("x")
@@ -158,7 +158,7 @@ def read_jobs(text: str) -> list[tuple[int, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """Run the benchmark and return its record; a worker returns None."""
+    """Run the benchmark and return its record, or run a worker and return None."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--jobs", type=read_jobs, default="1x1,1x2,1x4,1x8,2x1,2x2")

@@ -1,8 +1,8 @@
-"""Environment with real searches for a policy with random weights, which cannot learn to search.
+"""Environment with real searches for a policy with random weights, which does not write queries.
 
-A turn ends at one of a few bytes, so at random about every `turn_tokens` tokens. The checksum of a
-turn's text selects words of the corpus as its query, and the documents that BM25 finds are the
-observation. So the same tokens always make the same searches, independent of timing.
+A turn ends at any of a few bytes, which a random policy samples about every `turn_tokens` tokens.
+The checksum of a turn's text selects words of the corpus as the query, and the documents that BM25
+finds are the observation. The same tokens thus always cause the same searches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_WORDS = 5_000
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per byte and an end-of-turn token."""
+    """Build a tokenizer with one token per byte and an end-of-turn token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,12 +46,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def word(number: int) -> str:
-    """Return a word of the corpus."""
+    """Return the corpus word with this number."""
     return f"w{number}"
 
 
 def write_corpus(path: Path) -> None:
-    """Write documents of words with a Zipf distribution: few frequent, most rare."""
+    """Write documents whose words follow a Zipf distribution: few frequent, most rare."""
     rng = np.random.default_rng(0)
     drawn = np.minimum(rng.zipf(1.3, (NUM_DOCUMENTS, DOCUMENT_WORDS)), NUM_WORDS) - 1
     with path.open("w", encoding="utf-8") as file:
@@ -61,11 +61,11 @@ def write_corpus(path: Path) -> None:
 
 
 class RandomSearches(Env):
-    """Environment that answers turns from a real index, up to `max_searches` per episode.
+    """Environment that searches a real index after each turn, up to `max_searches` per episode.
 
     Attributes:
-        latency_s: Delay per call in addition to the search, for all rows that stopped together.
-        busy_s: Total seconds in calls, with concurrent calls added up.
+        latency_s: Seconds added to each call of `step`.
+        busy_s: Total seconds spent in calls of `step`, summed over concurrent calls.
         num_searches: Number of searches so far.
     """
 
@@ -85,12 +85,12 @@ class RandomSearches(Env):
         self.num_searches = 0
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the questions, all of one length."""
+        """Return questions that all have the same length."""
         width = self._prompt_tokens
         return [[{"role": "user", "content": (f"{task.id} " * width)[:width]}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Return search results, or end: after the last search, or earlier in one turn of four."""
+        """Search for each turn. Episodes end after the last search, or earlier in 1 of 4 turns."""
         started = time.perf_counter()
         time.sleep(self.latency_s)
         replies = [self._reply(*one) for one in zip(episodes, texts, strict=True)]
@@ -108,7 +108,7 @@ class RandomSearches(Env):
         return StepResult(observation=result, tool_call=query)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return 0 or 1 by the text's checksum, so that the same text has the same score."""
+        """Return rewards of 0 or 1, determined by the checksum of the response."""
         return [
             Reward(total=zlib.crc32(e.response.encode("utf-8", "replace")) % 2, parts={},
                    final_answer="")

@@ -1,25 +1,25 @@
-r"""Time of a complete training step, and of its parts.
+r"""Measure the time of a complete training step and of its parts.
 
     python -m benchmarks.step --preset=cpu|h200 [--model=qwen3-4b] [--num_questions=...]
 
-The parts are those of `jaxrl.train`, in order, on one device: episodes with searches of a real
-index (`searching.RandomSearches`), advantages and packing, log-probabilities before the update
-(needed if `num_minibatches` is above 1), the update, and the weights for the sampler. The benchmark
-waits for the device between parts; the trainer does not. `tools` is the time in calls of the
-environment. It is part of `rollout`, which hides most of it.
+The parts are those of `jaxrl.train`, in order, on one device: episodes that search a real index
+(`searching.RandomSearches`), advantages and packing, log-probabilities before the update (needed if
+`num_minibatches` is above 1), the update, and the weights for the sampler. The benchmark waits for
+the device between parts; the trainer does not. `tools` is the time spent in calls to the
+environment. It is part of `rollout` and mostly overlaps with sampling.
 
-With `--ahead=1` each step runs twice: first its parts one after another, then as with
-`rollout.async_level=1`, the rollout concurrently with an update of as many tokens. `step` is the
-second variant; `step over longer half` compares it with the longer of two alternatives, the rollout
-alone or scoring and update alone. `--rollout_devices=1` gives the rollout its own device, the
-second:
+With `--ahead=1`, each step runs twice: first with its parts in sequence, then as with
+`rollout.async_level=1`, with the rollout concurrent with an update on the same number of tokens.
+`step` is the second variant; `step over longer half` divides it by the longer of two times, that of
+the rollout alone and that of scoring and update alone. `--rollout_devices=1` runs the rollout on a
+separate device, the second:
 
     JAX_PLATFORMS=cpu \
       XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" \
       python -m benchmarks.step --ahead=1 --rollout_devices=1
 
-The first steps compile and are not counted; `first_step_s` is the time until the end of the first
-one, including random weights, the index, and ahead-of-time compilation.
+The first steps compile and are not counted; `first_step_s` is the time until the first step ends,
+including random weights, the index, and ahead-of-time compilation.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Work(Search):
     num_minibatches: int  # updates per step
     micro_rows: int  # rows per micro-batch
     logits_chunk_tokens: int
-    remat: str  # what the backward pass recomputes of a layer
-    scan_layers: bool  # compile one layer for all
+    remat: str  # what the backward pass recomputes in a layer
+    scan_layers: bool  # compile one layer and scan over layers
     ahead: int  # 1: the rollout of the next step runs during the update
-    rollout_devices: int  # 1: the rollout has its own device
+    rollout_devices: int  # 1: the rollout runs on a separate device
 
 
 WORK = {
@@ -84,7 +84,7 @@ WORK = {
 
 
 def make_config(work: Work, max_total_tokens: int, num_steps: int) -> ResolvedConfig:
-    """Return the default configuration with the sizes of a step and no reference."""
+    """Return the default configuration with the sizes of a step, without a KL term."""
     config = default_config()
     config.rollout.tasks_per_step, config.rollout.group_size = work.num_questions, work.group_size
     config.rollout.max_total_tokens = max_total_tokens
@@ -100,10 +100,10 @@ ThreadTimes = dict[str, tuple[float, float]]
 
 
 class Steps:
-    """Runner of training steps; each step adds its seconds by part to `seconds`."""
+    """Runner of training steps. Each step appends its seconds by part to `seconds`."""
 
     def __init__(self, model: common.ModelSizes, work: Work, folder: Path, num_steps: int):
-        """Build engine and update; nothing is compiled yet."""
+        """Build the engine and the update without compiling them."""
         mesh = self._mesh = common.one_device()
         sampling = common.one_device(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
@@ -125,8 +125,8 @@ class Steps:
         self._cores = sorted(os.sched_getaffinity(0)) if is_pinned else []
         self.num_tokens: list[int] = []  # per step, with prompts and observations
         self.seconds: list[dict[str, float]] = []
-        self.cpu_seconds: list[dict[str, float]] = []  # processor time by part
-        self.waited_s: list[float] = []  # waiting for a core, in steps with `ahead`
+        self.cpu_seconds: list[dict[str, float]] = []  # CPU time by part
+        self.waited_s: list[float] = []  # time waiting for a core, per step with `ahead`
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -136,7 +136,7 @@ class Steps:
         self.cpu_seconds[-1][name] = time.process_time() - cpu_started
 
     def __call__(self, number: int) -> None:
-        """Run a step, from questions to new weights; with `ahead` in both variants."""
+        """Run a step, from questions to new weights; with `ahead`, run both variants."""
         self.seconds.append({})
         self.cpu_seconds.append({})
         if self._is_ahead:
@@ -153,7 +153,7 @@ class Steps:
 
     @contextmanager
     def _one_core(self, number: int) -> Iterator[None]:
-        """Use one core at a time if CPU devices stand for cores; the cores take turns."""
+        """Pin the process to one core, alternating between cores, if it has two CPU devices."""
         if self._cores:
             common.use_cores([self._cores[number % len(self._cores)]])
         yield
@@ -161,7 +161,7 @@ class Steps:
             common.use_cores(self._cores)
 
     def _one_after_another(self, number: int) -> list[Group]:
-        """Run a step that waits for each of its parts; return its groups."""
+        """Run the parts of a step in sequence; return the groups."""
         engine, env = self.episodes.engine, self.episodes.env
         busy_s = env.busy_s
         with self._part("rollout"):
@@ -181,7 +181,7 @@ class Steps:
         return groups
 
     def _side_by_side(self, number: int, groups: Sequence[Group]) -> None:
-        """Update on the groups while sampling the groups of this number again."""
+        """Update on the groups and concurrently sample groups with the same seeds again."""
         minibatches = self._pack(groups, number)
         self._start_update(minibatches, self._put(minibatches))
         self.episodes.play(number)
@@ -220,10 +220,9 @@ def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
 def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
     """Compare the last `count` steps with the longer half: the rollout, or scoring and update.
 
-    If other programs use the cores, wall time is misleading and processor time is used: `on idle
-    cores` subtracts the time that the busiest thread waited for a core and compares with the
-    processor time of the longer half. `work side by side` compares the processor time of both
-    variants.
+    If other programs use the cores, wall time is misleading, so CPU time is reported too: `on idle
+    cores` subtracts the time that the busiest thread waited for a core and divides by the CPU time
+    of the longer half. `work side by side` is the ratio of the CPU times of both variants.
     """
     seconds, cpu = steps.seconds[-count:], steps.cpu_seconds[-count:]
 

@@ -1,28 +1,28 @@
-r"""Train a model on the same questions with this trainer and with TRL's `GRPOTrainer`.
+r"""Train a model with jaxrl and with TRL's `GRPOTrainer` on the same questions.
 
     python -m examples.real_world --out=data/real
     python3 -m venv runs/trl_venv
     runs/trl_venv/bin/pip install torch==2.13.0 trl==1.16.0
     taskset -c 0 python -m benchmarks.trl --trl_python=runs/trl_venv/bin/python --out=runs/trl
 
-The questions are SQuAD's from `examples/real_world.py`, each after the piece of its passage that
-contains the answer; the model answers in one turn, and the reward is F1. Both trainers load the
+The questions are SQuAD's from `examples/real_world.py`. The prompt is the piece of the passage with
+the answer, then the question. Episodes have one turn; the reward is F1. Both trainers load the
 same weights, use the same prompts in the same order, and run the same step: `tasks_per_step`
 prompts with `group_size` completions each, sampled at temperature 1, GRPO advantages divided by the
 group's standard deviation, the clipped loss averaged over all tokens of the batch (TRL's
-`loss_type="dapo"`), no KL term, one AdamW step without decay at a constant rate. All is float32.
+`loss_type="dapo"`), no KL term, one AdamW step without decay at a constant rate, all in float32.
 
-Each trainer runs in its own process with one thread, and they alternate steps. A step is everything
-between two consecutive turns; the first two and the last are not counted. `sampling` is the
-processor time of prompts, sampling and rewards, `update` the rest of the step. `trained` counts the
-tokens of prompts and completions, as often as they occur in sequences. With `--recomputes=true`,
-the default of both trainers, the backward pass recomputes layers. Our update runs groups with equal
-rewards forward only, as always (`config.optimizer.skip_signal_free`); TRL computes their zero
-gradients.
+Each trainer runs in a separate process with one thread, and they alternate steps. A step covers all
+work between two consecutive turns; the first two and the last are not counted. `sampling` is the
+CPU time of prompts, sampling and rewards, `update` that of the rest of the step. `trained` counts
+the tokens of prompts and completions, including repetitions of a prompt. With `--recomputes=true`,
+the default of both trainers, the backward pass recomputes layers. For groups with equal rewards,
+our update skips the backward pass (`config.optimizer.skip_signal_free`); TRL computes their
+gradients, which are zero.
 
-TRL is then given our first two batches. Its loss, gradient norm and reward are printed next to
-ours, which also compares the optimizers' first step. Our evaluation scores both exported models and
-the initial one on held-out questions, sampled and greedy.
+TRL then trains on our first two batches. Its loss, gradient norm and reward are printed next to
+ours, which also compares the first step of the optimizers. Our evaluation scores both exported
+models and the initial model on held-out questions, sampled and greedy.
 """
 
 from __future__ import annotations
@@ -63,38 +63,38 @@ from jaxrl.types import Trajectory
 SYSTEM = "Answer the question in a few words from the text. Write the answer alone."
 
 NUM_WARM_UP = 2
-"""Steps before the counted ones."""
+"""Number of steps before those that are counted."""
 
 TRAINERS = ("jaxrl", "TRL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of both trainers; every field is a flag."""
+    """Settings of both trainers; every field is a flag."""
 
     num_updates: int = 12
     tasks_per_step: int = 4
-    group_size: int = 4  # completions of each prompt
-    max_prompt_tokens: int = 160  # questions with longer prompts are left out
+    group_size: int = 4  # completions per prompt
+    max_prompt_tokens: int = 160  # questions with longer prompts are skipped
     max_response_tokens: int = 24
     micro_rows: int = 8  # sequences per micro-batch; for ours, rows of the longest length
     lr: float = 2e-5
     clip: float = 0.2
     recomputes: bool = True  # True to recompute layers in the backward pass
-    num_replayed: int = 2  # our batches to give to TRL; 0: none
-    num_held_out: int = 120  # most held-out questions
+    num_replayed: int = 2  # number of our batches to replay in TRL; 0: none
+    num_held_out: int = 120  # maximum number of held-out questions
     eval_samples: int = 2  # sampled answers per held-out question
     seed: int = 0
 
 
 class Reading(Env):
-    """Environment with a text and a question in the prompt; the complete response is the answer."""
+    """Single-turn environment: the prompt has a text and a question, the response is the answer."""
 
     stop_strings = ()
     reward_parts = ("exact_match", "f1")
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the messages of the tasks."""
+        """Return the messages of each task."""
         return [list(task.messages or ()) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
@@ -102,7 +102,7 @@ class Reading(Env):
         return [StepResult(outcome=Outcome.ANSWERED) for _ in texts]
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return exact match and F1, as SQuAD defines them."""
+        """Compute exact match and F1 as SQuAD defines them."""
         return [self._score_one(episode.response, episode.task.answers) for episode in group]
 
     def _score_one(self, answer: str, truths: Sequence[str]) -> Reward:
@@ -112,7 +112,7 @@ class Reading(Env):
 
 
 def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
-    """Return a world's question as a single-turn task."""
+    """Convert a question of the world to a single-turn task."""
     asked = f"{passage}\n\nQuestion: {question['question']}"
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
     kept = {name: question[name] for name in ("id", "answers", "data_source")}
@@ -120,13 +120,13 @@ def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
 
 
 def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
-    """Write the tasks of both trainers and the held-out tasks.
+    """Write the training tasks of both trainers, and the held-out tasks.
 
-    TRL takes its file in order. Our trainer samples tasks in the seed's order, so TRL's file is
-    written in that order.
+    TRL reads its file in order. Our trainer shuffles tasks by the seed, so TRL's file is written in
+    the shuffled order.
 
     Raises:
-        SystemExit: Too few questions have short enough prompts.
+        SystemExit: Too few questions have prompts of at most `work.max_prompt_tokens` tokens.
     """
     engine, tokenizer = LocalSearch(world / "corpus.jsonl", topk=1), Tokenizer.from_folder(model)
     num_tasks = work.num_updates * work.tasks_per_step
@@ -155,7 +155,7 @@ def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
 
 
 def get_config(out: Path, model: str, work: Work) -> ConfigDict:
-    """Return our configuration, to train or to evaluate."""
+    """Return our configuration, for training and evaluation."""
     config = default_config().lock()
     config.seed, config.num_steps = work.seed, work.num_updates
     config.model.path = model
@@ -179,25 +179,25 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
     config.eval.samples = work.eval_samples
     config.checkpoint.every_steps = work.num_updates
     config.log.trajectories = -1
-    config.compilation_cache = "off"  # earlier runs on this machine must not matter
+    config.compilation_cache = "off"  # results must not depend on earlier runs
     return config
 
 
 class TurnClock(StepTimer):
-    """Clock of a step that waits for its turn before it starts."""
+    """Step timer that waits for a turn before its step starts."""
 
     def __init__(self, turns: Turns):
-        """End the previous step and wait for the next turn."""
+        """Report the previous step and wait for the next turn."""
         turns.next_step()
         super().__init__()
         self._turns = turns
 
     def sampling(self) -> Any:
-        """Return a context manager that measures sampling."""
+        """Return a context manager that times sampling."""
         return self._turns.sampling()
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Record the step for the benchmark; return no metrics."""
+        """Report the step to the benchmark; return no metrics."""
         first = {t.task_id: t.token_ids[: t.prompt_length].tolist() for t in trajectories}
         self._turns.note(
             prompts=list(first.values()),
@@ -208,7 +208,7 @@ class TurnClock(StepTimer):
 
 
 def train_ours(out: Path) -> None:
-    """Train in turns as our worker, and export to OUT/jaxrl/export."""
+    """Run our worker: train in turns and export to OUT/jaxrl/export."""
     model, work = read_settings(out)
     turns = Turns(out / "jaxrl.log")
     jaxrl.train.StepTimer = functools.partial(TurnClock, turns)
@@ -219,13 +219,13 @@ def train_ours(out: Path) -> None:
 
 
 def read_settings(out: Path) -> tuple[str, Work]:
-    """Return the folder of the weights and the work."""
+    """Read the model folder and the settings of both trainers."""
     settings = json.loads((out / "settings.json").read_text())
     return settings.pop("model"), Work(**settings)
 
 
 class Worker:
-    """A process that trains in turns."""
+    """Process of a trainer that waits for turns."""
 
     def __init__(self, command: Sequence[str]):
         """Start the process."""
@@ -247,21 +247,21 @@ class Worker:
         raise SystemExit(f"error: {self._command} ended with {self._process.wait()}; see its log")
 
     def step(self) -> None:
-        """Let the process run one step, and wait for the end of it."""
+        """Run one step in the process and store its record in `steps`."""
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         self.steps.append(self.read())
 
     def join(self) -> None:
-        """Wait for the process to end."""
+        """Wait until the process exits."""
         self._process.communicate()
         if self._process.returncode:
             raise SystemExit(f"error: {self._command} ended with {self._process.returncode}")
 
 
 def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
-    """Train in alternating steps; the first worker leads every other step."""
+    """Alternate training steps; the worker that goes first alternates too."""
     for number in range(num_steps):
         for worker in workers if number % 2 == 0 else reversed(workers):
             worker.step()
@@ -270,7 +270,7 @@ def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
 
 
 def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
-    """Assert that both trainers read the same prompts in the same order."""
+    """Assert that both trainers used the same prompts in the same order."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
         size = len(other["prompts"]) // len(one["prompts"])
         groups = [ids for ids in one["prompts"] for _ in range(size)]
@@ -278,7 +278,7 @@ def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[st
 
 
 def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Return our first steps' trajectories in the format of TRL's `rollout_func`."""
+    """Convert the trajectories of our first steps to the format of TRL's `rollout_func`."""
     batches = []
     for step in range(1, num_steps + 1):
         records = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
@@ -293,7 +293,7 @@ def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines that compare losses, gradient norms and rewards of the same completions."""
+    """Format losses, gradient norms and rewards of the same completions for comparison."""
     names = {
         "loss": "actor/pg_loss",
         "grad_norm": "actor/grad_norm",
@@ -309,10 +309,10 @@ def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, A
 
 
 def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """Return the table of step times.
+    """Format the rows of the table of step times.
 
     Args:
-        steps: Records by trainer: one before the first step, then one per step.
+        steps: Records by trainer: one of the startup, then one per step.
     """
     counted = {name: told[1 + NUM_WARM_UP : -1] for name, told in steps.items()}
 
@@ -327,7 +327,7 @@ def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[st
         return float(one["step_cpu_s"] - one["sampling_cpu_s"])
 
     step_s = medians(lambda one: one["step_cpu_s"])
-    # Loading and compiling: the time before the first step, and the first steps' excess time.
+    # Loading and compiling: the startup, and the excess time of the first steps.
     before = [
         steps[name][0]["start_cpu_s"]
         + sum(one["step_cpu_s"] - median for one in steps[name][1 : 1 + NUM_WARM_UP])
@@ -367,10 +367,10 @@ def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[st
 
 
 def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return the table of scores with 95% intervals, and of the trainers' difference.
+    """Format the rows of the table of scores and their differences, with 95% intervals.
 
     Args:
-        records: Evaluations of `before` and of each trainer.
+        records: Evaluations by name: "before", and the name of each trainer.
     """
     rows = []
     for suite in ("sampled", "greedy"):
@@ -389,12 +389,12 @@ def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def with_interval(mean: float, interval: Sequence[float] | None) -> str:
-    """Format a mean with its interval."""
+    """Format a mean with its confidence interval, if there is one."""
     return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
 def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
-    """Return the mean over the answers to each question."""
+    """Return the mean of a metric per question, over the sampled answers."""
     by_task: dict[str, list[float]] = {}
     for one in record["questions"][suite]:
         by_task.setdefault(one["task_id"], []).append(one[measure])
@@ -402,14 +402,14 @@ def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str
 
 
 def evaluate(out: Path, name: str, model: str, work: Work) -> dict[str, Any]:
-    """Evaluate a folder of weights."""
+    """Evaluate a model folder with our evaluation."""
     workdir = out / f"eval_{name}"
     api.evaluate(get_config(out, model, work), workdir)
     return json.loads((workdir / "eval" / "evaluate_0.json").read_text())
 
 
 def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Parse the command line."""
+    """Parse the command line into flags and settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -428,7 +428,7 @@ def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark, or our worker."""
+    """Run the benchmark or, with `--worker`, our worker."""
     flags, work = read_flags(argv)
     out: Path = flags.out
     if flags.worker:
@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_tasks(flags.world, model, out, work)
     (out / "settings.json").write_text(json.dumps({"model": model} | dataclasses.asdict(work)))
 
-    # Train in turns.
+    # Train, alternating steps.
     ours = Worker([sys.executable, "-m", "benchmarks.trl", "--worker", f"--out={out}"])
     steps = {"jaxrl": [ours.read()]}
     theirs = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out)])

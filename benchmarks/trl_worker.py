@@ -1,10 +1,10 @@
-"""TRL's side of `benchmarks.trl`, for a Python with trl; JAX is not needed.
+"""TRL worker of `benchmarks.trl`, for an interpreter that has trl but not JAX.
 
     PYTHON -m benchmarks.trl_worker OUT [--replay]
 
 Reads OUT/settings.json and OUT/tasks_in_order.jsonl, trains with `GRPOTrainer` and writes the model
-to OUT/trl_model. With `--replay` the completions come from OUT/replay.jsonl, and only the losses
-and gradient norms are reported.
+to OUT/trl_model. With `--replay`, the completions come from OUT/replay.jsonl, and only the losses,
+gradient norms and rewards are reported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxrl.envs.rewards.qa import f1
 
 
 class Turns:
-    """A trainer's end of two pipes: runs a step when asked, and reports its measurements.
+    """Connection of a trainer to the benchmark: waits for turns and reports measurements.
 
-    Both trainers are measured from one call of `next_step` to the next, so that everything a step
-    causes is counted, whenever it is computed.
+    Both trainers are measured from one call of `next_step` to the next, so that all work of a step
+    is counted, whenever it is computed.
     """
 
     def __init__(self, log: Path):
-        """Redirect all other output to a file."""
+        """Keep stdout for messages; redirect all other output to the file `log`."""
         self._out = os.fdopen(os.dup(1), "w")
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
@@ -44,7 +44,7 @@ class Turns:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Measure sampling and rewards; a step may have several such parts."""
+        """Time sampling and rewards; repeated calls within a step add up."""
         began = (time.perf_counter(), time.process_time())
         yield
         seconds = {
@@ -54,14 +54,14 @@ class Turns:
         self.note(**{name: self._record.get(name, 0.0) + took for name, took in seconds.items()})
 
     def next_step(self) -> None:
-        """End the current step, if any, and wait for the next turn."""
+        """Report the current step, if any, and wait for the next turn."""
         self.end_step()
         if not sys.stdin.readline():
             raise SystemExit("the benchmark has ended")
         self._began = (time.perf_counter(), time.process_time())
 
     def end_step(self) -> None:
-        """Report the step's measurements, or before the first step those of the start."""
+        """Report the measurements of the step or, before the first step, of the startup."""
         if self._began is None:
             self.note(start_cpu_s=time.process_time())
         else:
@@ -73,24 +73,24 @@ class Turns:
         self._record = {}
 
     def tell(self, record: Any) -> None:
-        """Send one line to the benchmark."""
+        """Send a record to the benchmark as one line of JSON."""
         print(json.dumps(record), file=self._out, flush=True)
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process; Linux only."""
+    """Return the peak resident memory of this process in bytes; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [one for one in lines if one.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def reward(completions: Sequence[Any], answers: Sequence[Sequence[str]], **_: Any) -> list[float]:
-    """Return the F1 of each completion with its best accepted answer, as a TRL reward function."""
+    """Return each completion's F1 with the best accepted answer, as a TRL reward function."""
     return [f1(one[0]["content"], truths) for one, truths in zip(completions, answers, strict=True)]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file."""
+    """Read the records of a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -100,17 +100,17 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
     Args:
         out: Folder of the benchmark.
         turns: Connection to the benchmark.
-        is_replay: True to use the completions of `replay.jsonl`, one line per step, and save no
-            model.
+        is_replay: True to use the completions in `replay.jsonl`, one line per step, without
+            saving a model.
     """
     import torch
     import transformers
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    # Hooks for measuring sampling and for taking turns.
+    # Subclass and callback that measure sampling and wait for turns.
     class Timed(GRPOTrainer):
-        """Trainer that reports what it sampled and for how long."""
+        """Trainer that measures sampling and reports the sampled tokens."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             with turns.sampling():
@@ -124,7 +124,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
             return batch
 
     class InTurn(transformers.TrainerCallback):
-        """Callback that waits for this trainer's turn."""
+        """Callback that waits for a turn before each step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del args, state, control

@@ -1,21 +1,21 @@
-r"""Training speed: one optimizer step over a packed batch, with the trainer's own update.
+r"""Measure training speed: one optimizer step on a packed batch, with the trainer's code.
 
     python -m benchmarks.update --preset=cpu|h200 [--model=qwen3-4b] [--vocab_size=151936]
         [--spread=0 --row_tokens=... --num_layers=...]
 
-Groups of sequences share a prompt. Lengths follow a log-normal distribution; with `--spread=0` they
-are equal. The loss is the default configuration's policy loss, the optimizer its AdamW. The first
+The sequences of a group share a prompt. Lengths follow a log-normal distribution; with `--spread=0`
+they are equal. Policy loss and optimizer (AdamW) are those of the default configuration. The first
 repetitions compile and are not counted. For figures that are comparable between machines, use one
 thread on an otherwise idle core:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.update --repetitions=15
 
-The `floor` figure is the rate at which the device could do the arithmetic of forward and backward
-without recomputation (see `common.train_flops_per_token`), and `mfu` is the share of the data
-sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts what is actually computed: the
-output layer for tokens with loss only, the layers of a shared prompt once per row. Tokens are those
-of prompts and samples, shared or not; padding does not count.
+The `floor` figure is the rate at which the device could do the arithmetic of the forward and
+backward pass without recomputation (see `common.train_flops_per_token`), and `mfu` is the fraction
+of the data sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts only what is
+computed: the output layer for trained tokens, and the layers of a shared prompt once per row. Token
+counts include prompts and samples, shared or not, but no padding.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Work:
     num_groups: int
     group_size: int  # sequences that share a prompt
     prompt_tokens: int
-    new_tokens: int  # median number of tokens with loss in a sequence
+    new_tokens: int  # median number of trained tokens in a sequence
     spread: float  # standard deviation of the logarithm of that number
     row_tokens: int  # maximum length of a sequence
-    micro_rows: int  # rows of that length in a micro-batch
+    micro_rows: int  # rows per micro-batch
     logits_chunk_tokens: int  # tokens with logits in memory at a time
-    remat: str  # what the backward pass recomputes of a layer
-    scan_layers: bool  # compile one layer for all
-    shares_prompts: bool  # a row stores a shared prompt once
+    remat: str  # what the backward pass recomputes in a layer
+    scan_layers: bool  # compile one layer and scan over layers
+    shares_prompts: bool  # True if a row stores a shared prompt once
 
 
 WORK = {
@@ -76,7 +76,7 @@ WORK = {
 
 
 def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
-    """Return random sequences; each group is consecutive and shares a prompt."""
+    """Generate random sequences, in consecutive groups that share a prompt."""
     rng = np.random.default_rng(0)
     count = work.num_groups * work.group_size
     drawn = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
@@ -113,7 +113,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
 
 
 def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
-    """Return the policy of an update, with the platform's kernels."""
+    """Build the policy for an update, with the platform's kernels."""
     return Model(
         model.architecture,
         mesh,
@@ -129,7 +129,7 @@ def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
 def start(
     model: common.ModelSizes, work: Work, mesh: Mesh, num_updates: int
 ) -> tuple[PackedBatch, TrainState, Callable[[TrainState], TrainState]]:
-    """Return the batch, the initial state, and a function that runs one update to its end."""
+    """Return the batch, the initial state, and a function that runs an update and waits for it."""
     config, policy = default_config(), make_model(model, work, mesh)
     config.num_steps = num_updates
     method = build_method(resolve_names(config, needs_data=False))
@@ -150,10 +150,10 @@ def start(
 def operations(
     model: common.ModelSizes, sequences: Sequence[Demonstration], num_shared: int
 ) -> tuple[float, float]:
-    """Return the FLOPs of an update: for complete sequences, and without what is not computed.
+    """Return the FLOPs of an update for complete sequences, and those actually computed.
 
-    The latter omits the output layer for tokens without loss, and the layers, except attention,
-    for `num_shared` tokens.
+    The latter exclude the output layer for tokens without loss, and the layers, except attention,
+    for `num_shared` tokens of shared prompts.
     """
     lengths = [len(one.token_ids) for one in sequences]
     whole = sum(n * common.train_flops_per_token(model, n) for n in lengths)

@@ -1,10 +1,10 @@
-"""One small world per method: scores before and after training, and evidence that each part acted.
+"""Train each method in a small world: scores before and after, and evidence of its parts' effects.
 
     python -m benchmarks.worlds --world=search --seeds=0,1,2
 
-Make a world per seed, run all stages of its small configuration with the user's command, one run at
-a time on all cores, and print the figures of `WORLDS` as a table. They are also written to
-`WORKDIR/WORLD/results.json`. After an interruption, the same command continues.
+For each seed, this generates a world and runs all stages of its small configuration with the user's
+command, one run at a time on all cores. It prints the figures of `WORLDS` as a table and writes
+them to `WORKDIR/WORLD/results.json`. After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
 Figures = dict[str, float]
-"""Figures of one run by column title; NaN if missing."""
+"""Figures of a run by column title; NaN if missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acted:
-    """Evidence that a part of a method acted: a training metric, reduced over steps."""
+    """Evidence that a part of a method had an effect: a metric, reduced over steps."""
 
-    name: str  # column title, with its unit
+    name: str  # column title, with the unit
     metric: str  # training metric in metrics.jsonl
-    of: Callable[[Sequence[float]], float]  # reduces the values of all steps, at least one
+    of: Callable[[Sequence[float]], float]  # reduces the values of one or more steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A world's builder, its configuration, and the figures to read."""
+    """A world: the script that generates it, its configuration, and the figures to report."""
 
-    builder: str  # module with the flags --out and --seed
-    config: str  # file in the repository; its argument is the world's folder
+    builder: str  # script module with the flags --out and --seed
+    config: str  # config file, whose argument is the world's folder
     acted: tuple[Acted, ...]
     scores: tuple[str, ...] = ("exact_match",)  # evaluation scores over all questions
     suites: tuple[str, ...] = ("sampled", "greedy")  # suites of the scores
-    # Adds the sampled score's gain, paired by question, with its interval.
+    # Report the first score's gain, paired by question, with its 95% interval.
     shows_gain: bool = False
 
 
@@ -186,7 +186,7 @@ WORLDS = {
 
 
 def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
-    """Return the jobs that make the world of a seed and train in it."""
+    """Return the jobs that generate the world for a seed and train in it."""
     world = WORLDS[name]
     made, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
     return (
@@ -205,7 +205,7 @@ def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
 
 
 def read_figures(world: World, run: Path) -> Figures:
-    """Return the scores before and after reinforcement learning, the time, and the evidence."""
+    """Read the scores before and after training, the time, and the evidence."""
     before, after = evaluations(run)
     figures = {
         f"{score}, {suite}, {when}": value_of(record, suite, score)
@@ -231,7 +231,7 @@ def gain(
     """Return the mean paired difference and its 95% bootstrap interval.
 
     Raises:
-        ValueError: The evaluations asked different questions.
+        ValueError: The evaluations used different questions.
     """
     old, new = (_by_question(record["questions"][suite], score) for record in (before, after))
     if old.keys() != new.keys():
@@ -245,7 +245,7 @@ def gain(
 
 
 def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
-    """Return the mean score of the samples of each question."""
+    """Return the mean score of each question over its samples."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
         scores.setdefault(sample["task_id"], []).append(float(sample[score]))
@@ -253,7 +253,7 @@ def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, 
 
 
 def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first evaluation, and the last step's evaluations merged.
+    """Load the first evaluation, and the evaluations of the last step, merged.
 
     Raises:
         FileNotFoundError: The run has fewer than two evaluations.
@@ -278,13 +278,13 @@ def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def value_of(record: Mapping[str, Any], suite: str, score: str) -> float:
-    """Return a score of an evaluation over all questions; NaN if missing."""
+    """Return the mean score of an evaluation over all questions; NaN if missing."""
     value = record["summary"].get(suite, {}).get("all", {}).get(score)
     return math.nan if value is None else float(value)
 
 
 def as_table(figures: Mapping[int, Figures]) -> str:
-    """Return a table with one row per seed."""
+    """Format the figures as a table with one row per seed."""
     heads = list(next(iter(figures.values())))
     rows = [[str(seed), *map(_number, own.values())] for seed, own in figures.items()]
     return table(["seed", *heads], rows)

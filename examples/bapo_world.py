@@ -1,21 +1,21 @@
-r"""Make a world for BAPO: searches, arithmetic, and questions that have no answer.
+r"""Generate a world for BAPO: searches, arithmetic, and questions that have no answer.
 
     python -m examples.bapo_world --out=data/bapo_small --seed=0
 
-The people are the quickstart's (`examples/quickstart_world.py`). A document gives a person's
+The people are the quickstart's (`examples/quickstart_world.py`). A document states a person's
 mentor, birthplace, and years of birth and death. Questions are about a person or the person's
-mentor, whom a first search finds. Documents state the birthplace but never the age at death: it
-is the difference of two years, computed with the Python tool. Many documents omit the birthplace
-or the death, and some people have no document, so a search for them returns somebody else. The
+mentor, whose name requires a first search. Documents never state the age at death: it is the
+difference of two years, computed with the Python tool. Many documents omit the birthplace or the
+year of death, and some people have no document, so a search for them returns somebody else. The
 accepted answer to a question about a missing fact occurs nowhere in the world, so every answer is
 wrong.
 
-Demonstrations are chats in BAPO's protocol, with its tags, its Python tool and answers in
+Demonstrations are chats in BAPO's protocol, with its tags, the Python tool and answers in
 `\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search for part of
 the name, stop at the first person, skip the tool, and say "I don't know" both when they should
 and when they should not. They never name a held-out person.
 
-The same seed gives the same bytes.
+The same seed generates the same bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.
 BIRTHS = range(1900, 1930)
 AGES = range(30, 60)
 NUMBERS = (*AGES, *range(BIRTHS.start, BIRTHS.stop + AGES.stop - 1))
-"""Every number that the model reads or writes, except those in document labels."""
+"""Every number that the model reads or writes, except in document labels."""
 
 QUESTIONS = {
     ("birthplace",): "Where was {name} born?",
@@ -50,7 +50,7 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "age"): "At what age did the mentor of {name} die?",
 }
-"""Question templates, keyed by the facts to look up, hop by hop."""
+"""Question templates by the facts to look up, in order."""
 
 VALUES: Mapping[str, Sequence[Any]] = {"birthplace": quickstart.CITIES, "age": AGES}
 UNTOLD = {"birthplace": UNTOLD_WORDS["birthplace"], "age": ["101", "102", "103", "104"]}
@@ -60,8 +60,8 @@ UNANSWERABLE = ("untold", "unknown")
 """Data sources of questions about missing facts and about people without a document."""
 
 I_DO_NOT_KNOW = "I don't know"  # the wording of BAPO's prompt
-# Like the quickstart's, but a number is a piece of its own, so that it is the same token in text,
-# code and tool results.
+# Like the quickstart's pattern, but a number is a separate piece, so that it is the same token in
+# text, code and tool results.
 PIECES = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 
 Question = dict[str, Any]
@@ -69,14 +69,14 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person(quickstart.Person):
-    """A person's facts, and which of them the document states."""
+    """Facts about a person, and which of them the document states."""
 
     untold: str | None  # "birthplace" or "age": the fact that the document omits
     is_known: bool  # True if the person has a document
 
     @property
     def text(self) -> str:
-        """The body of the document."""
+        """Return the body of the document."""
         place = "" if self.untold == "birthplace" else f" in {self.facts['birthplace']}"
         death = "" if self.untold == "age" else f" and died in {self.facts['died']}"
         born = f"born{place} in {self.facts['born']}"
@@ -88,11 +88,11 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits(quickstart.Habits):
-    """Probabilities of a demonstrator's choices, in addition to the quickstart's."""
+    """Probabilities of a demonstrator's choices, in addition to those of the quickstart."""
 
-    compute: float  # computes an age in Python; otherwise guesses it
-    give_up_lost: float  # says "I don't know" if no result showed the fact
-    give_up_found: float  # says "I don't know" although a result showed it
+    compute: float  # computes an age with Python; otherwise guesses it
+    give_up_lost: float  # says "I don't know" if no result contained the fact
+    give_up_found: float  # says "I don't know" although a result contained it
 
 
 HABITS = Habits(
@@ -112,10 +112,10 @@ def make_people(
     rng: random.Random,
     excluded: Collection[str] = (),
 ) -> People:
-    """Return the quickstart's people with years of birth and death.
+    """Generate the people of the quickstart, with years of birth and death.
 
-    `shares["untold"]` is the share of documents that omit a fact, and `shares["unknown"]` the share
-    of people without a document.
+    `shares["untold"]` is the fraction of documents that omit a fact; `shares["unknown"]` is the
+    fraction of people without a document.
     """
     people = {}
     for person in quickstart.make_people(num_people, num_held_out, rng, excluded).values():
@@ -136,7 +136,7 @@ def known(people: People) -> list[Person]:
 def make_question(
     person: Person, hops: tuple[str, ...], people: People, rng: random.Random
 ) -> Question:
-    """Return a question record; `metadata` names the documents that answer it, if any."""
+    """Generate a question record. `metadata` has the titles of the documents to look up."""
     titles = [person.name, person.facts["mentor"]][: len(hops)]
     last, fact = people[titles[-1]], hops[-1]
     if not all(people[title].is_known for title in titles):
@@ -154,7 +154,7 @@ def make_question(
 
 
 def train_questions(people: People, rng: random.Random) -> list[Question]:
-    """Return every kind of question about everybody who is not held out, shuffled."""
+    """Generate all kinds of questions about people who are not held out, in random order."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people, rng) for p in persons for hops in QUESTIONS]
     rng.shuffle(questions)
@@ -162,14 +162,14 @@ def train_questions(people: People, rng: random.Random) -> list[Question]:
 
 
 def eval_questions(people: People, rng: random.Random) -> list[Question]:
-    """Return one question about each held-out person, cycling through the kinds."""
+    """Generate one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     kinds = itertools.cycle(QUESTIONS)
     return [make_question(p, hops, people, rng) for p, hops in zip(persons, kinds, strict=False)]
 
 
 class Demonstrator(quickstart.Demonstrator):
-    """Imperfect player that answers questions with a search engine and Python."""
+    """Imperfect demonstrator that answers questions with a search engine and Python."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Demonstrator(quickstart.Demonstrator):
         self._python = python
 
     def demonstrate(self, question: Question) -> dict[str, Any]:
-        """Return one chat. The answer is correct only if search and arithmetic succeeded."""
+        """Generate a demonstration. The answer is correct only if all tool calls succeed."""
         chat = super().demonstrate(question)
         chat["metadata"] |= {
             "num_python_calls": quickstart.num_calls(chat["messages"], "python"),
@@ -196,13 +196,13 @@ class Demonstrator(quickstart.Demonstrator):
         return rf"{thought}<answer> \boxed{{ {answer} }} </answer>"
 
     def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
-        """Append the tool calls; return the value, a guess, or "I don't know"."""
+        """Append tool calls to `messages`; return the result, a guess, or "I don't know"."""
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
         fact = hops[-1]
         guess = str(self._rng.choice(VALUES[fact]))
         if self._happens(self._habits.guess):
             return guess
-        # A lookup is lost if it returned somebody else: the answer will be wrong.
+        # A lookup that returned somebody else is lost: the answer will be wrong.
         read = self._look_up(name, hops[0], messages)
         is_lost = read is None or read.name != name
         if read is not None and len(hops) == 2:
@@ -222,7 +222,7 @@ class Demonstrator(quickstart.Demonstrator):
         return self._work_out(read, messages) if self._happens(self._habits.compute) else guess
 
     def _work_out(self, person: Person, messages: list[dict[str, str]]) -> str:
-        """Append the calculation; return what Python printed."""
+        """Append a calculation in Python to `messages`; return its output."""
         difference = f"{person.facts['died']} - {person.facts['born']}"
         code = f"print({difference})"
         turn = f"<think> {difference} </think><python> {code} </python>"
@@ -237,7 +237,7 @@ class Demonstrator(quickstart.Demonstrator):
 def demonstrations(
     people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Return demonstrations about the people of one world."""
+    """Generate demonstrations about the people of one world."""
     questions = train_questions(people, rng)
     with quickstart.opened_engine(known(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)
@@ -246,13 +246,13 @@ def demonstrations(
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield texts to train the tokenizer on: every number, and the quickstart's texts."""
+    """Yield texts for training the tokenizer: all numbers, and the quickstart's texts."""
     yield from map(str, NUMBERS)
     yield from quickstart.training_texts(chats, WORDS, BAPO)
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Return texts that the model will see, by kind; of the demonstrations a sample."""
+    """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for name in ("questions_train", "questions_eval"):
         texts[name] = [quickstart.render_prompt(record["question"]) for record in files[name]]
@@ -263,13 +263,13 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def check_numbers_are_whole(tokenizer: tokenizers.Tokenizer) -> None:
-    """Assert that every number is one token; no piece holds more than the number."""
+    """Assert that every number is one token."""
     for number in map(str, NUMBERS):
         assert len(tokenizer.encode(number).ids) == 1, f"{number} is split"
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
-    """Print, by data source, the share of demonstrations and how many have each property."""
+    """Print the fraction and quality of demonstrations by data source."""
     heads = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
     print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in heads.values()))
     by_source = collections.defaultdict(list)
@@ -305,7 +305,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # Separate generators: changing the number of questions leaves the people as they are.
+    # Separate generators, so that the number of questions does not affect the people.
     parts = ("people", "questions", "demos")
     rngs = {part: random.Random(f"{args.seed} {part}") for part in parts}
     shares = {"untold": args.untold, "unknown": args.unknown}

@@ -3,11 +3,11 @@ r"""Convert published question sets to tasks: NQ, TriviaQA, PopQA, HotpotQA and 
 python -m examples.benchmark_tasks --name=hotpotqa --in=hotpot_train_v1.1.json \
     --out=data/hotpotqa.jsonl
 
-`BENCHMARKS` lists the names. The input is a file as published, or FlashRAG's or verl's copy: JSON,
-JSONL, CSV, TSV or Parquet, or a folder or pattern of several. Each task gets `id` (the benchmark's
-name and the published id), `data_source` (the name) and `answers`. A repeated question is written
-once, with the answers of all its copies. Rows that cannot be tasks are skipped and counted. A
-malformed row ends the program with its file and row number.
+`BENCHMARKS` lists the names. The input is a published file, or a copy by FlashRAG or verl, in JSON,
+JSONL, CSV, TSV or Parquet, or a folder or pattern of files. Each task has an `id` (name and
+published id), a `data_source` (the name) and `answers`. A repeated question is written once, with
+the answers of all copies. Rows that cannot be tasks are skipped and counted. A malformed row is an
+error that gives its file and row number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Fields = dict[str, Any]
 
 
 class LeftOutError(ValueError):
-    """A row that cannot be a task; the message is the reason that is counted."""
+    """Error for a row that cannot be a task. Rows are counted by the error message."""
 
 
 def open_questions(row: Row) -> Fields:
@@ -99,7 +99,7 @@ def bamboogle(row: Row) -> Fields:
 def competition(row: Row) -> Fields:
     """AIME and MATH-500: `problem` (or `question`) and `answer`, in upper or lower case.
 
-    Optional `id` or `unique_id`. verl's rows, DAPO's copy of AIME for example, are supported too.
+    Optional `id` or `unique_id`. Rows in verl's format, such as DAPO's AIME, are supported too.
     """
     if "reward_model" in row:
         return verl_math(row)
@@ -115,7 +115,7 @@ def competition(row: Row) -> Fields:
 
 
 def gsm8k(row: Row) -> Fields:
-    """GSM8K: `question`, and `answer` that ends with `#### 72`; its commas are dropped."""
+    """GSM8K: `question`, and `answer` that ends with `#### ` and a number; commas are dropped."""
     if "reward_model" in row:
         return verl_math(row)
     _, mark, number = row["answer"].rpartition("####")
@@ -125,7 +125,7 @@ def gsm8k(row: Row) -> Fields:
 
 
 def verl_math(row: Row) -> Fields:
-    """DAPO's set: verl's rows; the chat itself asks for the line `Answer:`."""
+    """DAPO's dataset, in verl's format; the prompt asks for the line `Answer:`."""
     fields = {name: row[name] for name in ("prompt", "reward_model")}
     id = (row.get("extra_info") or {}).get("index")
     return fields | ({"id": id} if id is not None else {})
@@ -169,7 +169,7 @@ def flash_rag(row: Row) -> Fields:
 
 
 def rows_of(source: str) -> Iterator[tuple[Row, str]]:
-    """Yield the rows of a published file, each with its location.
+    """Yield the rows of a published file with their locations.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -182,7 +182,7 @@ def rows_of(source: str) -> Iterator[tuple[Row, str]]:
 
 def _reader_of(source: str) -> Reader:
     if Path(source).suffix == ".json":
-        # An array, or an object with the array in `Data` (TriviaQA); small enough for memory.
+        # An array, or an object with the array in `Data` (TriviaQA). It fits in memory.
         with open(source, encoding="utf-8") as file:
             content = json.load(file)
         rows = content.get("Data", content.get("data")) if isinstance(content, dict) else content
@@ -196,14 +196,14 @@ def _reader_of(source: str) -> Reader:
 
 @dataclass(kw_only=True)
 class Collapsed:
-    """Deduplicated questions, in order of first occurrence, with the answers of all copies."""
+    """Deduplicated tasks in order of first occurrence, with the answers of all copies."""
 
-    tasks: dict[str, Fields] = field(default_factory=dict)  # by normalized question
+    tasks: dict[str, Fields] = field(default_factory=dict)  # tasks by normalized question
     left_out: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
     ids: set[str] = field(default_factory=set)
 
     def add(self, task: Task, own: str, data_source: str) -> None:
-        """Add a task; `own` is its published id."""
+        """Add a task with the published id `own`, or merge its answers into an equal question."""
         chat = json.dumps(task.messages)
         asked = chat if task.question is None else normalized_question(task.question)
         if asked not in self.tasks:
@@ -231,16 +231,16 @@ class Collapsed:
 
 
 def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
-    """Return the tasks of a published file.
+    """Convert the rows of a published file to tasks.
 
     Args:
         name: Name in `BENCHMARKS`.
         source: File, pattern or folder.
-        data_source: Data source of the tasks and prefix of their ids; "" uses `name`.
+        data_source: Data source of the tasks and prefix of their ids; "" for `name`.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file cannot be read, or a row is malformed; the message gives its location.
+        ValueError: The file cannot be read, or a row is malformed. The message gives its location.
     """
     collapsed = Collapsed()
     for number, (row, place) in enumerate(rows_of(source)):
@@ -264,7 +264,7 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert the file named on the command line."""
+    """Convert the file given on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

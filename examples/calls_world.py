@@ -1,14 +1,14 @@
-"""Make the quickstart's world with search as a function call in Qwen's format.
+"""Generate the quickstart world with search as a function call in Qwen's format.
 
     python -m examples.calls_world --out=data/calls --seed=0
 
-People, questions and demonstration quality are those of `examples/quickstart_world.py` with the
-same seed. A query is JSON in a `<tool_call>`, and the chat template describes the tool after the
-system message, so any agent framework that calls functions over an endpoint can play this world
-(`examples/framework_agent.py`).
+People, questions and the quality of demonstrations are those of `examples/quickstart_world.py` with
+the same seed. A query is JSON in a `<tool_call>`, and the chat template describes the tool after
+the system message, so this world works with any agent framework that calls functions over an
+endpoint (`examples/framework_agent.py`).
 
 The template is short: it writes a tool's name, parameters and description on one line instead of
-Qwen's JSON schema, because a two-layer model reads it in every prompt.
+Qwen's JSON schema, because a two-layer model has it in every prompt.
 """
 
 import argparse
@@ -51,20 +51,20 @@ TOOLS = (
     "Tools:\nsearch(query): " + SearchEngine.description + "\nA call is ",
     '\n{"name": name, "arguments": object}\n',
 )
-"""Texts that the template writes about the tool, for training the tokenizer."""
+"""Texts that the template writes for the tool, for training the tokenizer."""
 
 
 def call(query: str) -> str:
-    """Return a search call.
+    """Format a search call.
 
-    The query starts with a space, so that a name is the same token as in a document.
+    The query starts with a space, so that names are the same tokens as in documents.
     """
     asked = {"name": "search", "arguments": {"query": f" {query}"}}
     return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
 
 
 def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a quickstart demonstration with a system message and its searches as calls."""
+    """Add a system message to a quickstart demonstration and convert searches to calls."""
     messages = [{"role": "system", "content": SYSTEM}]
     for message in demonstration["messages"]:
         content = re.sub(
@@ -102,7 +102,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # Write the quickstart's world, then replace its model and demonstrations.
+    # Write the quickstart world, then replace its model and demonstrations.
     quickstart.main([f"--{name}={value}" for name, value in vars(args).items()])
     chats = {}
     for name in ("demonstrations", "demonstrations_perfect"):

@@ -1,23 +1,23 @@
-"""Make worlds that test the claims of the algorithms.
+"""Generate worlds that test the claims made for the algorithms.
 
     python -m examples.claims_world --world=hops --out=data/claims/hops --seed=0
 
-They use the quickstart's people, words and search engine (`examples/quickstart_world.py`):
+They use the people, words and search engine of the quickstart (`examples/quickstart_world.py`):
 
-- `hops`: chains of one to four mentors; each hop needs the result of the search before it.
-  Thoughts are short or long. Idle musing makes them long, and reinforcement learning decides how
-  much to muse. Training questions are mostly short chains, since many training sets are mostly
-  easy; held-out questions have all lengths equally often.
-- `ambiguous`: half of the questions ask for a pupil of somebody with three pupils. One search
-  shows all three, and nothing says which one is meant; it is the first in half of the cases. The
-  other half are plain one-hop questions.
+- `hops`: chains of one to four mentors, where each hop needs the result of the previous search.
+  Thoughts are short, or long because of filler words; reinforcement learning determines how many
+  are long. Training questions are mostly short chains, since many training sets are mostly easy;
+  held-out questions have all lengths equally often.
+- `ambiguous`: half of the questions ask for a pupil of a person with three pupils. One search
+  returns all three, and nothing indicates which one is meant; it is the first in half of the
+  cases. The other half are plain one-hop questions.
 - `unanswerable`: a third of the questions are about people without a document, whose names share
-  no word with any document, or about facts that a document omits. Some demonstrations say that
-  they do not know.
+  no word with any document, or about facts that a document omits. Some demonstrations answer "I
+  don't know".
 
-People are on one of three sides: training, development (for choosing settings) and evaluation.
-Mentors are on the same side as their pupils. Demonstrations come from other worlds and name
-nobody on the two held-out sides. The same seed gives the same bytes.
+Each person belongs to one of three splits: training, development (for choosing settings) and
+evaluation. Mentors are in the same split as their pupils. Demonstrations come from other worlds and
+name nobody in the two held-out splits. The same seed generates the same bytes.
 """
 
 import argparse
@@ -49,21 +49,21 @@ UNTOLD = {
     "birthplace": ["Quarrowmere", "Silvantide", "Umberfold", "Wrenhollow"],
     "job": ["falconer", "chandler", "cooper", "thatcher"],
 }
-"""Answers to questions that the corpus cannot answer; they occur nowhere else."""
+"""Accepted answers to questions that the corpus cannot answer; they occur nowhere else."""
 
 I_DO_NOT_KNOW = "I don't know"
 NAMES = (quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
 UNKNOWN_WORDS = 14  # first names, and last names, reserved for unknown people
 PUPILS = 3  # per mentor
 MEANT = (0.5, 0.3, 0.2)
-"""Probabilities that the pupil meant is the first, second, third in the search result."""
+"""Probabilities that the intended pupil is the first, second or third search result."""
 
 Question = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """A person's facts, and which of them the document states."""
+    """Facts about a person, and which of them the document states."""
 
     id: str
     first: str
@@ -71,17 +71,17 @@ class Person:
     facts: Mapping[str, str]  # birthplace, job and mentor
     side: str
     is_told: bool = True  # True if the person has a document
-    is_master: bool = False  # mentor of three others, without a document
+    is_master: bool = False  # True for a mentor of three people who has no document
     untold_fact: str | None = None  # fact that the document omits
 
     @property
     def name(self) -> str:
-        """Full name, the title of the document."""
+        """Return the full name, which is the title of the document."""
         return f"{self.first} {self.last}"
 
     @property
     def text(self) -> str:
-        """Body of the document."""
+        """Return the body of the document."""
         told = {name for name in self.facts if name != self.untold_fact}
         what = f"is a {self.facts['job']}" if "job" in told else "was"
         where = f"born in {self.facts['birthplace']} and " if "birthplace" in told else ""
@@ -93,28 +93,28 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Probabilities of a demonstrator's choices."""
+    """Probabilities of the choices that a demonstrator makes."""
 
     guess: float  # answers without a search
     good_query: float  # searches for the full name; otherwise for part of it
     go_on: float  # continues if the question needs another hop
-    long_thought: float  # muses before it thinks
-    give_up_lost: float = 0.0  # says "I don't know" if no result showed it
-    give_up_found: float = 0.0  # says "I don't know" although a result showed it
+    long_thought: float  # writes filler words before its thought
+    give_up_lost: float = 0.0  # says "I don't know" if no result contained the answer
+    give_up_found: float = 0.0  # says "I don't know" although a result contained the answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The questions and the demonstrator of one world."""
+    """Settings for the questions and the demonstrator of a world."""
 
-    kinds: Mapping[tuple[str, ...], str]  # facts to look up, hop by hop, to data source
+    kinds: Mapping[tuple[str, ...], str]  # data source by facts to look up, in order
     habits: Habits
     topk: int  # documents in a search result
-    # Share of training questions to keep by data source; 1 for data sources not listed.
+    # Fraction of training questions to keep, by data source; 1 if not listed.
     train_shares: Mapping[str, float] = field(default_factory=dict)
     has_masters: bool = False  # mentors have no mentor and no document
-    unknown_people: float = 0.0  # share of people without a document
-    untold_facts: float = 0.0  # share of the others whose document omits a fact
+    unknown_people: float = 0.0  # fraction of people without a document
+    untold_facts: float = 0.0  # fraction of the other documents that omit a fact
 
 
 def hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
@@ -159,9 +159,9 @@ WORLDS = {
 def make_people(
     world: World, sizes: Mapping[str, int], rng: random.Random, excluded: Collection[str] = ()
 ) -> People:
-    """Return people with distinct names outside `excluded`; every mentor has three pupils.
+    """Generate people with distinct names outside `excluded`; every mentor has three pupils.
 
-    The sides are spread over the ids, because a search ranks equally good documents by id.
+    Splits are assigned to ids at random, because a search ranks equally good documents by id.
     """
     sides = [side for side, size in sizes.items() for _ in range(size)]
     rng.shuffle(sides)
@@ -194,7 +194,7 @@ def make_people(
 def draw_names(
     is_unknown: Sequence[bool], world: World, rng: random.Random, excluded: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return first and last names; unknown people get words that occur in no document."""
+    """Sample first and last names. Unknown people get words that occur in no document."""
     num_words = UNKNOWN_WORDS if world.unknown_people else 0
     words = [(pool[num_words:], pool[:num_words]) for pool in NAMES]
     drawn = []
@@ -211,9 +211,9 @@ def assign_mentors(
     world: World,
     rng: random.Random,
 ) -> dict[int, int]:
-    """Return a mentor for each member, with three pupils per mentor and nobody as their own mentor.
+    """Assign a mentor to each member; mentors have three pupils and do not mentor themselves.
 
-    If the world has masters, they get no mentor and are left out.
+    If the world has masters, they get no mentor and are not in the result.
     """
     known = [i for i in members if not is_unknown[i]]
     num_teachers = -(-len(members) // (PUPILS + world.has_masters))
@@ -224,13 +224,13 @@ def assign_mentors(
     rng.shuffle(places)
 
     def is_good(pupil: int, teacher: int) -> bool:
-        """Return False for a self-pair or a pupil that a search for another master would prefer."""
+        """Return True unless both are the same, or a search for another master finds the pupil."""
         (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
         mixed = {(first, teachers_last), (teachers_first, last)}
         return pupil != teacher and not mixed & taken
 
     bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, places[i])]
-    while bad:  # swap with a random pupil if both pairs are then good
+    while bad:  # swap mentors with a random pupil if both pairs become good
         i, j = rng.choice(bad), rng.randrange(len(pupils))
         if is_good(pupils[i], places[j]) and is_good(pupils[j], places[i]):
             places[i], places[j] = places[j], places[i]
@@ -239,14 +239,14 @@ def assign_mentors(
 
 
 def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
-    """Yield the lines of the corpus."""
+    """Yield the corpus records of people who have a document."""
     for person in people:
         if person.is_told:
             yield {"id": person.id, "title": person.name, "text": person.text}
 
 
 class Examiner:
-    """Generator of questions with their answers."""
+    """Generator of questions about people, with their answers."""
 
     def __init__(self, people: People, engine: LocalSearch, rng: random.Random):
         self._people = people
@@ -254,10 +254,10 @@ class Examiner:
         self._rng = rng
 
     def ask(self, person: Person, kind: tuple[str, ...], data_source: str) -> Question | None:
-        """Return a question record, or None if the kind does not fit the person.
+        """Generate a question record, or return None if the kind does not fit the person.
 
-        Pupil questions are about masters only, and only if a search for the master shows all three
-        pupils. `metadata` lists the people on the path to the answer.
+        Questions about pupils need a master for whom a search returns all three pupils.
+        `metadata` lists the people on the path to the answer.
         """
         if person.is_master != (kind[0] == "pupil"):
             return None
@@ -269,7 +269,7 @@ class Examiner:
         else:
             titles = chain(person.name, len(kind), self._people)
         attribute, last = kind[-1], self._people[titles[-1]]
-        # People without a document mentor nobody, so only the first of a chain may lack one.
+        # People without a document mentor nobody, so only the first in a chain may lack one.
         is_unknown = not (person.is_told or person.is_master)
         is_told = not is_unknown and last.untold_fact != attribute
         if not is_told:
@@ -286,7 +286,7 @@ class Examiner:
         }
 
     def _meant_pupil(self, person: Person) -> Person | None:
-        """Sample one of the three pupils with the probabilities of `MEANT`."""
+        """Sample the intended pupil with the probabilities in `MEANT`, or return None."""
         titles = quickstart.shown_titles(self._engine.run(person.name))
         shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
         if len(shown) < PUPILS:
@@ -296,7 +296,7 @@ class Examiner:
 
 
 def chain(name: str, length: int, people: People) -> list[str]:
-    """Return a name, the mentor's, the mentor's mentor's and so on."""
+    """Return `length` names: the given one, the mentor, the mentor's mentor and so on."""
     names = [name]
     while len(names) < length:
         names.append(people[names[-1]].facts["mentor"])
@@ -304,7 +304,7 @@ def chain(name: str, length: int, people: People) -> list[str]:
 
 
 def question_text(name: str, kind: tuple[str, ...]) -> str:
-    """Return a question about the person at the end of the chain."""
+    """Format the question about the person at the end of the chain."""
     hops = len(kind) - 1
     if kind[0] == "pupil":
         of = f"a pupil of {name}"
@@ -322,7 +322,7 @@ def questions_about(
     rng: random.Random,
     most: int | None = None,
 ) -> list[Question]:
-    """Return equally many questions of each kind, shuffled, at most `most`."""
+    """Generate at most `most` questions, the same number of each kind, in random order."""
     by_kind: list[list[Question]] = []
     for kind, source in world.kinds.items():
         asked = (examiner.ask(person, kind, source) for person in persons)
@@ -335,7 +335,7 @@ def questions_about(
 
 
 def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
-    """Return the given share of each data source's questions, the first ones."""
+    """Keep the first questions of each data source, up to the given fraction."""
     totals = collections.Counter(question["data_source"] for question in questions)
     left = {source: round(total * shares.get(source, 1.0)) for source, total in totals.items()}
     kept = []
@@ -347,7 +347,7 @@ def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[
 
 
 class Demonstrator:
-    """Imperfect player that answers questions with a search engine."""
+    """Imperfect demonstrator that answers questions with a search engine."""
 
     def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
         self._people = people
@@ -356,7 +356,7 @@ class Demonstrator:
         self._rng = rng
 
     def demonstrate(self, question: Question) -> dict[str, Any]:
-        """Return one chat. The answer is correct only if the searches succeeded."""
+        """Generate a demonstration. The answer is correct only if the searches succeed."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
         messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
@@ -372,7 +372,7 @@ class Demonstrator:
         }
 
     def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
-        """Append the searches; return the value found, a guess, or "I don't know"."""
+        """Append searches to `messages`; return the result, a guess, or "I don't know"."""
         kind = question["metadata"]["hops"]
         attribute, lookups = kind[-1], kind[: 1 if kind[0] == "pupil" else len(kind)]
         guess = self._rng.choice(quickstart.VALUES[attribute])
@@ -396,10 +396,10 @@ class Demonstrator:
         return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
 
     def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
-        """Return the person whose document is read, or None, and True if it answers the lookup.
+        """Choose a document; return its person, or None, and True if it answers the lookup.
 
-        For a pupil, any pupil shown will do, or any stranger if no pupil is shown. A person who
-        is not shown is replaced by the first person in the result.
+        For a pupil, this is any pupil in the results or, if there is none, any person. Otherwise
+        it is the person with this name or, if missing, the first person in the results.
         """
         if not titles:
             return None, False
@@ -411,7 +411,7 @@ class Demonstrator:
     def _search(
         self, name: str, sought: str, plan: str, messages: list[dict[str, str]]
     ) -> list[str]:
-        """Append a thought and a search; return the titles shown."""
+        """Append a thought and a search to `messages`; return the titles in the result."""
         query = self._query(self._people[name], sought)
         musing = ""
         if self._happens(self._habits.long_thought):
@@ -435,7 +435,7 @@ class Demonstrator:
 def demonstrations(
     world: World, people: People, num: int, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Return demonstrations about the people of one world, all of one side."""
+    """Generate demonstrations about the people of one world."""
     with quickstart.opened_engine(told(people), topk=world.topk) as engine:
         examiner = Examiner(people, engine, rng)
         questions = questions_about(world, people.values(), examiner, rng)
@@ -450,13 +450,13 @@ def told(people: People) -> list[Any]:
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield texts to train the tokenizer on: the musings, and the quickstart's texts."""
+    """Yield texts for training the tokenizer: filler words, and the quickstart's texts."""
     yield from (f" {word}" for word in MUSINGS)
     yield from quickstart.training_texts(chats)
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Assert that nothing used for training names a held-out person."""
+    """Assert that training data does not name a held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
     for name in files:
         if name == "corpus" or name.endswith(HELD_OUT):
@@ -468,8 +468,8 @@ def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, A
 def make_files(
     world: World, args: argparse.Namespace, rngs: Mapping[str, random.Random]
 ) -> tuple[People, dict[str, list[dict[str, Any]]]]:
-    """Return the people and the records of every file."""
-    # Corpus and questions: all three sides share one search index.
+    """Generate the people, and the records of every file."""
+    # Corpus and questions: all three splits share one search index.
     sizes = {
         "train": args.num_people - 2 * args.num_held_out,
         **dict.fromkeys(HELD_OUT, args.num_held_out),
@@ -505,7 +505,7 @@ def make_files(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Return texts that the model will see, by kind; of the demonstrations a sample."""
+    """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for side in SIDES:
         for question in files[f"questions_{side}"]:
@@ -518,7 +518,7 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def print_quality(chats: Sequence[dict[str, Any]]) -> None:
-    """Print by data source: share of demonstrations, accuracy and abstention rate."""
+    """Print the fraction, accuracy and abstention rate of demonstrations by data source."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}{'gives up':>10}")
     for source in sorted({chat["data_source"] for chat in chats}):
         own = [chat["metadata"] for chat in chats if chat["data_source"] == source]

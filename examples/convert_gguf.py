@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a model folder in Hugging Face's format, which jaxrl trains.
+"""Convert a GGUF file to a model folder in Hugging Face format, which jaxrl can train.
 
     pip install gguf
     python -m examples.convert_gguf --file=SmolLM2-135M-Instruct.Q4_1.gguf --out=models/smollm2
@@ -42,19 +42,19 @@ PRE_TOKENIZERS = {
     "smollm": (None, pre.Sequence([pre.Digits(True), pre.ByteLevel(add_prefix_space=False)])),
     "qwen2": (normalizers.NFC(), pre.Sequence([pre.Split(Regex(WORDS), "isolated"), BYTES])),
 }
-"""Normalizer and pre-tokenizer for each `tokenizer.ggml.pre`."""
+"""Normalizer and pre-tokenizer by value of `tokenizer.ggml.pre`."""
 
 
 def dequantize(tensor: Any, step: int = 1) -> np.ndarray:
-    """Return every `step`-th row of a tensor in float32."""
+    """Dequantize every `step`-th row of a tensor to float32."""
     return gguf.quants.dequantize(np.ascontiguousarray(tensor.data[::step]), tensor.tensor_type)
 
 
 def merge_tied(tensors: dict[str, Any]) -> bool:
-    """Drop an output layer that is a requantized embedding; keep the finer of the two.
+    """Return True for tied embeddings; drop the coarser copy if both layers are in `tensors`.
 
-    Quantization changes a matrix by some percent of its norm. Separately trained matrices differ by
-    more.
+    Two matrices count as tied if they differ only by quantization, a few percent of the norm.
+    Separately trained matrices differ by more.
     """
     embedding, output = tensors["token_embd.weight"], tensors.get("output.weight")
     if output is None:
@@ -68,7 +68,7 @@ def merge_tied(tensors: dict[str, Any]) -> bool:
 
 
 def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Architecture:
-    """Return the model that the metadata describes; remove a tied output layer from `tensors`."""
+    """Build the architecture from the metadata; remove a tied output layer from `tensors`."""
     family = metadata["general.architecture"]
     if family not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"general.architecture is {family!r}; expected llama, qwen2 or qwen3.")
@@ -79,7 +79,7 @@ def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Archite
     repeated = {"vocab_size": rows}
     repeated |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), head_dim)
     for key in settings.keys() - FIELDS.keys():
-        if settings[key] not in (0, repeated.get(key)):  # it may change the model's outputs
+        if settings[key] not in (0, repeated.get(key)):  # it may affect the outputs
             raise ValueError(f"{prefix}{key} is {settings[key]!r:.80}, which is not supported.")
     fields = {name: settings[key] for key, name in FIELDS.items()}
     # The shortest decimal of the file's float32: 1e-05, not 9.999999747378752e-06.
@@ -89,7 +89,7 @@ def convert_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> Archite
 
 
 def convert_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer and the fields of `tokenizer_config.json`."""
+    """Build the tokenizer and the fields of `tokenizer_config.json`."""
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     if (kind := values.get("pre")) not in PRE_TOKENIZERS:
         raise ValueError(f"tokenizer.ggml.pre is {kind!r}; expected {', '.join(PRE_TOKENIZERS)}.")
@@ -111,7 +111,7 @@ def convert_tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, An
 
 
 def convert(file: Path, out: Path) -> None:
-    """Convert the file to the folder `out`, atomically."""
+    """Convert a GGUF file to the model folder `out`, atomically."""
     reader = gguf.GGUFReader(file)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -139,7 +139,7 @@ def convert(file: Path, out: Path) -> None:
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         sizes = {name: 4 * int(tensors[source].n_elements) for name, source in sources.items()}
         write_tensors(folder, sizes, read, max_shard_size=2 * 10**9)
-        open_hf(folder)  # the shape of each tensor
+        open_hf(folder)  # checks the shape of each tensor
 
 
 def main(argv: list[str] | None = None) -> None:

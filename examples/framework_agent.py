@@ -1,11 +1,11 @@
-"""A Pydantic AI agent, and `play`, which a run calls to train the model behind it.
+"""A Pydantic AI agent, and `play`, which a run calls to train the model of the agent.
 
-The agent is an ordinary one: a system message, a tool and the framework's own loop. It knows the
-trainer only as a base URL and a key. `play` runs the agent on a task and returns the reward.
+The agent consists of a system message, a tool and the framework's loop. All that it gets from the
+trainer is a base URL and a key. `play` runs the agent on a task and returns the reward.
 
-It needs pydantic-ai-slim[openai] and nothing from jaxrl, so it can run in a separate virtual
-environment. `configs/quickstart_agent.py` trains with it. To ask one question of any
-OpenAI-compatible chat endpoint:
+It needs pydantic-ai-slim[openai] but not jaxrl, so it can run in a separate virtual environment.
+`configs/quickstart_agent.py` trains with it. To ask a question with any OpenAI-compatible chat
+endpoint:
 
     OPENAI_BASE_URL=http://127.0.0.1:8790/v1 python framework_agent.py data/calls/corpus.jsonl \
         "Where was Ada Kerr born?"
@@ -33,7 +33,7 @@ class Corpus:
     """In-memory BM25 index over JSONL documents with `id`, `title` and `text`."""
 
     def __init__(self, path: str | Path):
-        """Load all documents; title words count twice."""
+        """Load and index all documents. Words in titles count twice."""
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         self._documents = sorted(map(json.loads, filter(None, lines)), key=lambda one: one["id"])
         self._words = [
@@ -48,7 +48,7 @@ class Corpus:
                 self._places.setdefault(word, []).append(place)
 
     def search(self, query: str, topk: int) -> str:
-        """Return the best documents, one per line; ties are in order of id."""
+        """Return the best documents, one per line. Ties are ordered by id."""
         scores: defaultdict[int, float] = defaultdict(float)
         for word in dict.fromkeys(words_of(query)):
             places = self._places.get(word, [])
@@ -70,7 +70,7 @@ def words_of(text: str) -> list[str]:
 
 @functools.cache
 def search_agent(corpus: str, topk: int) -> Any:
-    """Return the agent that searches a corpus, one per process."""
+    """Build an agent that searches a corpus; later calls return the same agent."""
     from pydantic_ai import Agent
 
     documents = Corpus(corpus)
@@ -86,7 +86,7 @@ def search_agent(corpus: str, topk: int) -> Any:
 
 @functools.cache
 def connections() -> Any:
-    """Return the HTTP client that all episodes share: a new one takes 20 ms of CPU time."""
+    """Return the HTTP client that all episodes share, since creating one takes 20 ms of CPU."""
     from openai import DefaultAsyncHttpxClient
 
     return DefaultAsyncHttpxClient()
@@ -102,7 +102,7 @@ async def ask(
     topk: int = 3,
     max_requests: int = 3,
 ) -> str:
-    """Ask the agent a question; return its last message.
+    """Run the agent on a question; return its last message.
 
     Raises:
         pydantic_ai.exceptions.AgentRunError: The agent made too many requests or a malformed call.
@@ -121,13 +121,13 @@ async def ask(
 
 
 def final_answer(text: str) -> str:
-    """Return the last `<answer>` of a message, or ""."""
+    """Return the content of the last `<answer>` tag, or "" if there is none."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else ""
 
 
 def normal(text: str) -> str:
-    """Normalize an answer: no case, punctuation, articles or repeated spaces."""
+    """Normalize an answer: drop case, punctuation, articles and repeated spaces."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -135,17 +135,17 @@ def normal(text: str) -> str:
 async def play(
     task: dict[str, Any], *, base_url: str, api_key: str, model: str, **settings: Any
 ) -> dict[str, Any]:
-    """Play an episode: reward 1 for an accepted answer, else 0.
+    """Run an episode; return reward 1 for an accepted answer, else 0.
 
-    The model's own errors get reward 0: too many requests, calls that match no tool, a full
-    context. Any other exception from the framework is an error of the episode.
+    Errors of the model get reward 0: too many requests, calls that match no tool, a full context.
+    Any other exception from the framework is an error of the episode.
 
     Args:
-        task: Record with `question` and `answers`.
-        base_url: URL of the endpoint, with /v1.
-        api_key: Key for the endpoint.
+        task: Task record with `question` and `answers`.
+        base_url: URL of the endpoint, ending in /v1.
+        api_key: API key for the endpoint.
         model: Model name to send.
-        settings: Further arguments of `ask`.
+        settings: Further arguments of `ask`, such as `corpus` and `topk`.
     """
     from pydantic_ai.exceptions import (
         ModelContextWindowExceededError,

@@ -1,22 +1,22 @@
-"""Make a world of pictures with questions that need looking, or looking and then searching.
+"""Generate a world of pictures with questions about them, with or without a search.
 
     python -m examples.looking_world --out=data/looking --seed=0
     python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
 
-Every picture has one to four objects of the same shape and color, each in its own quarter. In the
-looking world a question asks for the shape, the color or the count; each has four possible answers,
-so a guess is right one time in four. In the seeking world it asks where the objects are kept. A
-document gives the town, so the model has to search for what it sees. Training and demonstrations
-contain no picture of a held-out question.
+Every picture has one to four objects of the same shape and color, in different quarters. In the
+looking world, a question asks for the shape, the color or the count; each has four possible
+answers, so a quarter of all guesses are correct. In the seeking world, a question asks where the
+objects are kept. A document states the town, so the model has to recognize the objects and search
+for them. Training tasks and demonstrations contain no picture of a held-out question.
 
 Demonstrations are deliberately poor, so that reinforcement learning has something to improve.
 Those of the looking world state shape, color and count, a quarter of them for a different picture,
-and then mostly answer a different question. Those of the seeking world mostly search for the color
-or the shape alone, which matches any of four objects. They search in other worlds with other towns,
-so they teach no facts.
+and then mostly answer a different question. Those of the seeking world mostly search for only the
+color or only the shape, which matches four objects. They use other worlds with other towns, so
+they teach no facts.
 
-The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, vision
-tower included, in Hugging Face's format, with its tokenizer and image processor.
+The same seed generates the same bytes. The model is a small Qwen2.5-VL with random weights,
+including the vision tower, in Hugging Face format with a tokenizer and an image processor.
 """
 
 import argparse
@@ -49,7 +49,7 @@ COUNTS = ("1", "2", "3", "4")
 TOWNS = tuple(quickstart.CITIES[:16])
 
 ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
-"""Features that the looking world asks for, with their possible answers."""
+"""Possible answers in the looking world, by kind of question."""
 
 QUARTER = 16  # pixels, along a side
 PATCH, MERGE = 8, 2  # pixels per patch and patches per token, along a side
@@ -75,23 +75,23 @@ class Scene:
 
     shape: str
     color: str
-    places: tuple[tuple[int, int, int], ...]  # quarter, and pixels to the right and down
+    places: tuple[tuple[int, int, int], ...]  # quarter, and offsets to the right and down in pixels
 
     @property
     def name(self) -> str:
-        """Name of the object, the title of its document."""
+        """Return the name of the object, which is the title of its document."""
         return f"{self.color} {self.shape}"
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """Return one to four objects, each slightly off the center of its quarter."""
+    """Sample one to four objects, slightly off the centers of their quarters."""
     quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
     places = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
     return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), places=places)
 
 
 def paint(scene: Scene) -> PIL.Image.Image:
-    """Return the picture, on a black background."""
+    """Draw the picture of a scene on a black background."""
     image = PIL.Image.new("RGB", (2 * QUARTER, 2 * QUARTER))
     pen = PIL.ImageDraw.Draw(image)
     fill = COLORS[scene.color]
@@ -130,31 +130,31 @@ QUESTIONS = {
 
 
 def seen_in(scene: Scene) -> dict[str, str]:
-    """Return the answer to each question of the looking world."""
+    """Return the correct answers in the looking world, by kind of question."""
     return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
 
 
 def ask(kind: str, rng: random.Random) -> Question:
-    """Return a question of the looking world about a new scene."""
+    """Generate a question of the looking world about a random scene."""
     scene = draw_scene(rng)
     return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=seen_in(scene)[kind])
 
 
 def ask_where(towns: Mapping[str, str], rng: random.Random) -> Question:
-    """Return a question of the seeking world; `towns` maps each object's name to a town."""
+    """Generate a question of the seeking world. `towns` maps object names to towns."""
     scene = draw_scene(rng)
     text, answer = QUESTIONS["town"], towns[scene.name]
     return Question(scene=scene, kind="town", text=text, answer=answer)
 
 
 def draw_towns(rng: random.Random) -> dict[str, str]:
-    """Return a random town for each color and shape."""
+    """Assign a random town to each combination of color and shape."""
     names = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
     return dict(zip(names, rng.sample(TOWNS, len(names)), strict=True))
 
 
 def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the lines of the corpus."""
+    """Return the corpus records, one per object name."""
     return [
         {"id": f"{i:02d}", "title": name, "text": f"Every {name} is kept in {town}."}
         for i, (name, town) in enumerate(sorted(towns.items()))
@@ -162,9 +162,9 @@ def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
-    """Return a demonstration of the looking world, mostly with the answer to another question.
+    """Generate a demonstration of the looking world; most answer a different question.
 
-    It describes the picture, or if not `looks` a random one.
+    It describes the picture of the question or, unless `looks`, a random one.
     """
     seen = seen_in(question.scene if looks else draw_scene(rng))
     kinds = list(ASKED)
@@ -177,10 +177,10 @@ def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
 def seek(
     question: Question, looks: bool, towns: Mapping[str, str], rng: random.Random
 ) -> dict[str, Any]:
-    """Return a demonstration of the seeking world, with a full or partial query.
+    """Generate a demonstration of the seeking world, with a full or partial query.
 
-    It searches for the object in the picture, or if not `looks` for a random one. Ties go to the
-    lowest id, as in the environment's engine.
+    It searches for the object in the picture or, unless `looks`, for a random one. Ties go to the
+    lowest id, as in the environment's search engine.
     """
     name = question.scene.name if looks else rng.choice(sorted(towns))
     color, shape = name.split()
@@ -221,21 +221,21 @@ def task(question: Question) -> dict[str, Any]:
 
 
 def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of each file, with scenes in place of images."""
+    """Generate the records of each file, with scenes instead of images."""
     rngs = {part: random.Random(f"{args.seed} {part}") for part in (*SIDES, "demos", "towns")}
     towns = draw_towns(rngs["towns"])
     kinds = itertools.cycle(ASKED)
     is_seeking = args.kind == "seeking"
 
     def questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
-        """Yield new questions that show no scene of `seen`."""
+        """Yield questions about scenes that are not in `seen`."""
         while True:
             rng = rngs[side]
             made = ask_where(towns, rng) if is_seeking else ask(next(kinds), rng)
             if made.scene not in seen:
                 yield made
 
-    # Held-out scenes come first, so that nothing later repeats one.
+    # Generate held-out scenes first, so that no later question repeats one.
     held_out = list(itertools.islice(questions("eval", towns, set()), args.num_held_out))
     seen = {question.scene for question in held_out}
     train = itertools.islice(questions("train", towns, seen), args.num_train)
@@ -257,7 +257,7 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_pictures(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Paint each scene once; replace it in the records by the picture's path."""
+    """Write a picture per scene; replace scenes in the records with picture paths."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     paths: dict[Scene, str] = {}
     for record in itertools.chain.from_iterable(files.values()):
@@ -387,9 +387,9 @@ def _stacked(
 
 
 def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return float32 weights: norms 1, biases 0, matrices of variance 1 / fan_in.
+    """Initialize float32 weights: norms 1, biases 0, matrices with variance 1 / fan_in.
 
-    Projections into a residual stream, two per layer, are scaled down as in the quickstart's world.
+    Projections into a residual stream, two per layer, are scaled down as in the quickstart world.
     """
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -424,7 +424,7 @@ def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> 
 
 
 def make_tokenizer(files: Mapping[str, Sequence[dict[str, Any]]]) -> tokenizers.Tokenizer:
-    """Train a tokenizer with one token per word of the world and special tokens for images."""
+    """Train a tokenizer with one token per word and special tokens for images."""
     words = {*COLORS, *SHAPES, *COUNTS, *TOWNS}
     texts = quickstart.training_texts(files["demonstrations"], words)
     tokenizer = quickstart.train_tokenizer(text.replace("<image>", "") for text in texts)

@@ -1,17 +1,17 @@
-"""Make a world of arithmetic word problems, solved line by line.
+"""Generate a world of arithmetic word problems that are solved line by line.
 
     python -m examples.math_world --out=data/math --seed=0
 
-A problem says how many coins a box holds and what people add or take, in two to six moves, and
-asks for the final count. A response writes one line per move with the running total, then an
-`Answer:` line. The more moves, the more sums must be right in a row. No training problem or
+A problem states how many coins a box holds and how many people add or take, in two to six moves,
+and asks for the final count. A response has one line per move with the running total, then an
+`Answer:` line. The more moves, the more consecutive sums must be correct. No training problem or
 demonstration has the numbers of a held-out problem in the same order.
 
 Demonstrations are deliberately poor, in ways that reinforcement learning can fix: some guess, some
-stop after three lines, some make arithmetic errors, and some repeat the entire solution, even
-several times, before they answer. The first word of a line is free: nothing depends on it.
+stop after three lines, some make arithmetic errors, and some repeat the entire solution, once or
+several times, before they answer. The first word of a line is arbitrary.
 
-The same seed gives the same bytes. Model and tokenizer are the quickstart's, with one token for
+The same seed generates the same bytes. Model and tokenizer are the quickstart's, with one token for
 every number and every name.
 """
 
@@ -32,23 +32,23 @@ NAMES = quickstart.FIRST_NAMES
 OPENERS = ("So", "Then", "Next", "Now")
 VERBS = {1: "adds", -1: "takes"}
 SIGNS = {1: "+", -1: "-"}
-MOST_COINS = 30  # in the box, at any time
-AMOUNTS = range(2, 10)  # coins moved at once
+MOST_COINS = 30  # maximum number of coins in the box
+AMOUNTS = range(2, 10)  # coins per move
 NUM_MOVES = (2, 3, 4, 5, 6)
 SIDES = ("train", "dev", "eval")
-"""Problems for training, for choosing settings, and for reported results."""
+"""Splits for training, for choosing settings, and for reported results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One move: a person adds or takes coins."""
+    """A move: a person adds or takes coins."""
 
     name: str
     change: int  # coins; negative if taken
 
     @property
     def text(self) -> str:
-        """Sentence that states the move."""
+        """Return a sentence that states the move."""
         sign = 1 if self.change > 0 else -1
         return f"{self.name} {VERBS[sign]} {abs(self.change)} coins."
 
@@ -62,25 +62,25 @@ class Problem:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers that determine the answer."""
+        """Return the numbers that determine the answer."""
         return (self.start, *(move.change for move in self.moves))
 
     @property
     def question(self) -> str:
-        """Text that the model reads."""
+        """Return the text for the model."""
         told = " ".join(move.text for move in self.moves)
         return f"A box holds {self.start} coins. {told} How many are in it now?"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Probabilities of a demonstrator's choices; at most one of the first three applies."""
+    """Probabilities of a demonstrator's choices. At most one of the first three applies."""
 
-    guess: float  # answers at once
-    hasty: float  # answers after `PATIENCE` lines, whatever moves are left
+    guess: float  # answers immediately
+    hasty: float  # answers after `PATIENCE` lines, even if moves are left
     careless: float  # makes arithmetic errors
     slip: float  # probability of a wrong sum, if careless
-    again: float  # probability of another pass, unless hasty or out of room
+    again: float  # probability of another pass, unless hasty or out of lines
 
 
 MIXED = Habits(guess=0.1, hasty=0.35, careless=0.15, slip=0.2, again=0.45)
@@ -88,7 +88,7 @@ PATIENCE = 3
 
 
 def draw_problem(num_moves: int, rng: random.Random) -> Problem:
-    """Sample a problem: totals stay in 0 to `MOST_COINS`, and names do not repeat."""
+    """Sample a problem with distinct names and totals from 0 to `MOST_COINS`."""
     start = total = rng.randint(2, MOST_COINS)
     moves = []
     for name in rng.sample(NAMES, num_moves):
@@ -102,16 +102,16 @@ def draw_problem(num_moves: int, rng: random.Random) -> Problem:
 def make_problems(
     sizes: Mapping[str, int], shares: Sequence[float], rng: random.Random
 ) -> dict[str, list[Problem]]:
-    """Return the problems of each side; no two have the same numbers in the same order.
+    """Generate the problems of each split, without repeated sequences of numbers.
 
     Args:
-        sizes: Number of problems on each side.
-        shares: Weights of the numbers of moves in training; uniform on the other sides.
-        rng: Random generator.
+        sizes: Number of problems, by split.
+        shares: Sampling weights of `NUM_MOVES` for training; other splits are uniform.
+        rng: Random number generator.
     """
     seen: set[tuple[int, ...]] = set()
     problems: dict[str, list[Problem]] = {side: [] for side in sizes}
-    for side in reversed(SIDES):  # held-out first: two-move problems are scarce
+    for side in reversed(SIDES):  # held-out splits first, since two-move problems are scarce
         for number in range(sizes[side]):
             num_moves = NUM_MOVES[number % len(NUM_MOVES)]
             if side == "train":
@@ -125,7 +125,7 @@ def make_problems(
 
 
 def task(problem: Problem) -> dict[str, Any]:
-    """Return a question record."""
+    """Convert a problem to a question record."""
     return {
         "id": " ".join(map(str, problem.numbers)),
         "question": problem.question,
@@ -138,13 +138,13 @@ def task(problem: Problem) -> dict[str, Any]:
 def demonstrate(
     problem: Problem, habits: Habits, rng: random.Random, *, max_lines: int
 ) -> dict[str, Any]:
-    """Return one chat of the quality that the habits give.
+    """Generate a demonstration whose quality depends on the habits.
 
     Args:
         problem: Problem to solve.
-        habits: Habits of the demonstrator.
-        rng: Random generator.
-        max_lines: Number of lines that fit; passes stop before exceeding it.
+        habits: Probabilities of the demonstrator's choices.
+        rng: Random number generator.
+        max_lines: Maximum number of lines, over all passes.
     """
     chances = {"guess": habits.guess, "hasty": habits.hasty, "careless": habits.careless}
     styles = [*chances, "good"]
@@ -179,7 +179,7 @@ def demonstrate(
 def work_out(
     start: int, moves: Sequence[Move], rng: random.Random, *, slip: float
 ) -> tuple[str, int]:
-    """Return the lines of a solution and its result."""
+    """Generate the lines of a solution; return them with the result."""
     text, total = "", start
     for move in moves:
         new = total + move.change
@@ -194,7 +194,7 @@ def work_out(
 
 
 def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Assert that every number and name is one token, the same everywhere in `texts`."""
+    """Assert that every number and name is a single token everywhere in `texts`."""
     words = {*NAMES, *map(str, range(MOST_COINS + 1))}
     ids = {word: tokenizer.encode(f" {word}").ids for word in words}
     assert all(len(own) == 1 for own in ids.values())
@@ -206,7 +206,7 @@ def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str])
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Assert that no held-out problem's numbers occur on another side or in a demonstration."""
+    """Assert that the splits and the demonstrations share no held-out problem."""
 
     def numbers(question: str) -> tuple[str, ...]:
         return tuple(re.findall(r"adds|takes|\d+", question))
@@ -219,7 +219,7 @@ def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
-    """Print the share and accuracy of demonstrations by style and number of passes."""
+    """Print the fraction and accuracy of demonstrations by style and number of passes."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for key in ("style", "num_passes"):
         for value in sorted({chat["metadata"][key] for chat in chats}):

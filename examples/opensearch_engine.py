@@ -1,11 +1,11 @@
-"""A custom search engine: an index of OpenSearch or Elasticsearch.
+"""Custom search engine for an index of OpenSearch or Elasticsearch.
 
     config.search.engine = "examples.opensearch_engine.OpenSearch"
     config.search.settings = {"url": "https://search:9200", "index": "wiki"}
 
-The queries of a step go to `POST /_msearch`, many per request. Each is a `multi_match`, which has
-no query syntax, over the title (weight 2) and the text. The format works with OpenSearch 1 to 3
-and Elasticsearch 7 to 9; it is tested against a small server, not against a cluster.
+The queries of a step are sent to `POST /_msearch`, many per request. Each is a `multi_match`, which
+has no query syntax, over the title (weight 2) and the text. The format is that of OpenSearch 1 to 3
+and Elasticsearch 7 to 9. It is tested against a small server, not against a cluster.
 """
 
 import base64
@@ -25,11 +25,11 @@ from jaxrl.utils.http_client import (
 )
 
 MAX_WORDS = 500  # per query; a cluster rejects queries with too many clauses
-PERMANENT = (400, 401, 403, 404)  # statuses that a retry would not change
+PERMANENT = (400, 401, 403, 404)  # statuses for which a retry would not help
 
 
 class OpenSearch(DocumentSearch):
-    """Retriever over an index whose documents have a title and a text."""
+    """Search engine for an index whose documents have a title and a text."""
 
     asks_server = True
 
@@ -44,16 +44,16 @@ class OpenSearch(DocumentSearch):
         timeout_s: float = 30.0,
         batch_size: int = 64,
     ) -> None:
-        """Store the settings; nothing is sent yet.
+        """Store the settings without sending a request.
 
         Args:
-            url: Address of the cluster.
-            index: Name of the index, or an alias.
-            fields: Fields of a document's title and text.
-            topk: Number of documents that the model sees.
+            url: URL of the cluster.
+            index: Name of the index or of an alias.
+            fields: Names of the fields with the title and the text.
+            topk: Number of documents per query.
             password_env: Environment variable that holds `user:password`; "" for none.
-            timeout_s: Seconds for a request.
-            batch_size: Largest number of queries in a request.
+            timeout_s: Timeout per request, in seconds.
+            batch_size: Maximum number of queries per request.
         """
         check_url("search.settings", url)
         headers = {}
@@ -68,7 +68,7 @@ class OpenSearch(DocumentSearch):
         self._client = JsonClient(bounds, headers=headers)
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return for each query its documents or an error."""
+        """Return the documents for each query, or an error."""
         groups = list(batches(queries, self._batch_size))
         answers = self._client.send_all([self._request(group, topk) for group in groups])
         results: list[list[Hit] | ToolError] = []

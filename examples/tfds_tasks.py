@@ -1,4 +1,4 @@
-r"""Convert JSONL tasks to a TFDS data set, which a run reads by its folder.
+r"""Convert JSONL tasks to a TFDS dataset, whose folder a run can read.
 
 python -m examples.tfds_tasks --out=data/tfds --name=bridges --version=1.0.0 \
     train=my_data/train.jsonl test=my_data/test.jsonl
@@ -6,8 +6,8 @@ python -m jaxrl.launch --config=my_run.py --workdir=runs/my_run \
     --config.tasks.train.source=data/tfds/bridges/1.0.0 \
     --config.tasks.eval.source=data/tfds/bridges/1.0.0
 
-Each `split=file` is validated like a run's tasks and written as array_record, the format that TFDS
-reads without TensorFlow. The order of a file is kept. `metadata` is stored as JSON.
+Each `split=file` is validated like the tasks of a run and written as array_record, the format that
+TFDS reads without TensorFlow. Tasks keep their order. `metadata` is stored as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl.envs.base import Task
 
 
 def features() -> dict[str, Any]:
-    """Return the features of a task. An empty text or list means that a field is absent."""
+    """Return the TFDS features of a task. Empty texts and lists stand for missing fields."""
     text = tfds.features.Text
     return {
         "id": text(),
@@ -38,7 +38,7 @@ def features() -> dict[str, Any]:
 
 
 def example(task: Task) -> dict[str, Any]:
-    """Convert a task to these features."""
+    """Convert a task to an example with these features."""
     return {
         "id": task.id,
         "question": task.question or "",
@@ -56,13 +56,13 @@ def prepare(
     info: Mapping[str, Any],
     splits: Mapping[str, Iterable[dict[str, Any]]],
 ) -> Path:
-    """Write a data set and return its folder, `out/name/version`."""
+    """Write a dataset; return its folder, `out/name/version`."""
 
     class TaskBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        # Not named `Builder`: TFDS would take the name from the package, and a script has none.
+        # Not named `Builder`: TFDS would derive the name from the package, and a script has none.
         VERSION = tfds.core.Version(version)
-        # No checksums of downloads: to find them TFDS needs importlib_resources, which it does not
-        # declare as a dependency.
+        # No checksums of downloads: to find them, TFDS needs importlib_resources, which it does
+        # not declare as a dependency.
         code_path = None
 
         def _info(self) -> tfds.core.DatasetInfo:
@@ -83,7 +83,7 @@ def prepare(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert the files named on the command line."""
+    """Convert the files given on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Make a small Qwen3 with random weights and a tokenizer trained on your texts.
+"""Create a small Qwen3 with random weights and a tokenizer trained on your texts.
 
     python -m examples.tiny_model --texts=corpus.jsonl,questions.jsonl --out=models/tiny
 
-A JSONL file contributes every text in every record, any other file every line. The folder is in
-Hugging Face's format. Use it to test a data set, an environment or a reward before you have a real
-model. Its chat template describes tools, as Qwen's does, and its sequences may be as long as
-Qwen3's. torch is not needed.
+JSONL files contribute all texts of their records, other files all lines. The folder is in Hugging
+Face format. Use it to test a dataset, an environment or a reward before you have a real model. Its
+chat template describes tools like Qwen's, and its context length is that of Qwen3. torch is not
+needed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from examples.calls_world import CHAT_TEMPLATE, TOOLS
 from examples.quickstart_world import train_tokenizer, write_model
 
 MAX_TOKENS = 40_960
-"""Length of the longest sequence: Qwen3's."""
+"""Maximum sequence length, as in Qwen3."""
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield all texts in a JSON value."""
+    """Yield all strings in a JSON value, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -33,7 +33,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file; see the module's docstring."""
+    """Yield the strings in a JSONL file, or the lines of any other file."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if path.suffix != ".jsonl":
             yield line

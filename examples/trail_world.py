@@ -1,15 +1,15 @@
-"""Make a world of trails, whose episodes are longer than the model's context.
+"""Generate a world of trails, whose episodes are longer than the context.
 
     python -m examples.trail_world --out=data/trail --seed=0
 
-Each person's document names the next person, and the last one of a trail states a word. A question
-asks for the word at the end of a trail of `--length` people, so it takes as many searches, and each
-search needs only the result of the one before. Documents are long: with eight people, an episode
-has four times the tokens of `rollout.context.max_tokens` in configs/trail.py.
+Each person's document names the next person of the trail; the last document states a word. A
+question asks for the word at the end of a trail of `--length` people. It takes `--length` searches,
+each of which needs only the result of the previous one. Documents are long: with eight people, an
+episode has four times the tokens of `rollout.context.max_tokens` in configs/trail.py.
 
 People, words and model are like the quickstart's (examples/quickstart_world.py). Demonstrations
-come from other worlds; at each person some search for the surname alone or give up and guess. The
-same seed gives the same bytes.
+come from other worlds. At each person, some search for only the surname or give up and guess. The
+same seed generates the same bytes.
 """
 
 import argparse
@@ -23,27 +23,27 @@ from typing import Any
 from examples import quickstart_world as quickstart
 from jaxrl.envs.search.bm25 import LocalSearch
 
-OMITTED = "…"  # one token, in place of omitted results
+OMITTED = "…"  # one token, which replaces omitted results
 QUESTION = "Which word ends the trail of {name}?"
 TALE = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
-"""Filler words; each document starts with `TALE_LENGTH` of them."""
+"""Filler words. Each document starts with `TALE_LENGTH` of them."""
 TALE_LENGTH = 30
 POOR_QUERY = 0.05
-"""Probability of a search for the surname alone, which usually returns other people."""
+"""Probability of a search for only the surname, which usually finds other people."""
 GIVES_UP = 0.05
-"""Probability, at each person, that a demonstration guesses a word."""
+"""Probability, per person, that a demonstration stops and guesses a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trail:
-    """A chain of people, each a first and a last name, and the word at its end."""
+    """A chain of people, as first and last names, and the word at its end."""
 
     names: Sequence[tuple[str, str]]
     word: str
     is_held_out: bool
 
     def documents(self) -> Iterator[dict[str, str]]:
-        """Yield one document per person."""
+        """Yield the document of each person."""
         for name, following in itertools.zip_longest(self.names, self.names[1:]):
             title = " ".join(name)
             tells = f"the word {self.word}" if following is None else f"see {' '.join(following)}"
@@ -52,7 +52,7 @@ class Trail:
             yield {"id": title, "title": title, "text": f"{tale}. {title} says {tells}."}
 
     def question(self) -> dict[str, Any]:
-        """Return the question about the first person."""
+        """Return the question record, which names the first person."""
         first = " ".join(self.names[0])
         return {
             "id": first,
@@ -65,7 +65,7 @@ class Trail:
 def make_trails(
     count: int, num_held_out: int, length: int, rng: random.Random, excluded: Collection[Any] = ()
 ) -> list[Trail]:
-    """Return trails of distinct people outside `excluded`; the first trails are held out."""
+    """Generate trails of distinct people outside `excluded`. The first trails are held out."""
     possible = itertools.product(quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
     names = rng.sample([name for name in possible if name not in excluded], count * length)
     return [
@@ -79,14 +79,14 @@ def make_trails(
 
 
 def documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
-    """Return all documents with ids in random order, by which a search breaks ties."""
+    """Return all documents with random ids, by which a search breaks ties."""
     made = [document for trail in trails for document in trail.documents()]
     rng.shuffle(made)
     return [{**document, "id": f"{i:05d}"} for i, document in enumerate(made)]
 
 
 def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[str, Any]:
-    """Return one chat along a trail; its answer is right only if it reaches the end."""
+    """Generate a demonstration. The answer is correct only if it reaches the end."""
     question = trail.question()
     messages = [{"role": "user", "content": question["question"]}]
     answer = rng.choice(quickstart.CITIES)
@@ -105,7 +105,7 @@ def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[s
 
 
 def demonstrations(args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]) -> Any:
-    """Return demonstrations from `args.num_worlds` worlds of other people."""
+    """Generate demonstrations from `args.num_worlds` worlds with other people."""
     made = []
     for _ in range(args.num_worlds):
         trails = make_trails(args.num_trails // 2, 0, args.length, rng, excluded)

@@ -1,4 +1,4 @@
-"""A verifiers 0.4 taskset with a tool: find a key that a note in one room locates.
+"""A verifiers 0.4 taskset with a tool: find a key with the notes in the rooms of a house.
 
 The tool runs in its own process, one for all episodes. In a Python with verifiers,
 
@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 def house(seed: int) -> dict[str, str]:
-    """Return the text in each room: one locates the key, the others name that room."""
+    """Return the note in each room. One note says where the key is; the others name its room."""
     random_state = random.Random(seed)
     room, place = random_state.choice(ROOMS), random_state.choice(PLACES)
     return {
@@ -33,40 +33,40 @@ def house(seed: int) -> dict[str, str]:
 
 
 class RoomsData(vf.TaskData):
-    """A house's seed and the place of its key."""
+    """Seed of a house, and the location of its key."""
 
     seed: int
     answer: str
 
 
 class RoomsToolsConfig(vf.SharedToolsetConfig):
-    """Settings of the tool's process."""
+    """Settings of the tool process."""
 
 
 class RoomsTools(vf.Toolset[RoomsToolsConfig]):
-    """Toolset with the one tool, `look`."""
+    """Toolset with a single tool, `look`."""
 
     TOOL_PREFIX = None
 
     @vf.tool
     def look(self, house_number: int, room: str) -> str:
-        """Says what is seen in a room of a house."""
+        """Returns the note in a room of a house."""
         return house(house_number).get(room, f"There is no room {room!r}.")
 
 
 class RoomsTask(vf.Task[RoomsData]):
-    """Task of finding a key."""
+    """Task: find the key of a house."""
 
     @vf.reward
     async def found(self, task: RoomsData, trace: vf.Trace) -> float:
-        """Return 1 for the right place, else 0.2 for each tool result, at most 0.4."""
+        """Return 1 for the correct location, else 0.2 per tool result, up to 0.4."""
         if trace.last_reply == task.answer:
             return 1.0
         return min(0.4, 0.2 * len(trace.tool_messages))
 
 
 class RoomsConfig(vf.TasksetConfig):
-    """Number of houses and settings of the tool."""
+    """Number of houses, and settings of the tool process."""
 
     num_tasks: int = 100
     tools: RoomsToolsConfig = RoomsToolsConfig()
@@ -76,7 +76,7 @@ class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
     """Taskset of `num_tasks` houses."""
 
     def load(self) -> Iterator[RoomsTask]:
-        """Yield a task for each house."""
+        """Yield one task per house."""
         for seed in range(self.config.num_tasks):
             seen = next(text for text in house(seed).values() if "key" in text)
             yield RoomsTask(

@@ -1,1 +1,1 @@
-"""Chat with a run's model and tools: `jaxrl chat RUN`."""
+"""Chat with the model and tools of a run: `jaxrl chat RUN`."""

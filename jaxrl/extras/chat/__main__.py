@@ -1,11 +1,11 @@
 """Chat with a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
 
-Each question is played through the run's environment, as in training: the same prompt, tags, tools
-and search engine. The output shows the model's text, the observations and the answer. Questions on
-the command line are independent. Without any, each line from the terminal or a pipe is a question
-of one conversation, and an empty line starts another. The run itself is not changed. Relative paths
-in its configuration and in `--config.` keys are relative to the folder in which the run was
-started; RUN, --model and --image are relative to the current folder.
+Each question is run through the environment of the run, as in training: with the same prompt, tags,
+tools and search engine. The output shows the model's text, the observations and the answer.
+Questions on the command line are independent of each other. If there are none, each line from the
+terminal or a pipe is a question of one conversation, and an empty line starts a new conversation.
+The run itself is not changed. Relative paths in its configuration and in `--config.` keys start at
+the folder in which the run was started; RUN, --model and --image at the current folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxrl.types import Trajectory
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answer the questions of the command line or of standard input."""
+    """Answer questions from the command line or standard input."""
     parser = argparse.ArgumentParser(
         prog="jaxrl chat", description="Chat with the trained model of a run."
     )
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
-    """Answer all questions and return the number of refused ones."""
+    """Answer all questions; return the number of questions that failed."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
@@ -112,7 +112,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
                 continue
             try:
                 trajectory, num_forgotten = conversation.ask(question, images)
-            except (ValueError, OutageError) as error:  # does not affect others
+            except (ValueError, OutageError) as error:  # later questions may still succeed
                 print(line(error), file=sys.stderr)
                 num_refused += 1
                 continue
@@ -126,7 +126,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
 
 
 def typed(lines: Iterable[str]) -> Iterator[str]:
-    """Yield each line as it is typed, stripped of whitespace."""
+    """Yield each input line without surrounding whitespace; prompt for it on a terminal."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a bad byte must not end the chat
@@ -141,7 +141,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
 
 
 def show(trajectory: Trajectory, console: Console) -> None:
-    """Print an episode's turns, its observations (dimmed) and its answer."""
+    """Print the question, turns, observations (dimmed) and answer of an episode."""
 
     def write(text: str, style: str = "") -> None:
         console.print(Text(escape_control_chars(text), style=style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Conversation in which each question is played as an episode."""
+"""Conversation that runs each question as an episode of the environment."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxrl.utils.text import replace_surrogates
 
 
 class Conversation:
-    """A run's model and tools with a chat history.
+    """Chat with a run's model and tools.
 
     The first question uses the training prompt (`config.prompt`). Later questions are user messages
-    after the model's earlier text. With a tag protocol, this text includes tool results; with a
-    chat-template protocol, it is the last turn of each answer.
+    after the model's earlier text. With a tag protocol, this text includes tool results. With a
+    chat-template protocol, it consists of the last turn of each episode.
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
         """Start with an empty history.
 
         Args:
-            components: Components from `load_saved_run`.
-            config: Configuration from `load_saved_run`.
-            temperature: Sampling temperature; 0 is greedy.
+            components: Components of the run, from `load_saved_run`.
+            config: Configuration of the run, from `load_saved_run`.
+            temperature: Sampling temperature; 0 for greedy decoding.
         """
         self._components, self._config = components, config
         self._temperature = temperature
@@ -38,25 +38,25 @@ class Conversation:
             **{key: config.prompt[key] for key in ("system", "template", "examples")}
         )
         self._shows_tools = not config.protocol(()).in_template
-        self._exchanges: list[tuple[str, str]] = []  # question and answer
-        self._num_questions = 0  # including refused ones
+        self._exchanges: list[tuple[str, str]] = []  # questions with the model's text
+        self._num_questions = 0  # including failed ones
 
     def begin_anew(self) -> None:
         """Clear the history."""
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Play the episode of a question, with as much of the latest history as fits.
+        """Run the episode of a question, with as much of the latest history as fits.
 
         Args:
             question: User message.
-            images: Image files for the marks in the question, or before it.
+            images: Paths of the images, placed at the marks in the question or before it.
 
         Returns:
-            The episode, and the number of earlier questions that were left out.
+            The trajectory, and the number of earlier questions that were dropped.
 
         Raises:
-            ValueError: The question leaves no room for an answer, or its marks do not match the
+            ValueError: The question leaves no room for a response, or its marks do not match the
                 images. The history is unchanged.
             OutageError: A server that the environment needs is down.
         """
@@ -76,7 +76,7 @@ class Conversation:
         return trajectory, num_forgotten
 
     def _messages(self, question: str) -> list[Message]:
-        """Return the chat up to a question; the first one uses the training template."""
+        """Return the chat up to a question. The first question uses the training template."""
         system = self._prompt.system
         begin = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*begin, *self._prompt.examples]
@@ -89,7 +89,7 @@ class Conversation:
         return chat
 
     def _play(self, question: str, images: Sequence[str], number: int) -> Trajectory:
-        # Environments score every episode and need an answer for it; the score is not used.
+        # Environments need an accepted answer to score an episode; the score is not used.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
             fields |= {"messages": self._messages(question)}
@@ -102,7 +102,7 @@ class Conversation:
             top_p=self._config.eval.top_p,
             seeds=Seeds(seed=self._config.seed, stage=0, step=0),
         )
-        draw = Draw(task=task, stream_index=number)  # the index seeds its sampling
+        draw = Draw(task=task, stream_index=number)  # the index seeds sampling
         [group] = self._components.rollout([draw], sampling)
         assert group is not None  # `sampling` allows no unfinished groups
         return group.trajectories[0]

@@ -30,21 +30,21 @@ from jaxrl.utils.json_io import is_too_deep
 from jaxrl.utils.secrets import redact, register_secret
 
 _INVALID_PARAMS = -32602
-"""JSON-RPC error code for wrong arguments."""
+"""JSON-RPC error code for invalid arguments."""
 
 _CLOSE_S = 5.0
-"""Seconds to wait at exit for connections to close."""
+"""Seconds to wait for connections to close at exit."""
 
 _STDERR_BYTES = 2**16
 _STDERR_SHOWN = 500
-"""Bytes to read from the end of a server's standard error, and characters to show in an error."""
+"""Bytes to read from the end of a server's stderr, and characters to show in an error message."""
 
 
 def check_servers(specs: Sequence[Any]) -> None:
-    """Check the format of `config.env.search.mcp`.
+    """Validate the format of `config.env.search.mcp`.
 
     Raises:
-        ValueError: An entry is not a valid server.
+        ValueError: An entry does not describe a server.
     """
     for spec in specs:
         if not _is_server(spec):
@@ -79,8 +79,8 @@ def offered_tools(
 
     Args:
         specs: One entry per server, checked by `check_servers`.
-        deadline_s: Time limit per call and per connection.
-        log: Function that logs a line; called with the names of each server's tools.
+        deadline_s: Timeout per call and per connection attempt, in seconds.
+        log: Callback that logs a line; it receives the tool names of each server.
 
     Raises:
         ValueError: A server cannot be reached, or the package mcp is not installed.
@@ -99,20 +99,20 @@ def offered_tools(
 
 
 class McpServer:
-    """A connection to a server, opened on first use and reopened if the server dies.
+    """Client of a server. It connects on first use and reconnects if the server dies.
 
-    It runs on `get_event_loop`. `tools` and `call` may be called from any thread.
+    Connections run on the loop of `get_event_loop`. `tools` and `call` are thread-safe.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
         """Read the settings and secrets without connecting.
 
         Args:
-            spec: Either `command`, the words of a command that serves on its standard streams, and
-                `env`, names of environment variables to pass in addition to PATH, HOME and others;
-                or `url`, the address of a streamable HTTP server, and `headers`, which maps HTTP
-                headers to names of environment variables with their values.
-            deadline_s: Time limit per call and per connection.
+            spec: For a stdio server, `command` (a list of arguments) and `env` (names of
+                environment variables to pass in addition to PATH, HOME and others). For a
+                streamable HTTP server, `url` and `headers` (HTTP header to the name of the
+                environment variable that holds its value).
+            deadline_s: Timeout per call and per connection attempt, in seconds.
 
         Raises:
             ImportError: The package mcp is not installed.
@@ -128,7 +128,7 @@ class McpServer:
         self.name = " ".join(spec["command"]) if "command" in spec else str(spec["url"])
         self._env = {name: _secret(name) for name in spec.get("env", ())}
         self._headers = {header: _secret(name) for header, name in spec.get("headers", {}).items()}
-        # Closed with this object.
+        # The file is closed with this object.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
         self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
@@ -137,7 +137,7 @@ class McpServer:
         """Return the tools that the server lists.
 
         Raises:
-            ToolError: The server cannot be reached, or lists none.
+            ToolError: The server cannot be reached, or it lists no tools.
         """
         listed = self._run(self._list())
         if not listed:
@@ -145,11 +145,11 @@ class McpServer:
         return [McpTool(self, tool) for tool in listed]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its text, which may be an error that the tool reports.
+        """Call a tool; return its text, which may be an error that the tool reports.
 
         Raises:
-            CallError: The server does not accept these arguments.
-            ToolError: The server cannot be reached, or does not answer in time.
+            CallError: The server rejects the arguments.
+            ToolError: The server cannot be reached, or does not respond in time.
         """
         return _text(self._run(self._call(name, arguments)))
 
@@ -162,7 +162,7 @@ class McpServer:
                 f"the MCP server {self.name!r} gave no answer within {self._deadline_s:g} s "
                 "(config.env.search.tool_deadline_s)"
             ) from error
-        except Exception as error:  # transports raise many kinds
+        except Exception as error:  # transports raise many types
             if getattr(error, "code", None) == _INVALID_PARAMS:
                 raise CallError(redact(str(error))[:MAX_ERROR_CHARS]) from error
             stderr = self._read_stderr()
@@ -199,7 +199,7 @@ class McpServer:
             connection.close()
 
     def _read_stderr(self) -> str:
-        """Return the end of the standard error of a server that failed to open, for a message."""
+        """Return the end of stderr, for an error message, if the server failed to start."""
         connection = self._connection
         if connection is not None and connection.is_open:
             return ""
@@ -220,7 +220,7 @@ async def _open_client(
     stderr: TextIO,
     deadline_s: float,
 ) -> AsyncIterator[Any]:
-    """Open a client with the transport in `spec`."""
+    """Open a client with the transport that `spec` describes."""
     import httpx2
     import mcp
     from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -239,7 +239,7 @@ async def _open_client(
 
 
 class _Connection:
-    """An open client. One task opens and closes it, as anyio requires."""
+    """Open client. The same task opens and closes it, as anyio requires."""
 
     def __init__(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""
@@ -268,7 +268,7 @@ class _Connection:
             self.client.exception()  # mark as retrieved: nobody may be waiting
 
     def close(self) -> None:
-        """Schedule closing the connection, even while it is opening. Thread-safe."""
+        """Schedule the closing of the connection, even while it is opening. Thread-safe."""
         get_event_loop().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -296,20 +296,20 @@ def _close_all() -> None:
 
 
 def _secret(name: str) -> str:
-    """Return the value of an environment variable, and register it as a secret."""
+    """Read an environment variable and register its value as a secret."""
     value = os.environ.get(name)
     if not value:
         raise ValueError(
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
     is_path = os.path.isabs(value) and os.path.exists(value)
-    if not is_path:  # paths appear in answers and are not secret
+    if not is_path:  # paths are not secret and appear in results
         register_secret(value)
     return value
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions in an error, without the groups around them."""
+    """Yield the exceptions in an error; flatten exception groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)
@@ -318,7 +318,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _text(result: Any) -> str:
-    """Return the text of a result, or its JSON if it has no text, followed by its images.
+    """Return the text of a result, or its JSON if it has no content, with its images.
 
     Raises:
         ToolError: An image is not valid base64.
@@ -343,13 +343,13 @@ def _text(result: Any) -> str:
 
 
 class McpTool(JsonTool):
-    """A tool of a server. Arguments are checked against the server's schema."""
+    """Tool of an MCP server. Arguments are validated against the server's schema."""
 
     def __init__(self, server: McpServer, listed: Any) -> None:
-        """Read the server's description of the tool.
+        """Read the tool's name, description and schema.
 
         Raises:
-            ToolError: The schema is not valid.
+            ToolError: The schema is invalid.
         """
         import jsonschema
         import referencing
@@ -370,12 +370,12 @@ class McpTool(JsonTool):
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
                 f"is not valid: {error.message[:500]}"
             ) from error
-        # An empty registry fetches no references.
+        # With an empty registry, references are not fetched.
         self._validator = kind(self._schema, registry=referencing.Registry())
 
     @property
     def description(self) -> str:
-        """Return the server's description."""
+        """Return the server's description of the tool."""
         return self._description
 
     @property
@@ -384,11 +384,11 @@ class McpTool(JsonTool):
         return self._schema
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments that the schema does not allow.
+        """Validate arguments against the tool's schema.
 
         Raises:
             CallError: The arguments do not match the schema.
-            ToolError: The schema cannot be used.
+            ToolError: The schema is invalid, for example because a definition is missing.
         """
         if not self._schema.get("additionalProperties"):  # most servers leave it out
             check_names(arguments, list(self._schema["properties"]), self._schema["required"])
@@ -409,7 +409,7 @@ class McpTool(JsonTool):
         """Call the tool on the server.
 
         Raises:
-            ToolError: See `McpServer.call`.
+            ToolError: The server cannot be reached, or does not respond in time.
         """
         try:
             return self._server.call(self.name, json.loads(call))

@@ -1,4 +1,4 @@
-"""Reader of reasoning-gym datasets, which generate each task from its index."""
+"""Reader of reasoning-gym datasets, which generate a task from its index."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def reasoning_gym(
 
     Args:
         source: Name of the dataset, such as `chain_sum`.
-        config_key: Config key of the name.
-        seed: Seed of the tasks. Held-out tasks need a different seed.
-        size: Number of tasks.
-        settings: Settings of the dataset, such as `min_terms`.
+        config_key: Config key that holds the name, for error messages.
+        seed: Random seed of the tasks. Use a different seed for held-out tasks.
+        size: Number of tasks in the dataset.
+        settings: Further settings of the dataset, such as `min_terms`.
 
     Raises:
         ValueError: The extra is not installed, or the dataset or a setting is unknown.
@@ -41,7 +41,7 @@ def reasoning_gym(
 
 
 class _Generated(Reader):
-    """Tasks generated on access."""
+    """Reader that generates tasks on access."""
 
     def __init__(self, tasks: Any, name: str):
         self._tasks, self._name = tasks, name

@@ -1,4 +1,4 @@
-"""Reader of local folders written by `save_to_disk` of `datasets`, memory-mapped."""
+"""Memory-mapped reader of folders written by `save_to_disk` of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hugging_face(
 
 
 class _Rows(Reader):
-    """Rows of one dataset. Images and sound are the stored bytes, not decoded."""
+    """Reader of one dataset. Images and audio stay encoded, as the stored bytes."""
 
     fills_gaps = True
 

@@ -1,4 +1,4 @@
-"""Parquet reader that keeps one row group in memory, or several small ones."""
+"""Parquet reader that caches one row group, or several small ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from jaxrl.data.readers.base import Held, Reader, Record, one_line, open_files, present
 
 HELD_BYTES = 2**25
-"""Maximum size of cached row groups in bytes. The last one read is cached at any size."""
+"""Maximum total size of cached row groups, in bytes. The latest one is always cached."""
 
 
 def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:

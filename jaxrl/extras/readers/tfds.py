@@ -11,19 +11,19 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 def tfds(source: str, split: str, config_key: str) -> Reader:
-    """Return a reader of the examples of a split.
+    """Return a reader of one split of a TFDS dataset.
 
-    Empty strings and lists are dropped, since TFDS has no missing values. `metadata` may be a
+    Empty strings and lists count as missing, since TFDS has no missing values. `metadata` may be a
     string with a JSON object.
 
     Args:
         source: Folder of one version of the dataset.
-        split: A split, or a part of one such as `train[:90%]`.
-        config_key: Config key of the folder.
+        split: Name of the split, or a slice of it such as `train[:90%]`.
+        config_key: Config key that holds the folder, for error messages.
 
     Raises:
         ValueError: The folder is not a dataset, has another format, is damaged, lacks the split, or
-            has images or sound.
+            has images or audio.
     """
     folder = Path(source)
     file = folder / "dataset_info.json"
@@ -81,7 +81,7 @@ def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
 
 
 class _Examples(Reader):
-    """Examples of one split."""
+    """Reader of the examples in one split."""
 
     def __init__(self, examples: Any, folder: Path, split: str):
         self._examples, self._folder, self._split = examples, folder, split

@@ -1,7 +1,7 @@
-"""Program that runs code inside the sandbox, after setting limits.
+"""Program that sets limits and then runs code, inside the sandbox.
 
-It reads the code from standard input. To standard error it writes `READY` once all limits are set,
-then the error of the code.
+It reads the code from stdin. It writes `READY` to stderr once all limits are set, followed by the
+error message if the code raises an exception.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 READY = b"ready\n"
 
 FAILED = 3
-"""Exit status of code that raised an exception."""
+"""Exit status if the code raised an exception."""
 
 DENIED = {
-    # New processes and threads; signaling or inspecting other processes; sockets and replacements
-    # for them; memory outside the limits; namespaces, mounts and keys; owners, extended attributes
-    # and flags of files; device nodes and named pipes; the system log; locks on files that others
-    # open; asynchronous reads, which count against a limit that all users share.
+    # New processes and threads; signals to other processes and inspection of them; sockets and
+    # substitutes for them; memory outside the limits; namespaces, mounts and keys; owners, extended
+    # attributes and flags of files; device nodes and named pipes; the system log; locks on shared
+    # files; asynchronous reads, which count against a limit that all users share.
     "x86_64": (
         *(56, 57, 58, 435, 62, 200, 234, 129, 297, 424, 434, 438, 101, 310, 311, 440),
         *(41, 53, 425, 426, 427, 319, 447, 29, 68, 64, 240),
@@ -40,16 +40,16 @@ DENIED = {
         *(5, 6, 7, 14, 15, 16, 463, 466, 469, 33, 116, 32, 0),
     ),
 }
-"""Numbers of the denied system calls, from Linux's `asm/unistd.h`."""
+"""Numbers of denied system calls by machine, from Linux's `asm/unistd.h`."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_X32 = 0x40000000  # lowest number of an x32 call, on x86_64
+_X32 = 0x40000000  # lowest number of an x32 system call on x86_64
 
 
 def filter_program(machine: str) -> bytes:
-    """Return a seccomp filter: a sequence of `struct sock_filter` (`linux/filter.h`).
+    """Build a seccomp filter: a sequence of `struct sock_filter` (`linux/filter.h`).
 
-    Calls of another architecture kill the process; those in `DENIED` fail with EPERM.
+    Calls of another architecture kill the process; calls in `DENIED` fail with EPERM.
     """
     load, jump_equal, jump_least, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
@@ -62,10 +62,10 @@ def filter_program(machine: str) -> bytes:
 
 
 def deny_calls() -> None:
-    """Install the filter for this process and its descendants.
+    """Install the seccomp filter for this process and its descendants.
 
     Raises:
-        OSError: The system does not support it.
+        OSError: The system does not support the filter.
     """
     machine = platform.machine()
     if machine not in DENIED:
@@ -81,10 +81,10 @@ def deny_calls() -> None:
 
 
 def become(user: int, devices: list[str]) -> None:
-    """Make devices read-only, then switch to `user`, without groups or capabilities.
+    """Make devices read-only and switch to `user`, dropping groups and capabilities.
 
     Raises:
-        OSError: The system refuses, or `user` may not read Python's library.
+        OSError: The system denies it, or `user` may not read Python's library.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     read_only, no_suid, no_exec, remount, bind = 1, 2, 8, 32, 4096
@@ -102,7 +102,7 @@ def become(user: int, devices: list[str]) -> None:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set resource limits, which this process cannot raise again."""
+    """Set soft and hard resource limits, which this process cannot raise again."""
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -111,15 +111,15 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Run the code from standard input under the limits in the first argument.
+    """Run code from stdin under the limits in the first command-line argument.
 
-    An optional second argument holds the arguments of `become`. Both are JSON.
+    An optional second one holds the arguments of `become`. Both are JSON.
     """
     code = sys.stdin.buffer.read()
     report = os.dup(2)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(1, 2)  # warnings are part of the output
+    os.dup2(1, 2)  # warnings belong to the output
     os.closerange(3, report)
     os.closerange(report + 1, 1024)
     try:
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def run(code: bytes, report: int) -> int:
-    """Run the code and return the exit status."""
+    """Run the code, report its error to `report`, and return the exit status."""
     status, error = 0, b""
     try:
         text = code.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Tool that runs Python code, with a sandboxed process for each snippet."""
+"""Tool that runs each Python snippet in a sandboxed process."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _ENVIRONMENT = {
     # Linear algebra libraries would start one thread per core.
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-"""Complete environment of the code."""
+"""Complete environment variables of the code."""
 
 NOBODY = 65534
-"""User and group of the code in bubblewrap."""
+"""User and group id under which the code runs in bubblewrap."""
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 _CLONE_NEWUSER = 0x10000000
 
 _ENDING_S = 5.0
-"""Seconds for a killed process to end."""
+"""Seconds to wait for a killed process to end."""
 
 _REMEDY = (
     "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
@@ -57,14 +57,14 @@ _REMEDY_OF_ROOT = (
 class BubblewrapTool(Tool):
     """Python inside bubblewrap (https://github.com/containers/bubblewrap), for untrusted code.
 
-    Each snippet runs in a new process with limits on time, memory and output. The code sees the
-    system's programs and libraries, this interpreter with its packages, all read-only, and a
-    temporary folder in memory. It has no network, no other processes, no capabilities, no open
-    files, no standard input, and only the environment `_ENVIRONMENT`. A seccomp filter, installed
-    before the code runs, denies new processes and threads, sockets, and signals to others.
+    Each snippet runs in a new process with limits on time, memory and output. The code can read the
+    system's programs and libraries and this interpreter with its packages, and can write to a
+    temporary folder in memory. It has no network, other processes, capabilities, open files or
+    standard input, and only the variables in `_ENVIRONMENT`. A seccomp filter, installed before the
+    code runs, denies new processes and threads, sockets, and signals to other processes.
 
-    If root starts the run, the code runs as `NOBODY`, on the host as well as in the sandbox: root
-    sets up the sandbox, makes its devices read-only, and switches users before the code runs.
+    If root starts the run, the code runs as `NOBODY` on the host too: root sets up the sandbox,
+    makes its devices read-only, and switches users before the code runs.
     """
 
     name = "python"
@@ -86,11 +86,11 @@ class BubblewrapTool(Tool):
 
         Args:
             timeout_s: Time limit per snippet.
-            max_memory: Limit on a snippet's address space, and on its files, in bytes.
+            max_memory: Limit on a snippet's address space and on the size of its files, in bytes.
             max_output: Limit on a snippet's output, in bytes.
 
         Raises:
-            ValueError: The sandbox does not work here.
+            ValueError: The sandbox does not work on this machine.
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
@@ -102,18 +102,18 @@ class BubblewrapTool(Tool):
 
     @property
     def remedy(self) -> str:
-        """Return advice for a machine on which the sandbox does not work."""
+        """Return setup instructions for machines on which the sandbox does not work."""
         return _REMEDY + _REMEDY_OF_ROOT * _owns_devices()
 
     def files(self) -> tuple[int, ...]:
-        """Return the file descriptors that the command refers to."""
+        """Return the file descriptors that `command` refers to."""
         return (_root_namespace(),) if _owns_devices() else ()
 
     def command(self, program: list[str]) -> list[str]:
-        """Return the command that runs a Python program in the sandbox.
+        """Build the command that runs a Python program in the sandbox.
 
         Args:
-            program: Arguments of the interpreter, with the path of `CHILD` in the sandbox.
+            program: Arguments for the interpreter; paths are those in the sandbox.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -154,10 +154,10 @@ class BubblewrapTool(Tool):
         ]
 
     def run(self, code: str, /) -> str:
-        """Run code and return its output, or the type and text of its error.
+        """Run code; return its output, or the type and message of its error.
 
-        A process may be killed from outside, for example by the system when memory runs out. So a
-        killed process is run again in the remaining time. A second kill counts as a crash.
+        A process may be killed from outside, for example by the system when memory runs out. The
+        code then runs again in the remaining time. A second kill counts as a crash.
         """
         ends = time.monotonic() + self._timeout_s
         try:
@@ -170,7 +170,7 @@ class BubblewrapTool(Tool):
         return _CRASH
 
     def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
-        """Return the answer, or None if the process was killed."""
+        """Run code once; return its output, or None if the process was killed."""
         limits = {
             **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
@@ -216,17 +216,17 @@ class BubblewrapTool(Tool):
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
     def _await_end(self, child: ChildProcess, ends: float) -> str:
-        """Wait until the process ends, and kill it at `ends` or if it prints too much.
+        """Wait for the process to end; kill it at time `ends` or if it prints too much.
 
         Returns:
-            "late" or "much" if it was killed, else "".
+            "late" or "much" (too much output) if it was killed, else "".
         """
         ended = "much"
         try:
             if not child.read(
                 lambda: len(child.stdout_buffer) > self._max_output, ends - time.monotonic()
             ):
-                # Both streams may be closed long before the end.
+                # The process may close both streams long before it ends.
                 child.wait(max(ends - time.monotonic(), 0))
                 return ""
         except ChildTimeoutError:
@@ -238,19 +238,19 @@ class BubblewrapTool(Tool):
 
 
 def _owns_devices() -> bool:
-    """Return True for the host's root, but not for root of a user namespace."""
+    """Return True if this process is root on the host, not only in a user namespace."""
     return os.geteuid() == 0 and os.stat(os.devnull).st_uid == 0
 
 
 @functools.cache
 def _root_namespace() -> int:
-    """Create a user namespace with root and `NOBODY`, and return its file descriptor.
+    """Create a user namespace with root and `NOBODY`; return its file descriptor.
 
-    bwrap itself maps only one user into its namespace. If root starts it, this user is root, which
-    owns the host's devices and programs whatever the user is called inside.
+    bwrap itself maps only one user into its namespace. If root starts bwrap, this is the host's
+    root, which owns the host's devices and programs even under another user id.
 
     Raises:
-        OSError: Root may not create such a namespace here.
+        OSError: Root may not create such a namespace on this machine.
     """
     program = (
         "import ctypes, json, os\n"

@@ -8,5 +8,5 @@ from jaxrl.builders.saved_run import read_config
 
 
 def get_config(run: str) -> ConfigDict:
-    """Return the configuration that a run began with."""
+    """Return the configuration with which a run was started."""
     return read_config(Path(run))

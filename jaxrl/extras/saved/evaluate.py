@@ -17,7 +17,7 @@ STAGES = "--config.stages=('evaluate',)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the stage `evaluate` with the run's configuration."""
+    """Run `jaxrl evaluate`."""
     parser = argparse.ArgumentParser(
         prog="jaxrl evaluate",
         description="Evaluate the model of a run on its held-out tasks. Scores are printed and "
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
-    """Start `jaxrl.launch` on the run, from the folder in which the run was started."""
+    """Run the stage `evaluate` of a run, in the folder in which the run was started."""
     run = run.absolute()
     if not (run / "config.json").is_file():
         sys.exit(line(FileNotFoundError(f"{run} has no config.json; expected a run's workdir.")))

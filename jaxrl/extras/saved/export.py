@@ -26,7 +26,7 @@ from jaxrl.utils.text import replace_unencodable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the model of a checkpoint in Hugging Face format."""
+    """Run `jaxrl export`; print the output folder."""
     parser = argparse.ArgumentParser(
         prog="jaxrl export",
         description="Write the model of a checkpoint in Hugging Face format, to FOLDER/export; "
@@ -50,19 +50,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export_run(run: Path, out: Path | None, display: Display, *, step: int | None = None) -> Path:
-    """Export the model of a checkpoint of a run.
+    """Export the model from one of a run's checkpoints, in Hugging Face format.
 
     Args:
         run: Workdir of the run.
-        out: Folder to write to; `steps/<step>` of the run by default.
-        display: Progress.
-        step: Step of the checkpoint; the newest by default.
+        out: Output folder; the run's `steps/<step>` by default.
+        display: Progress display.
+        step: Step of the checkpoint; the latest by default.
 
     Returns:
-        The folder.
+        The output folder.
 
     Raises:
-        FileNotFoundError, ValueError: There is no such run or step.
+        FileNotFoundError, ValueError: The run or the step does not exist.
         CheckpointError: The checkpoint is damaged.
     """
     run = run.absolute()

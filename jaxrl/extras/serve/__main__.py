@@ -42,11 +42,11 @@ RANGES = {
     "max_body_mib": (sys.float_info.min, 2**20),
     "end_s": (0, threading.TIMEOUT_MAX),
 }
-"""Smallest and largest values of numeric flags."""
+"""Minimum and maximum of numeric flags, both inclusive."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until a signal arrives; report an error in one line."""
+    """Run `jaxrl serve`; report an error in one line."""
     parser = argparse.ArgumentParser(
         prog="jaxrl serve", description="Serve a run's model, or one in a folder, over HTTP."
     )
@@ -83,8 +83,8 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     """Load the model and serve it on a port until a signal arrives.
 
     Raises:
-        OSError, ValueError: A flag is wrong, the model cannot be loaded, or the server failed.
-        ImportError: The packages of the server are not installed.
+        OSError, ValueError: A flag is invalid, the model cannot be loaded, or the server failed.
+        ImportError: The dependencies of the server are not installed.
     """
     for name, (low, high) in RANGES.items():
         value = getattr(arguments, name)

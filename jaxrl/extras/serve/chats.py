@@ -1,10 +1,10 @@
 """Chat prompts, built from the token ids of a session's earlier prompts and completions.
 
-The model's text is never tokenized again. Each completion is stored with its chat and all its ids.
-A later chat reuses the ids of the longest stored chat that it starts with, and only the messages
-after that are rendered. Assistant messages match if their text without whitespace and their parsed
-tool calls are equal. Text cannot forge the chat's structure: see `Tokenizer.render_prompt`, which
-also refuses fields that the chat template drops.
+The model's text is never tokenized again. Each completion is stored with its chat and all token
+ids. A later chat reuses the ids of the longest stored chat that it starts with, and only the
+messages after it are rendered. Assistant messages match if their text without whitespace and their
+parsed tool calls are equal. Text cannot forge the chat's structure: see `Tokenizer.render_prompt`,
+which also rejects fields that the chat template drops.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from jaxrl.utils.text import replace_surrogates
 
 CALL = "<tool_call>"
 MAX_TOOLS = 64
-"""Number of checked tool lists to cache. A check renders the template."""
+"""Number of tool lists whose check is cached. A check renders the template."""
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call. Arguments are an object, or text that could not be parsed."""
+    """A tool call. The arguments are an object, or text that could not be parsed."""
 
     name: str
     arguments: Any
     id: str = ""
 
     def to_template(self) -> dict[str, Any]:
-        """Return the call for the chat template."""
+        """Convert the call for the chat template."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"type": "function", "function": function, **({"id": self.id} if self.id else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """A message of a chat.
+    """A chat message.
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`.
-        content: Text.
-        calls: Tool calls of the assistant.
-        extra: All other fields of the message, such as `tool_call_id`.
+        content: Text of the message.
+        calls: Tool calls of an assistant message.
+        extra: Further fields of the message, such as `tool_call_id`.
     """
 
     role: str
@@ -66,7 +66,7 @@ class ChatMessage:
 
     @property
     def match_key(self) -> str:
-        """Return a string that is equal for matching messages."""
+        """Return a string that is the same for all messages that count as equal."""
         extra = map_json(_as_double, self.extra)
         if self.role == "assistant":
             # Clients may strip the text, or split off the thoughts and put line breaks around them
@@ -77,19 +77,19 @@ class ChatMessage:
         return json.dumps([self.role, self.content, extra], sort_keys=True)
 
     def to_template(self) -> dict[str, Any]:
-        """Return the message for the chat template."""
+        """Convert the message for the chat template."""
         calls = [call.to_template() for call in self.calls]
         fields = {**self.extra, **({"tool_calls": calls} if calls else {})}
         return {"role": self.role, "content": self.content, **fields}
 
 
 def parse_arguments(value: Any) -> Any:
-    """Parse the arguments of a tool call; return text that is not JSON unchanged.
+    """Parse the arguments of a tool call. Text that is not JSON is returned unchanged.
 
     Raises:
         ValueError: The value is neither text nor an object.
     """
-    if isinstance(value, dict):  # from programs that read calls from a data set
+    if isinstance(value, dict):  # from programs that read calls from a dataset
         return value
     if not isinstance(value, str):
         raise ValueError("Input should be a JSON text or an object")
@@ -109,10 +109,10 @@ def map_json(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def readable(scalar: Any) -> Any:
-    """Return a scalar that every client can read: text in UTF-8 or a number in double range.
+    """Sanitize a JSON scalar for clients: replace lone surrogates and check the range of numbers.
 
     Raises:
-        ValueError: The number is out of double range.
+        ValueError: The number is out of the range of doubles.
     """
     if isinstance(scalar, str):
         return replace_surrogates(scalar)
@@ -123,7 +123,7 @@ def readable(scalar: Any) -> Any:
 
 
 def _as_double(scalar: Any) -> Any:
-    """Return a number as a double, since JavaScript clients write 1.0 as 1."""
+    """Convert a number to a double, because JavaScript clients write 1.0 as 1."""
     number = to_finite_float(scalar)
     return scalar if number is None else number + 0.0  # -0.0 is 0
 
@@ -131,7 +131,7 @@ def _as_double(scalar: Any) -> Any:
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     """Parse a completion into text and tool calls.
 
-    If any call cannot be read, or a client could not send it back unchanged, all calls are text.
+    If a call cannot be parsed, or a client could not send it back unchanged, all calls stay text.
     """
     calls = [_sendable_call(call) for call in read_tool_calls(text).calls] if has_tools else []
     sendable = tuple(call for call in calls if call is not None)
@@ -144,7 +144,7 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
 
 def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
-    """Return a call for clients; None if a client could not send it back."""
+    """Convert a parsed call for clients, or return None if they could not send it back."""
     if not isinstance(call, Asked):
         return None
     try:
@@ -162,15 +162,15 @@ def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
 
 
 class ChatHistory:
-    """Token ids of the chats of all sessions, and prompts built from them. Thread-safe."""
+    """Token ids of all sessions' chats, from which prompts are built. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
-        """Start empty.
+        """Create an empty history.
 
         Args:
             tokenizer: Tokenizer with the chat template.
-            max_prompt_tokens: Limit on each prompt.
-            max_tokens: Limit on all stored ids; the least recently used chats are evicted first.
+            max_prompt_tokens: Maximum length of a prompt, in tokens.
+            max_tokens: Maximum number of stored ids; least recently used chats are evicted first.
         """
         self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
@@ -181,10 +181,10 @@ class ChatHistory:
     def build_prompt(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> list[int]:
-        """Return the ids up to the start of the model's next message.
+        """Return the token ids of a chat, up to the start of the model's next message.
 
         Raises:
-            RequestError: The chat template refuses the chat or ignores the tools, or the prompt is
+            RequestError: The chat template rejects the chat or ignores the tools, or the prompt is
                 too long.
         """
         self._check_length(messages, tools)
@@ -209,13 +209,13 @@ class ChatHistory:
         tools: Tools,
         token_ids: Sequence[int],
     ) -> None:
-        """Store the ids of a chat that ends with the model's message."""
+        """Store the token ids of a chat that ends with the model's message."""
         *_, digest = _digests(session, messages, tools)
         with self._lock:
             self._stored[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Refuse text that cannot fit, since tokenizing it could take minutes.
+        """Reject text that cannot fit, because tokenizing it could take minutes.
 
         A token has a known maximum length in bytes, and each message takes at least one token.
         """
@@ -233,7 +233,7 @@ class ChatHistory:
     def _longest_match(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[np.ndarray | None, Sequence[ChatMessage]]:
-        """Return the ids of the longest stored chat that this one starts with, and the rest."""
+        """Return the ids of the longest stored prefix of the chat, and the remaining messages."""
         digests = _digests(session, messages, tools)
         with self._lock:
             for count in range(len(messages), 0, -1):
@@ -244,10 +244,10 @@ class ChatHistory:
     def _render_after(
         self, stored: np.ndarray, rest: Sequence[ChatMessage], tools: Tools
     ) -> list[int] | None:
-        """Return the ids that the template writes after the model's message.
+        """Render the messages that follow a stored chat; return their token ids, or None.
 
-        The ids come from a short chat, from the end of its assistant message on, so they do not
-        depend on how the template renders earlier messages. None if the template refuses the short
+        They are rendered after a short placeholder chat, so the ids do not depend on how the
+        template renders earlier messages. None means that the template rejects the placeholder
         chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -263,7 +263,7 @@ class ChatHistory:
         return ids[int(stored[-1]) in eos_ids :]
 
     def _check_template(self, tools: str) -> None:
-        """Refuse tools if the template ignores them or uses another call format."""
+        """Raise ValueError if the template ignores tools or uses another call format."""
         chat = [{"role": "user", "content": "?"}]
         ids = self._tokenizer.render_prompt(chat, json.loads(tools))
         if CALL not in self._tokenizer.decode(ids):
@@ -274,7 +274,7 @@ class ChatHistory:
 
 
 def _digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
-    """Return a digest of each non-empty prefix of a chat."""
+    """Return the digest of each non-empty prefix of a chat, shortest first."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []
     for message in messages:

@@ -1,8 +1,8 @@
-"""OpenAI's chat completions with vLLM's extensions for token ids, and plain token ids.
+"""OpenAI chat completions with vLLM's token-id extensions, and generation from token ids.
 
-`/inference/v1/generate` takes and returns ids: its client renders prompts and parses tool calls,
-as verifiers' training client does. Responses contain every sampled id, including the stop id,
-because the client builds the next prompt from them.
+`/inference/v1/generate` takes and returns token ids. Its clients, such as verifiers' training
+client, render prompts and parse tool calls themselves. Responses contain every sampled id,
+including the stop id, because clients build the next prompt from them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 
 
 def read_chat(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
-    """Parse a body and build its prompt.
+    """Parse the body of a chat request and build the prompt.
 
     Raises:
-        RequestError: The request is not valid or not supported.
+        RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, ChatBody)
     refuse_unsupported(body.model_extra)
@@ -49,7 +49,7 @@ def read_chat(data: bytes, session: str, model: ServedModel) -> CompletionReques
 
 
 def chat_response(completion: Completion) -> dict[str, Any]:
-    """Return the response to a non-streaming request."""
+    """Build the response to a non-streaming chat request."""
     body = completion.request.body
     choices = []
     for index, choice in enumerate(completion.choices):
@@ -69,9 +69,9 @@ def chat_response(completion: Completion) -> dict[str, Any]:
 
 
 async def chat_events(completion: Completion) -> AsyncIterator[Event]:
-    """Yield the events of a stream, one choice after another.
+    """Yield the events of a streamed response, one choice after another.
 
-    With tools, the text of a choice is sent at its end, when its tool calls are known.
+    If the request has tools, a choice's text is sent once it ends and its calls can be parsed.
     """
     body = completion.request.body
     has_tools = bool(body.callable_tools())
@@ -105,13 +105,13 @@ async def chat_events(completion: Completion) -> AsyncIterator[Event]:
 
 
 class StreamDecoder:
-    """Incremental decoder of one sample.
+    """Incremental UTF-8 decoder of a sample's tokens.
 
-    It holds back incomplete characters and text that may be the start of a stop string.
+    It holds back incomplete characters and text that could be the start of a stop string.
     """
 
     def __init__(self, completion: Completion):
-        """Start empty."""
+        """Create a decoder for a sample of `completion`."""
         self._vocab_bytes = completion.model.tokenizer.vocab_bytes
         stops = completion.request.stops
         self._num_held = max((len(stop.encode()) - 1 for stop in stops), default=0)
@@ -119,7 +119,7 @@ class StreamDecoder:
         self._data, self._num_sent = bytearray(), 0
 
     def add(self, chunk: OutputChunk) -> str:
-        """Return the new text that later tokens cannot change."""
+        """Append a chunk; return the new text that later tokens cannot change."""
         self._data += b"".join(self._vocab_bytes[id] for id in chunk.token_ids)
         # A stop id counts as a token of the completion but has no text.
         end = max(len(self._data) - self._num_held, self._num_sent)
@@ -150,7 +150,7 @@ def _tool_calls(completion: Completion, reply: ChatMessage, index: int) -> list[
 
 
 def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
-    """Return the ids and log-probabilities of a chunk, if the client requested them."""
+    """Return the token ids and log-probabilities of a chunk, if the client requested them."""
     body: ChatBody = completion.request.body
     fields: dict[str, Any] = {}
     if body.return_token_ids:
@@ -168,7 +168,7 @@ def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:
-    """Return the token counts of a finished completion, summed over its samples."""
+    """Count the prompt tokens, and the sampled tokens of all samples, once they have ended."""
     chunks = [choice.joined() for choice in completion.choices]
     num_prompt = len(completion.request.prompt_ids)
     num_sampled = sum(len(chunk.token_ids) for chunk in chunks)
@@ -181,10 +181,10 @@ def usage_of(completion: Completion) -> dict[str, Any]:
 
 
 def read_ids(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
-    """Parse a body of token ids.
+    """Parse the body of a request to `/inference/v1/generate`.
 
     Raises:
-        RequestError: The request is not valid or not supported.
+        RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, IdsBody)
     refuse_unsupported(body.model_extra)
@@ -193,7 +193,7 @@ def read_ids(data: bytes, session: str, model: ServedModel) -> CompletionRequest
 
 
 def ids_response(completion: Completion) -> dict[str, Any]:
-    """Return the response to a request for token ids."""
+    """Build the response of `/inference/v1/generate`."""
     [choice] = completion.choices
     chunk = choice.joined()
     logprobs = [

@@ -1,11 +1,12 @@
-"""Rollout engine for requests that arrive one at a time, each with its own sampling settings.
+"""Engine for requests that arrive one at a time, with sampling settings per request.
 
-Temperature and `top_p` are stored per row, not once for all requests as in `sampling/engine.py`,
-and change when a request resumes, like its random key. A request can be cancelled at any time, or
-truncated to a prefix of its tokens; keys and values after that are overwritten when it resumes.
+Temperature and `top_p` are stored per request, not once for all requests as in
+`sampling/engine.py`. They and the random key can change when a request resumes. A request can be
+cancelled at any time, or truncated to a prefix of its tokens; keys and values after the prefix are
+overwritten when it resumes.
 
-A chunk may be in flight at that time. Its samples for a cancelled or truncated request are ignored.
-It writes before any chunk that is dispatched later, so the next owner of a page overwrites it.
+A chunk may be in flight at that time. Its samples for the request are ignored. It writes to the
+cache before any later chunk, so the next owner of a page overwrites its keys and values.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class SamplingParams(NamedTuple):
 
 
 class ServedEngine(Engine):
-    """An engine whose requests share only rows and pages."""
+    """Engine with sampling settings per request."""
 
     draws_any = True
     """True to compile every sampling kind, False to compile only the given kinds."""
 
     def __init__(self, *arguments: Any, **settings: Any):
-        """Initialize `Engine` with its arguments, with the given kinds before all others."""
+        """Create an `Engine` whose sampling kinds start with the given `kinds`."""
         # The first kind has programs for the fewest rows, so it should be a common one.
         kinds = settings.pop("kinds", ())
         if self.draws_any:
@@ -72,7 +73,7 @@ class ServedEngine(Engine):
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
     def _detach(self, request: int) -> None:
-        """Ignore the samples of in-flight chunks for a request."""
+        """Discard the samples of in-flight chunks for a request."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
         self._rows[request].in_flight = 0
@@ -90,10 +91,10 @@ class ServedEngine(Engine):
 
         Args:
             request: Number of the request.
-            tokens: Ids to prefill after the request's stored ids.
+            tokens: Token ids to prefill after those in the cache.
             budget: Maximum number of tokens to sample.
-            sample_key: Random key of these tokens, uint32 [2].
-            params: Sampling settings of these tokens.
+            sample_key: Random key for sampling, uint32 [2].
+            params: Temperature and `top_p` for sampling.
         """
         self.resume([(request, tokens, budget)])
         self._keys[self._rows[request].slot], self._params[request] = sample_key, params
@@ -110,7 +111,7 @@ class ServedEngine(Engine):
 
     @property
     def max_total_tokens(self) -> int:
-        """Return the limit on a request's prompt and completion together."""
+        """Return the limit on the tokens of prompt and completion together."""
         return self._max_total_tokens
 
     @property
@@ -120,12 +121,12 @@ class ServedEngine(Engine):
 
     @property
     def lacks_pages(self) -> bool:
-        """Return True if running, swapped-out or next requests lack pages, not just rows."""
+        """Return True if running, swapped-out or next requests need more pages than are free."""
         return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
 
     @property
     def _lacks_pages_for_next(self) -> bool:
-        """Return True if the requests that get a row next need more pages than are free."""
+        """Return True if the next requests to get a row need more pages than are free."""
         running = [
             shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
         ]
@@ -158,7 +159,7 @@ class ServedEngine(Engine):
             self._params[number] = SamplingParams(temperature, top_p)
 
     def _select_chunk_kind(self, running: list[list[Row]]) -> str:
-        """Return the cheapest sampling kind that supports every row."""
+        """Return the cheapest sampling kind that supports all running rows."""
         kinds = {self._select_kind(*self._params[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 

@@ -1,4 +1,4 @@
-"""Refused requests, and how each dialect reports them."""
+"""Errors for rejected requests, formatted for each API dialect."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """An error that the client receives instead of an answer.
+    """Error that is sent to the client as an HTTP response.
 
     Attributes:
-        status: HTTP status.
-        param: Name of the invalid field, if any.
-        code: Machine-readable reason.
-        headers: HTTP headers of the response.
+        status: HTTP status code.
+        param: Name of the invalid request field, or None.
+        code: Machine-readable error code, or None.
+        headers: Additional HTTP headers of the response.
     """
 
     anthropic_message = ""
@@ -45,7 +45,7 @@ class RequestError(Exception):
             self.code = "invalid_api_key"
 
     def body(self, *, is_anthropic: bool) -> dict[str, Any]:
-        """Return the response body in OpenAI's or Anthropic's dialect."""
+        """Return the response body in OpenAI's or Anthropic's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, kind)
         if is_anthropic:
@@ -57,17 +57,17 @@ class RequestError(Exception):
 
 
 class ContextLengthError(RequestError):
-    """A prompt that leaves no room for a completion.
+    """Error for a prompt that leaves no room for a completion.
 
-    The messages are those of OpenAI and Anthropic, which make agents compact their history.
+    The messages are worded like OpenAI's and Anthropic's, which make agents compact their history.
     """
 
     def __init__(self, num_tokens: int, max_total_tokens: int):
-        """Build the messages of both dialects.
+        """Build the error messages of both dialects.
 
         Args:
-            num_tokens: Lower bound on the prompt's length.
-            max_total_tokens: Limit on prompt and completion together.
+            num_tokens: Lower bound on the length of the prompt.
+            max_total_tokens: Limit on the tokens of prompt and completion together.
         """
         super().__init__(
             400,

@@ -1,6 +1,6 @@
 """Completions in progress, and a cache of completions for repeated requests.
 
-Everything here runs on the event loop, to which the worker's thread passes its chunks.
+Everything here runs on the event loop, which receives chunks from the worker's thread.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Event = tuple[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """Model properties that the dialects use.
+    """Properties of the served model that all API dialects use.
 
     Attributes:
-        name: Name for clients.
+        name: Model name in requests and responses.
         tokenizer: Tokenizer with the chat template.
-        history: Chats of all sessions.
-        max_total_tokens: Limit on prompt and completion together.
+        history: Chat history of all sessions.
+        max_total_tokens: Limit on the tokens of prompt and completion together.
         stops: Default stop strings.
     """
 
@@ -59,11 +59,11 @@ class ServedModel:
     stops: tuple[str, ...] = ()
 
     def data_of(self, token_ids: Sequence[int]) -> bytes:
-        """Return the UTF-8 bytes of token ids."""
+        """Decode token ids to bytes."""
         return b"".join(self.tokenizer.vocab_bytes[id] for id in token_ids)
 
     def text_of(self, chunk: OutputChunk) -> str:
-        """Return the text of a finished completion, without its stop string."""
+        """Decode a finished completion to text, without its stop string."""
         return self.data_of(chunk.token_ids)[: chunk.text_bytes].decode("utf-8", "replace")
 
 
@@ -74,10 +74,10 @@ def build_request(
     body: Any,
     num_samples: int = 1,
 ) -> CompletionRequest:
-    """Combine a prompt with the sampling settings of a body.
+    """Build a request from a prompt and the sampling fields of a body.
 
     Raises:
-        RequestError: The prompt leaves no room, or an id is not in the vocabulary.
+        RequestError: The prompt leaves no room for a completion, or a token id is unknown.
     """
     room = model.max_total_tokens - len(prompt_ids)
     if room < 1:
@@ -98,7 +98,7 @@ def build_request(
 
 
 class Choice:
-    """One sample of a completion, as chunks."""
+    """A sample of a completion, received in chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
@@ -107,7 +107,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """Return the finish reason; "" before the end."""
+        """Return the finish reason, or "" while the sample is incomplete."""
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
@@ -117,7 +117,7 @@ class Choice:
         return not is_running and self.finish_reason not in (STOP, LENGTH)
 
     def append(self, chunk: OutputChunk) -> None:
-        """Append a chunk from the worker."""
+        """Append a chunk and wake up waiting readers."""
         self.chunks.append(chunk)
         self._changed.set()
 
@@ -125,7 +125,7 @@ class Choice:
         """Yield chunks as they arrive, up to the last one.
 
         Raises:
-            RequestError: The sample was late, cancelled or failed.
+            RequestError: The sample timed out, was cancelled or failed.
         """
         index = 0
         while not index or not self.chunks[index - 1].finish_reason:
@@ -153,7 +153,7 @@ class Choice:
 
 
 class Completion:
-    """All samples of a request, shared by all clients that wait for them."""
+    """Samples of a request, shared by all clients that wait for them."""
 
     def __init__(
         self,
@@ -162,13 +162,13 @@ class Completion:
         session: str = "",
         keys: Sequence[np.ndarray] = (),
     ):
-        """Set the random keys; sampling starts later.
+        """Create a completion without starting to sample.
 
         Args:
-            model: The served model.
-            request: The request.
-            session: Name of the session.
-            keys: Random keys of the samples, each uint32 [2]; by default derived from the seed.
+            model: Model that samples the completion.
+            request: Parsed request.
+            session: Name of the session; "" if there is none.
+            keys: Random key of each sample, uint32 [2]; derived from the seed if empty.
         """
         self.model, self.request, self.session = model, request, session
         self.keys = keys or [
@@ -178,7 +178,7 @@ class Completion:
         self.id = hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
         self.choices = [Choice() for _ in self.keys]
         self.created = int(time.time())
-        self.is_undelivered = False  # the client left before the end
+        self.is_undelivered = False  # the client disconnected before the end
         self.num_readers = 0
 
     @property
@@ -187,20 +187,20 @@ class Completion:
         return all(choice.finish_reason for choice in self.choices)
 
     async def wait(self) -> None:
-        """Wait for the end of all samples.
+        """Wait until all samples have ended.
 
         Raises:
-            RequestError: A sample was late, cancelled or failed.
+            RequestError: A sample timed out, was cancelled or failed.
         """
         for choice in self.choices:
             async for _ in choice.follow():
                 pass
 
     def reply(self, choice: Choice) -> tuple[ChatMessage, str]:
-        """Parse a finished sample of a chat, and store the chat with its ids.
+        """Parse a finished sample of a chat; store the chat with its token ids.
 
-        Without parallel calls, the client sees only the first call. If others were dropped, the
-        client's next chat does not match the stored one.
+        If parallel calls are off, the client gets only the first call. If further calls were
+        dropped, the client's next chat does not match the stored one.
 
         Returns:
             The message and its finish reason.
@@ -217,40 +217,40 @@ class Completion:
 
 
 def sample_key(seed: int | None, index: int) -> np.ndarray:
-    """Return the random key of a sample, uint32 [2]."""
+    """Derive a sample's random key, uint32 [2], from the seed, or draw it if there is none."""
     data = os.urandom(8) if seed is None else f"{seed},{index}".encode()
     return np.frombuffer(hashlib.sha256(data).digest()[:8], np.uint32).copy()
 
 
 class CompletionCache:
-    """Cache of completions for repeated requests, which also submits them to the worker.
+    """Cache of completions for repeated requests. It also submits completions to the worker.
 
     A request has one or two keys: the digest of its body, and the client's Idempotency-Key.
     """
 
     def __init__(self, worker: Worker, *, deadline_s: float, max_size: int = 512):
-        """Start empty.
+        """Create an empty cache.
 
         Args:
-            worker: Worker of the engine.
-            deadline_s: Time limit per completion.
-            max_size: Number of keys to cache, not counting completions that are being read.
+            worker: Worker that samples the completions.
+            deadline_s: Time limit per completion, in seconds.
+            max_size: Maximum number of cached keys, not counting completions being read.
         """
         self._worker, self._deadline_s = worker, deadline_s
         self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
         self._ended: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
 
     def find(self, keys: Sequence[str], *, is_retry: bool, is_recorded: bool) -> Completion | None:
-        """Return the earlier completion of a repeated request; None for a new request.
+        """Return the earlier completion of a repeated request, or None for a new request.
 
         Args:
-            keys: Keys of the request, the digest first.
+            keys: Keys of the request; the first is the digest of its body.
             is_retry: True if the client marks the request as a retry.
-            is_recorded: True if a run trains on the response. Then an equal request also counts as
-                repeated if the first response was not delivered.
+            is_recorded: True if a run trains on the response. An identical request then also counts
+                as repeated if the first response was not delivered.
 
         Raises:
-            RequestError: The Idempotency-Key belongs to another body.
+            RequestError: The Idempotency-Key was used with a different body.
         """
         digest = keys[0]
         for key in reversed(keys):
@@ -269,10 +269,10 @@ class CompletionCache:
 
     @contextlib.contextmanager
     def reading(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
-        """Sample the missing parts of a completion while at least one client reads it.
+        """Sample what a completion lacks for as long as at least one client reads it.
 
         Raises:
-            RequestError: The queue is full, or the server is ending.
+            RequestError: The queue is full, or the server is shutting down.
         """
         self._submit(completion)
         self._active.update(dict.fromkeys(keys, (keys[0], completion)))
@@ -290,7 +290,7 @@ class CompletionCache:
                         self._worker.cancel(choice.job)
 
     def _submit(self, completion: Completion) -> None:
-        """Queue all incomplete samples, with the same random keys as before."""
+        """Submit all incomplete samples, with the same random keys as before."""
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
             if choice.must_start:

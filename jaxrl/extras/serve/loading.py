@@ -44,11 +44,11 @@ class LoadedModel:
     """A model that is ready to serve.
 
     Attributes:
-        name: Name for clients.
+        name: Model name in requests and responses.
         model: The policy.
         tokenizer: Tokenizer with the chat template.
-        engine: Engine with the weights.
-        stops: Default stop strings, which are those of the run's turns.
+        engine: Engine with the weights loaded.
+        stops: Default stop strings, those that end a turn in the run.
     """
 
     name: str
@@ -68,19 +68,19 @@ def load_model(
     name: str = "",
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
-    """Build an engine with the weights of a run or of a model folder.
+    """Build an engine with the weights of a run or a model folder.
 
     Args:
-        path: Workdir of a run, or a model as in `config.model.path`.
+        path: Workdir of a run, or a model folder as in `config.model.path`.
         display: Progress display.
-        model: Model to serve instead of the run's trained model.
-        step: Step of the run's checkpoint; by default the latest.
+        model: Folder of a model to serve instead of the run's trained model.
+        step: Step of the run's checkpoint; the latest by default.
         rows: Number of completions to decode concurrently.
-        name: Name for clients; the last part of `path` by default.
-        keys: Configuration keys to override.
+        name: Model name in requests and responses; the last part of `path` by default.
+        keys: Config keys to override, with their values.
 
     Raises:
-        FileNotFoundError, ValueError: There is no such run, model, step or key.
+        FileNotFoundError, ValueError: The run, model, step or key does not exist.
     """
     # A run has a configuration; a model folder gets the default one.
     if is_run(path):
@@ -96,7 +96,7 @@ def load_model(
         config.model.path = str(model)
         leave_out_adapter(config)  # a run's export includes it
     config.policy.name = OWN_MODEL
-    # A prompt may take all tokens but one. The model's positions limit the total.
+    # A prompt may use all but one of the tokens that the context window allows.
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
@@ -118,7 +118,7 @@ def load_model(
     policy = policy_architecture(resolved, architecture)
     if isinstance(policy, WrappedArchitecture):
         policy.check()
-    # Stop strings differ by request, so the host matches them instead of the automaton.
+    # Stop strings differ between requests, so the host matches them, not the automaton.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
     engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
     assert isinstance(engine, ServedEngine)
@@ -140,6 +140,6 @@ def load_model(
 
 
 def is_run(path: Path) -> bool:
-    """Return True for a run's workdir, whose `config.json` is a configuration."""
+    """Return True if a folder is a run's workdir, judging by its `config.json`."""
     file = path / "config.json"
     return file.is_file() and "rollout" in read_object(file)

@@ -1,6 +1,6 @@
-"""Anthropic's messages, over the same chat history as OpenAI's chats.
+"""Anthropic's Messages API. It shares the chat history with OpenAI's API.
 
-A stream sends each content block in one piece when the completion ends.
+Streams send every content block in one piece when the completion ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxrl.extras.serve.worker import STOP, CompletionRequest
 def read_messages(
     data: bytes, session: str, model: ServedModel, kind: type[CountBody] = MessagesBody
 ) -> CompletionRequest:
-    """Parse a body and build its prompt.
+    """Parse the body of a Messages request and build the prompt.
 
     Raises:
-        RequestError: The request is not valid or not supported.
+        RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, kind)
     refuse_unsupported(body.model_extra)
@@ -34,7 +34,7 @@ def read_messages(
 
 
 def messages_response(completion: Completion) -> dict[str, Any]:
-    """Return the response to a non-streaming request."""
+    """Build the response to a non-streaming Messages request."""
     [choice] = completion.choices
     request, chunk = completion.request, choice.joined()
     reply, reason = completion.reply(choice)
@@ -45,7 +45,7 @@ def messages_response(completion: Completion) -> dict[str, Any]:
         id = f"toolu_{completion.id[:16]}_{number}"
         content.append({"type": "tool_use", "id": id, "name": call.name, "input": call.arguments})
     stop_string = None
-    if chunk.finish_reason == STOP:  # at an end-of-sequence id, or a string after the text
+    if chunk.finish_reason == STOP:  # either a stop id, or a stop string after the text
         rest = completion.model.data_of(chunk.token_ids)[chunk.text_bytes :]
         matches = (stop for stop in request.stops if rest.startswith(stop.encode()))
         stop_string = next(matches, None)
@@ -76,7 +76,7 @@ def messages_response(completion: Completion) -> dict[str, Any]:
 
 
 async def messages_events(completion: Completion) -> AsyncIterator[Event]:
-    """Yield the events of a stream, all of them at the end of the completion."""
+    """Yield the events of a streamed response, all of them once the completion ends."""
     await completion.wait()
     message = messages_response(completion)
     usage = message["usage"]

@@ -25,7 +25,7 @@ from jaxrl.utils.json_io import parse_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 MIN_TEMPERATURE = 1e-3
-"""Smallest temperature above 0. Logits divided by less could overflow."""
+"""Smallest nonzero temperature. Logits divided by a smaller one could overflow."""
 
 UNSUPPORTED = (
     # Sampling.
@@ -41,7 +41,7 @@ UNSUPPORTED = (
     "top_logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output",
     "skip_special_tokens", "modalities", "audio", "output_format", "output_config",
 )  # fmt: skip
-"""Unsupported fields, refused unless their value has no effect."""
+"""Unsupported fields. They are rejected unless their value has no effect."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
@@ -55,11 +55,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "thinking": ({"type": "disabled"},),
 }
-"""Values without effect, for fields in which 0, false or an empty value has an effect."""
+"""Values that have no effect, by field. For other fields, falsy values have no effect."""
 
 
 class Body(BaseModel):
-    """A JSON object of a request. A null counts as a missing field."""
+    """JSON object in a request. A null field counts as missing."""
 
     model_config = ConfigDict(strict=True)
 
@@ -78,7 +78,7 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
     """Parse and validate the body of a request.
 
     Raises:
-        RequestError: The body is not UTF-8, not JSON, or not valid.
+        RequestError: The body is not UTF-8, not JSON, or invalid.
     """
     try:
         # json.loads alone would accept UTF-16 and lone surrogates.
@@ -90,10 +90,10 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
 
 
 def validate(value: Any, model: type[BodyType]) -> BodyType:
-    """Validate a JSON value.
+    """Validate a JSON value and convert it to `model`.
 
     Raises:
-        RequestError: The value is not valid. The message names the first invalid field.
+        RequestError: The value is invalid. The message names the first invalid field.
     """
     try:
         return model.model_validate(value)
@@ -106,7 +106,7 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
 
 
 def _field_path(location: Sequence[int | str]) -> str:
-    """Return the path of a field, without the block types in pydantic's location."""
+    """Format pydantic's location of a field as a path, without the types of content blocks."""
     path = ""
     for index, part in enumerate(location):
         is_type = 2 <= index < len(location) - 1 and location[index - 2] == "content"
@@ -123,17 +123,17 @@ def show(value: Any) -> str:
 
 
 def unsupported(param: str, value: Any, expected: str = "nothing") -> RequestError:
-    """Return the error for a field that the server does not support."""
+    """Build the error for a field that the server does not support."""
     message = f"{param} is {show(value)}, which is not supported; expected {expected}."
     return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
 def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
-    """Refuse unsupported fields, unless their value has no effect.
+    """Reject unsupported fields, unless their value has no effect.
 
     Args:
         fields: Fields of a body that its schema does not declare.
-        prefix: Path of the object, with a trailing dot.
+        prefix: Path of the object that contains the fields, with a trailing dot.
 
     Raises:
         RequestError: A field is not supported.
@@ -185,7 +185,7 @@ class ReplyFields(SamplingFields):
 
 
 class TextPart(Body, extra="forbid"):
-    """Text in the content of a message. All other fields are ignored."""
+    """Text block of a message. All fields except `type` and `text` are ignored."""
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
@@ -199,7 +199,7 @@ TextParts = Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
 
 
 def join_text(parts: Sequence[Any] | None) -> str:
-    """Return the concatenated text of all text parts."""
+    """Concatenate the text of all text parts."""
     return "".join(part.text for part in parts or () if isinstance(part, TextPart))
 
 
@@ -207,14 +207,14 @@ def join_text(parts: Sequence[Any] | None) -> str:
 
 
 class FunctionCall(Body, extra="forbid"):
-    """Name and arguments of a tool call. Arguments are JSON text or an object."""
+    """Name and arguments of a tool call. The arguments are JSON text or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
 
 
 class ToolCallBody(Body, extra="forbid"):
-    """Tool call of an assistant message."""
+    """Tool call in an assistant message."""
 
     id: str = ""
     type: str = "function"
@@ -222,19 +222,19 @@ class ToolCallBody(Body, extra="forbid"):
     function: FunctionCall
 
     def to_call(self) -> ToolCall:
-        """Return the call for the chat history."""
+        """Convert the call for the chat history."""
         return ToolCall(name=self.function.name, arguments=self.function.arguments, id=self.id)
 
 
 class MessageBody(Body, extra="allow"):
-    """Message of a chat. All other fields are passed to the chat template."""
+    """Chat message. Undeclared fields are passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextParts | None = None
     tool_calls: list[ToolCallBody] = []
 
     def to_message(self) -> ChatMessage:
-        """Return the message for the chat history."""
+        """Convert the message for the chat history."""
         return ChatMessage(
             role="system" if self.role == "developer" else self.role,
             content=join_text(self.content),
@@ -244,7 +244,7 @@ class MessageBody(Body, extra="allow"):
 
 
 class FunctionBody(Body):
-    """Description of a function."""
+    """Function that the model may call. `parameters` is a JSON schema."""
 
     name: str
     description: str = ""
@@ -259,13 +259,13 @@ class ToolBody(Body):
 
 
 def _validate_only(value: Any, handler: Any) -> Any:
-    """Validate a tool but return it as sent, since the template shows its fields in order."""
+    """Validate a tool but return it as sent, so that the template keeps the field order."""
     handler(value)
     return {name: item for name, item in value.items() if item is not None}
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
@@ -284,11 +284,11 @@ class ChatBody(ReplyFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> list[ChatMessage]:
-        """Return the messages of the chat."""
+        """Convert the messages for the chat history."""
         return [message.to_message() for message in self.messages]
 
     def callable_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template; empty if tool calls are turned off."""
+        """Return the tools for the chat template, or none if tool calls are off."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -296,7 +296,7 @@ class ChatBody(ReplyFields):
 
 
 class ToolUseBlock(Body):
-    """Tool call of an assistant message."""
+    """Tool call in an assistant message."""
 
     type: Literal["tool_use"]
     id: str = ""
@@ -313,7 +313,7 @@ class ToolResultBlock(Body):
 
 
 class AnthropicMessage(Body, extra="forbid"):
-    """Message of the user or the model, in blocks."""
+    """Message of the user or the model, as content blocks."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
@@ -335,7 +335,7 @@ class AnthropicMessage(Body, extra="forbid"):
         return self
 
     def to_messages(self) -> list[ChatMessage]:
-        """Return messages for the chat history, one per tool result and per run of text."""
+        """Convert for the chat history: one message per tool result and per run of text."""
         if self.role == "assistant":
             calls = tuple(
                 ToolCall(name=block.name, arguments=block.input, id=block.id)
@@ -366,7 +366,7 @@ class ClientTool(Body):
     input_schema: dict[str, Any] = {}
 
     def to_template(self) -> dict[str, Any]:
-        """Return the tool in OpenAI's format."""
+        """Convert the tool to OpenAI's format."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -376,7 +376,7 @@ class ClientTool(Body):
 
 
 class ToolChoice(Body):
-    """Tool calling: on or off, and one call or several at once."""
+    """Tool calling: on or off, and whether a response may contain several calls."""
 
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: bool = False
@@ -393,18 +393,18 @@ class CountBody(ReplyFields):
 
     @property
     def parallel_tool_calls(self) -> bool:
-        """Return True if an answer may contain several tool calls."""
+        """Return True if a response may contain several tool calls."""
         return not self.tool_choice.disable_parallel_tool_use
 
     def chat(self) -> list[ChatMessage]:
-        """Return the messages of the chat, the system message first."""
+        """Convert the messages for the chat history, the system message first."""
         chat = [message for body in self.messages for message in body.to_messages()]
         if self.system is not None:
             chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
         return chat
 
     def callable_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template; empty if tool calls are turned off."""
+        """Return the tools for the chat template, or none if tool calls are off."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]
 

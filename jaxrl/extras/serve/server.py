@@ -1,8 +1,8 @@
 """HTTP endpoint: a Starlette application, access checks and the server's thread.
 
-Any program can be a client, and so can any page in a browser on this machine. So without a key the
-server listens on the loopback interface only. On loopback, the `Host` header must name the server,
-because another site's name could resolve to it. Requests from other sites' pages are refused.
+Any local program can be a client, including web pages in a browser. Without a key, the server
+therefore listens on the loopback interface only. On loopback, the `Host` header must name the
+server, because another site's name could resolve to it. Requests from web pages are rejected.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 """Addresses that no other machine can reach."""
 
 HOST_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Host names by which programs on this machine call the server."""
+"""Host names that programs on this machine may use for the server."""
 
 BODY_S = 60.0
-"""Seconds for a request's body to arrive."""
+"""Time limit for receiving a request's body, in seconds."""
 
 MAX_CONNECTIONS, MAX_SESSION = 4096, 256
 MESSAGES = "/v1/messages"
 MAX_INLINE_BODY = 2**15
-"""Largest body in bytes to parse on the event loop; larger ones are parsed in a thread."""
+"""Maximum size in bytes of bodies parsed on the event loop; a thread parses larger ones."""
 
 SHUTDOWN_S = 2
-"""Seconds for connections to close at shutdown, after all completions have ended."""
+"""Time limit in seconds for closing connections at shutdown, after all completions."""
 
 SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
-"""Path that names a session."""
+"""Pattern of URL paths that start with a session name."""
 
 
 DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
@@ -77,11 +77,11 @@ DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
         messages.messages_events,
     ),
 }
-"""Functions by path: parse a body and build its prompt, return a response, yield a stream."""
+"""Functions by path: parse the body, build the response, yield the events of a stream."""
 
 
 class Endpoint:
-    """ASGI application that passes HTTP requests to the worker and its chunks to clients."""
+    """ASGI application that passes HTTP requests to the worker and its output to clients."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class Endpoint:
         Args:
             worker: Worker that owns the engine.
             tokenizer: Tokenizer with the chat template.
-            name: Name of the model for clients.
-            key: Key that clients must send; "" for none.
-            deadline_s: Time limit per completion.
-            max_body_mib: Limit on a request's body.
+            name: Model name in requests and responses.
+            key: API key that clients must send; "" for none.
+            deadline_s: Time limit per completion, in seconds.
+            max_body_mib: Maximum size of a request's body, in MiB.
             max_cached: Number of completions to cache for repeated requests.
             stops: Default stop strings.
-            sessions: Sessions by name; if given, no other session is served. A session's name is
-                its clients' key.
+            sessions: Sessions by name. If given, no other session is served, and clients use the
+                session's name as their API key.
         """
         self.worker, self.sessions, self._max_body_mib = worker, sessions, max_body_mib
         self._key = key.encode("utf-8", "surrogateescape")
@@ -157,10 +157,10 @@ class Endpoint:
         await app(scope, receive, send)
 
     def _check_access(self, request: Request) -> None:
-        """Check host, origin and key.
+        """Check the host, origin and key of a request.
 
         Raises:
-            RequestError: The client may not use the server.
+            RequestError: Access is denied.
         """
         hosts = [host.lower() for host in request.headers.getlist("host")]
         if self.hosts is not None and (len(hosts) != 1 or hosts[0] not in self.hosts):
@@ -181,15 +181,15 @@ class Endpoint:
             self._session_of(request)
 
     def _is_key(self, value: str) -> bool:
-        """Return True if a header holds the key, as UTF-8 or as latin-1."""
+        """Return True if a header value is the key, encoded as UTF-8 or latin-1."""
         spellings = (value.encode("latin-1"), value.encode("utf-8"))
         return any(hmac.compare_digest(spelling, self._key) for spelling in spellings)
 
     def _session_of(self, request: Request) -> AgentSession:
-        """Return the recorded session of a request, by path or key.
+        """Look up the agent session of a request by its path or key.
 
         Raises:
-            RequestError: There is no such session.
+            RequestError: The session does not exist.
         """
         assert self.sessions is not None
         names = [request.scope["session"], *keys_of(request)]
@@ -200,10 +200,10 @@ class Endpoint:
         return session
 
     def _session_name(self, request: Request) -> str:
-        """Return the name of a request's session.
+        """Return the name of a request's session, or "" if it has none.
 
         Raises:
-            RequestError: There is no such session, or the name is too long.
+            RequestError: The session does not exist, or the name is too long.
         """
         if self.sessions is not None:
             return self._session_of(request).name
@@ -217,8 +217,8 @@ class Endpoint:
         """Read the body of a request.
 
         Raises:
-            RequestError: The server is ending, or the body is too large or too slow.
-            ClientDisconnect: The client left.
+            RequestError: The server is shutting down, or the body is too large or too slow.
+            ClientDisconnect: The client disconnected.
         """
         if self.worker.is_ending:
             raise RequestError(503, "the server is ending; use another one.")
@@ -237,10 +237,10 @@ class Endpoint:
         return bytes(data)
 
     async def _generate(self, request: Request) -> Any:
-        """Return a response as an ASGI application that stops when the client leaves.
+        """Return an ASGI application that sends the response until the client disconnects.
 
         Raises:
-            RequestError: The request is refused.
+            RequestError: The request is rejected.
         """
         data = await self._body(request)
 
@@ -259,7 +259,7 @@ class Endpoint:
         return respond
 
     async def _answer(self, request: Request, data: bytes, send: Any) -> None:
-        """Sample completions and send them, as a stream or at once."""
+        """Sample a completion and send it, as a stream or as one response."""
         session = None if self.sessions is None else self._session_of(request)
         name, path = self._session_name(request), request.scope["path"]
         (read, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
@@ -292,7 +292,7 @@ class Endpoint:
                 completion.is_undelivered = True  # another reader may reset this
                 raise
             completion.is_undelivered = not is_whole
-            # End the stream only now: a client that sees the end has the complete completion.
+            # End the stream only now: a client that receives the end has the full completion.
             if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
@@ -358,7 +358,7 @@ async def _send_events(
     events: AsyncIterator[Event],
     session: AgentSession | None,
 ) -> bool:
-    """Send server-sent events but not the end of the stream; return False after an error."""
+    """Send server-sent events without ending the stream; return False after an error."""
 
     async def send_event(name: str, value: Any) -> None:
         data = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
@@ -389,19 +389,19 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def _error(request: Request, error: RequestError) -> dict[str, Any]:
-    """Return the body of an error in the dialect of the request's path."""
+    """Build the body of an error response in the dialect of the request's path."""
     return error.body(is_anthropic=_is_anthropic(request))
 
 
 def keys_of(request: Request) -> tuple[str, str]:
-    """Return the client's keys from OpenAI's and Anthropic's headers; "" for none."""
+    """Return the API keys in OpenAI's and Anthropic's headers; "" if a header is missing."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     bearer = value.strip() if scheme.lower() == "bearer" else ""
     return bearer, request.headers.get("x-api-key", "")
 
 
 def metrics_text(worker: Worker) -> str:
-    """Return the worker's metrics in Prometheus' text format.
+    """Format the worker's metrics as Prometheus text.
 
     See https://prometheus.io/docs/instrumenting/exposition_formats.
     """
@@ -432,7 +432,7 @@ def bind_port(host: str, port: int, key: str) -> socket.socket:
     Args:
         host: Address to listen on.
         port: Port; 0 for any free one.
-        key: Key that clients must send; "" for none.
+        key: API key that clients must send; "" for none.
 
     Raises:
         ValueError: Other machines could reach the server, and no key is set.
@@ -456,13 +456,13 @@ def bind_port(host: str, port: int, key: str) -> socket.socket:
 
 
 class Server:
-    """An endpoint on a port, served by a separate thread."""
+    """HTTP server that runs an endpoint in a separate thread."""
 
     def __init__(self, endpoint: Endpoint, host: str, bound: socket.socket):
-        """Start listening.
+        """Start listening and serving.
 
         Args:
-            endpoint: The application.
+            endpoint: ASGI application to serve.
             host: Address to listen on.
             bound: Socket from `bind_port`.
 
@@ -496,14 +496,14 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Return False once the server or its engine has ended."""
+        """Return True until the server or its engine ends."""
         return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def shutdown(self, limit_s: float) -> bool:
-        """Refuse new requests, wait up to `limit_s` seconds for running ones, close the port.
+        """Reject new requests, wait up to `limit_s` seconds for running ones, close the port.
 
         Returns:
-            True if all completions ended in time.
+            True if all completions finished in time.
         """
         is_done = self.endpoint.worker.shutdown(limit_s)
         self._server.should_exit = True

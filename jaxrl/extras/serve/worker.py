@@ -1,9 +1,9 @@
-"""Engine thread: admits jobs between chunks and forwards the sampled tokens.
+"""Engine thread: admits jobs between decoding chunks and forwards the sampled tokens.
 
 The row of a finished completion stays in the engine as a cached prefix. A request resumes the row
-with the longest cached prefix of its ids and prefills only the rest. Cached rows are evicted, least
-recently used first, when pages are needed or there are more than `max_cached_rows`. Jobs that
-continue a cached row are admitted before others.
+with the longest cached prefix of its ids and prefills only the remaining ids. Cached rows are
+evicted, least recently used first, when pages run out or there are more than `max_cached_rows`.
+Jobs that continue a cached row are admitted before others.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ COUNTERS = (
     "prompt_tokens_reused_total",
     "rows_released_total",
 )
-"""Counters in `/metrics`, counted since the start."""
+"""Counters in `/metrics`, since the start of the server."""
 
 DAMAGED = "the model gives NaN: its weights are damaged."
 
 JOIN_S = 10.0
-"""Seconds to wait for the current chunk at shutdown."""
+"""Seconds to wait at shutdown for the current chunk to finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """Tokens from one chunk of decoding steps.
+    """Output of a decoding chunk for one sample.
 
     Attributes:
         token_ids: Sampled ids, including the stop id or the last token of the stop string.
         logprobs: Log-probabilities of `token_ids` in nats, at the sampling temperature.
         entropies: Entropies of the sampling distributions, in nats.
-        versions: Weight version for each token; see `Worker.resume`.
-        finish_reason: Finish reason in the last chunk of a completion, else "".
-        text_bytes: Length of the completion's text so far, in bytes.
-        num_cached: Number of prompt tokens that were cached and not prefilled again.
-        error: Error message for the client.
+        versions: Version of the weights that sampled each token; see `Worker.resume`.
+        finish_reason: Finish reason if the sample ends with this chunk, else "".
+        text_bytes: Length in bytes of the sample's text so far, without a stop string.
+        num_cached: Number of prompt tokens that were in the cache, so not prefilled again.
+        error: Error message for the client; "" if there is none.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -75,14 +75,14 @@ class OutputChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """A request in any dialect.
+    """A parsed request, independent of the API dialect.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
         num_samples: Number of completions to sample.
-        params: Sampling settings.
+        params: Temperature and `top_p`.
         seed: Sampling seed; None for a random one.
-        max_tokens: Limit on each completion.
+        max_tokens: Maximum number of tokens to sample per completion.
         stop_ids: Token ids that end a completion.
         stops: Strings that end a completion.
         body: Parsed body, which holds the output options.
@@ -100,13 +100,13 @@ class CompletionRequest:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """One sample of a request.
+    """A sample of a request, queued for the engine.
 
     Attributes:
-        request: The request.
+        request: Request that the sample belongs to.
         sample_key: Random key, uint32 [2].
-        deadline: Time on the monotonic clock.
-        on_output: Callback for each chunk, called on the engine's thread.
+        deadline: Monotonic time, in seconds, after which the job times out.
+        on_output: Callback for each chunk; it runs on the engine's thread.
         session: Name of the session; see `Worker.resume`.
     """
 
@@ -119,17 +119,17 @@ class Job:
     data: bytearray = field(default_factory=bytearray)  # bytes of the tokens
     num_cached: int = 0
     is_cancelled: bool = False
-    yields_until: float = 0.0  # monotonic time up to which other jobs may go first
+    yields_until: float = 0.0  # monotonic time until which other jobs may go first
     prefix: tuple[int, tuple[int, ...]] | tuple[()] | None = None  # cached row and ids; (): none
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Return the ids before the next token."""
+        """Return the prompt ids and the ids sampled so far."""
         return (*self.request.prompt_ids, *self.token_ids)
 
 
 class Worker:
-    """An engine, its thread and its queue."""
+    """Thread that runs an engine, with its job queue."""
 
     def __init__(
         self,
@@ -144,59 +144,59 @@ class Worker:
         """Start the thread.
 
         Args:
-            engine: Engine with weights. Only the worker's thread uses it from now on.
-            vocab_bytes: Bytes of each token id.
-            eos_ids: Ids at which the engine stops.
-            max_queue: Limit on waiting jobs, not counting those that fit in free rows.
-            max_cached_rows: Limit on cached rows; 0 for eight per row.
-            is_paused: True to accept jobs but start none before `resume`.
+            engine: Engine with weights. From now on, only the worker's thread may use it.
+            vocab_bytes: Bytes of each token, indexed by id.
+            eos_ids: Token ids at which the engine stops.
+            max_queue: Maximum number of waiting jobs, not counting those that fit in free rows.
+            max_cached_rows: Maximum number of cached rows; 0 for 8 times the engine's rows.
+            is_paused: True to queue jobs without starting them until `resume`.
         """
         self.engine = engine
         self.stats = Counter(dict.fromkeys(COUNTERS, 0))
-        self.version = 0  # of the weights
+        self.version = 0  # version of the weights
         self.is_damaged = False  # a log-probability was not finite
         self.failure: Exception | None = None  # latest engine error since `resume`
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
-        self._jobs: dict[int, Job] = {}  # by engine request
-        self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # ids by request
+        self._jobs: dict[int, Job] = {}  # running jobs, by engine request
+        self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # token ids, by request
         # Everything below is shared with other threads, under `_changed`.
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
-        self._held: list[Job] = []  # jobs of sessions that are paused
+        self._held: list[Job] = []  # jobs on hold, of paused sessions
         self._is_served: Callable[[str], bool] = lambda session: not is_paused
         self._is_paused = self._is_parked = is_paused
-        self.is_ending = False  # no request is accepted
+        self.is_ending = False  # new jobs are rejected
         self._must_wake = self._must_exit = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def num_queued(self) -> int:
-        """Return the number of jobs without a row."""
+        """Return the number of jobs that wait for a row."""
         return len(self._queue) + self.engine.num_queued
 
     @property
     def num_running(self) -> int:
-        """Return the number of jobs with a row."""
+        """Return the number of jobs that have a row."""
         return len(self._jobs) - self.engine.num_queued
 
     @property
     def num_cached_rows(self) -> int:
-        """Return the number of rows of finished completions."""
+        """Return the number of rows cached for later requests."""
         return len(self._cached)
 
     @property
     def is_alive(self) -> bool:
-        """Return False once the thread has ended for any reason."""
+        """Return True until the thread ends, for any reason."""
         return self._thread.is_alive() and not self._has_ended
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all jobs, or none.
+        """Queue all of the jobs, or raise an error and queue none.
 
         Raises:
-            RequestError: Too many jobs wait, the server is ending, or the engine has failed.
+            RequestError: The queue is full, the server is shutting down, or the engine has ended.
         """
         with self._changed:
             if self._has_ended:
@@ -226,18 +226,18 @@ class Worker:
             self._wake()
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job whose client has left."""
+        """Cancel a job whose client has disconnected."""
         with self._changed:
             job.is_cancelled = True
             self._wake()
 
     def resume(self, sessions: Callable[[str], bool], *, version: int, deadline_s: float) -> None:
-        """Continue after a pause with the jobs of some sessions.
+        """Resume after a pause, with the jobs of selected sessions.
 
         Args:
-            sessions: Predicate on session names; jobs of other sessions stay on hold.
-            version: Version of the weights, reported in chunks.
-            deadline_s: Minimum time left for jobs that were on hold.
+            sessions: Predicate that selects sessions by name; other jobs stay on hold.
+            version: Version of the weights, to report in chunks.
+            deadline_s: Minimum remaining time for jobs that were on hold, in seconds.
         """
         with self._changed:
             self._is_served, self.version, self._is_paused = sessions, version, False
@@ -252,10 +252,10 @@ class Worker:
             self._wake()
 
     def pause(self) -> None:
-        """Stop after the current chunk and clear the engine, so that others can use it.
+        """Stop after the current chunk and clear the engine, so that other code can use it.
 
-        Unfinished jobs are put on hold. They resume with the same random key, after their tokens
-        are prefilled again.
+        Unfinished jobs are put on hold. When they resume, their tokens are prefilled again and
+        sampling continues with the same random key.
         """
         with self._changed:
             self._is_paused = True
@@ -265,10 +265,10 @@ class Worker:
             self._changed.wait_for(lambda: self._is_parked or self._has_ended)
 
     def shutdown(self, limit_s: float) -> bool:
-        """Refuse new jobs, wait for accepted ones, and cancel the rest after `limit_s` seconds.
+        """Reject new jobs, wait up to `limit_s` seconds for accepted jobs, then cancel the rest.
 
         Returns:
-            True if all jobs ended in time.
+            True if all jobs finished in time.
         """
         with self._changed:
             self.is_ending = True
@@ -308,7 +308,7 @@ class Worker:
                 self._finish(job, reason, "" if reason == CANCELLED else "the engine has ended.")
 
     def _wait(self) -> bool:
-        """Wait for work; return False when the thread must end."""
+        """Wait for work; return False if the thread must exit."""
         with self._changed:
             while not (self._jobs or self._queue or self._must_wake):
                 if self.is_ending and not self._held:
@@ -318,9 +318,9 @@ class Worker:
             return not self._must_exit
 
     def _step(self) -> None:
-        """Admit jobs and decode a chunk."""
+        """Admit jobs and decode one chunk."""
         if self._is_paused:
-            if not self._is_parked:  # else others use the engine
+            if not self._is_parked:  # otherwise other code uses the engine
                 self._park()
             return
         self._drop_jobs()
@@ -343,7 +343,7 @@ class Worker:
             self._changed.notify_all()
 
     def _drop_jobs(self) -> None:
-        """End jobs that are cancelled or past their deadline."""
+        """Drop jobs that were cancelled or have passed their deadline."""
         now = time.monotonic()
 
         def is_over(job: Job) -> bool:
@@ -368,9 +368,9 @@ class Worker:
             with self._changed:
                 if not self._queue:
                     return
-                # The oldest job that continues a cached row goes first, unless the oldest of all
-                # has waited for half of its time. So sessions end before others start. If all of
-                # them ran at once, their rows would be evicted and prefilled on every turn.
+                # Prefer the oldest job that continues a cached row, unless the oldest job overall
+                # has waited for half of its time limit. Sessions thus end before others start. If
+                # all ran at once, their rows would be evicted and prefilled again on every turn.
                 job = self._queue[0]
                 if time.monotonic() <= job.yields_until:
                     job = next(filter(self._has_prefix, self._queue), job)
@@ -383,14 +383,14 @@ class Worker:
                 raise
 
     def _has_prefix(self, job: Job) -> bool:
-        """Return True if the job's prefix, found at the first check, is still cached."""
+        """Return True if the job's prefix is still cached; only the first call searches for it."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
         return bool(job.prefix) and self._cached.get(job.prefix[0]) is job.prefix[1]
 
     def _start(self, job: Job) -> int:
-        """Pass a job to the engine; return the number of its request."""
+        """Submit a job to the engine, or resume its cached row; return the request number."""
         token_ids, budget = job.context_ids, job.request.max_tokens - len(job.token_ids)
         number = self._find_prefix(token_ids)
         if number is None:
@@ -411,7 +411,7 @@ class Worker:
         return number
 
     def _find_prefix(self, token_ids: tuple[int, ...]) -> int | None:
-        """Return the cached request with the longest prefix of `token_ids`, if any."""
+        """Return the request whose cached ids are the longest prefix of `token_ids`, or None."""
         matches = [
             (len(ids), request)
             for request, ids in self._cached.items()
@@ -422,7 +422,7 @@ class Worker:
         return max(matches)[1] if matches else None
 
     def _evict(self) -> None:
-        """Evict the least recently used row, if possible one that no job continues."""
+        """Evict the least recently used row, preferring rows that no queued job continues."""
         with self._changed:
             wanted = {job.prefix[0] for job in self._queue if self._has_prefix(job) and job.prefix}
         unwanted = (request for request in self._cached if request not in wanted)
@@ -432,7 +432,7 @@ class Worker:
         self.stats["rows_released_total"] += 1
 
     def _receive(self, event: Event) -> None:
-        """Append sampled tokens to their job, and finish the job if it stops."""
+        """Append sampled tokens to their job and send them; cache the row if the job stops."""
         job = self._jobs[event.request]
         if not np.isfinite(event.logprobs).all():
             del self._jobs[event.request]
@@ -461,7 +461,7 @@ class Worker:
         )
 
     def _cut_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
-        """Return a chunk's ids up to a stop, the finish reason, and the text's length in bytes."""
+        """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
         longest = max(map(len, stops), default=1)
@@ -480,7 +480,7 @@ class Worker:
         return ids, reason, len(job.data)
 
     def _cache_row(self, request: int, job: Job) -> None:
-        """Cache the row of a finished job, if it has room for another turn."""
+        """Cache the row of a finished job if it has room for another turn."""
         ids = job.context_ids
         if len(ids) >= self.engine.max_total_tokens:
             self.engine.finish(request)
@@ -491,7 +491,7 @@ class Worker:
             self._evict()
 
     def _finish(self, job: Job, reason: str, error: str = "") -> None:
-        """Report the end of an incomplete job."""
+        """Send the final chunk of a job that was cancelled, timed out or failed."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
             OutputChunk(
@@ -503,7 +503,7 @@ class Worker:
         )
 
     def _fail(self, error: Exception) -> None:
-        """Fail all jobs in the engine, and clear it."""
+        """Fail all running jobs and clear the engine."""
         self.failure = error
         jobs = list(self._jobs.values())
         self._jobs.clear()
@@ -515,7 +515,7 @@ class Worker:
 
 
 def _public_text(error: Exception) -> str:
-    """Return an error message for clients, without the paths and data in the log."""
+    """Describe an error to clients, without its message, which may contain paths and data."""
     return f"the engine failed with {type(error).__name__}; the server's log says why."
 
 

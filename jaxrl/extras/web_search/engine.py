@@ -22,23 +22,23 @@ from jaxrl.utils.http_client import (
 from jaxrl.utils.json_io import to_finite_float
 
 MAX_TEXT = 10_000
-"""Characters to keep of each field of a result."""
+"""Maximum number of characters to keep of each field of a result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """A provider's requests, limits and answers.
+    """API of a search provider: its requests, limits and responses.
 
     Attributes:
-        url: Address of the service; "" if it is self-hosted.
-        key_env: Environment variable that usually holds the API key; "" if none is needed.
-        max_chars: Limit on a query's characters. Longer queries are cut, or they would be refused.
-        max_words: Limit on a query's words, applied before `max_chars`.
-        max_topk: Limit on the number of results.
-        headers: Function from the API key to request headers.
-        request: Function from address, query and number of results to a request.
-        results: Function from an answer to its raw results. Raises ValueError if it is invalid.
-        read_one: Function from a raw result to a hit. Raises ValueError if it is invalid.
+        url: URL of the service; "" if it is self-hosted.
+        key_env: Default environment variable for the API key; "" if no key is required.
+        max_chars: Maximum length of a query in characters; longer queries are truncated.
+        max_words: Maximum number of words in a query, applied before `max_chars`.
+        max_topk: Maximum number of results per query.
+        headers: Function that returns the HTTP headers for an API key.
+        request: Function that builds the request from URL, query and number of results.
+        results: Function that extracts the raw results of a response, or raises ValueError.
+        read_one: Function that parses a raw result, or raises ValueError.
     """
 
     url: str
@@ -52,10 +52,10 @@ class Provider:
     read_one: Callable[[Any], Hit]
 
     def read(self, answer: Any, skipped: SkippedHits) -> list[Hit]:
-        """Parse an answer.
+        """Parse a response into hits.
 
         Raises:
-            ValueError: The answer is invalid, or all of its results are.
+            ValueError: The response is invalid, or all of its results are.
         """
         if not isinstance(answer, dict):
             raise ValueError(f"a {type(answer).__name__}; expected an object")
@@ -63,12 +63,12 @@ class Provider:
 
 
 class WebSearch(DocumentSearch):
-    """Web search through a provider: one request per query, several in flight.
+    """Web search through a provider, with one request per query and several in flight.
 
-    A result is a document: its URL is the id, its snippet the text. Operators in a query (quotes,
-    `site:`) are passed to the provider. The web changes, so a run is repeatable only from its
-    recording. The API key is read from the environment at construction and appears in neither
-    configurations nor messages.
+    Each result becomes a document with the URL as its id and the snippet as its text. Operators in
+    a query (quotes, `site:`) are passed to the provider. The web changes, so a run is reproducible
+    only from its recording. The API key is read from the environment at construction and never
+    appears in configurations or messages.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class WebSearch(DocumentSearch):
         max_response_mib: float = 16.0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Check the keys of `config.search.web` without sending a request.
+        """Validate the settings in `config.search.web` without sending a request.
 
         Args:
-            provider: Key of `PROVIDERS`.
-            url: Address of a self-hosted service; required for `searxng` only.
+            provider: Name in `PROVIDERS`.
+            url: URL of a self-hosted service; required for `searxng` only.
             topk: Number of results per query.
-            key_env: Environment variable with the API key; "" for the provider's usual one.
-            timeout_s: Time limit per request.
-            connections: Limit on requests in flight.
-            max_response_mib: Limit on the size of an answer.
+            key_env: Environment variable with the API key; "" for the provider's default.
+            timeout_s: Timeout per request, in seconds.
+            connections: Maximum number of requests in flight.
+            max_response_mib: Maximum size of a response, in MiB.
             log: Callback for warnings about skipped results.
 
         Raises:
@@ -129,7 +129,7 @@ class WebSearch(DocumentSearch):
         answers = self._client.send_all(
             [self._provider.request(self._url, asked[i], count) for i in numbers]
         )
-        hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # none for a blank query
+        hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # blank queries have no hits
         for i, answer in zip(numbers, answers, strict=True):
             hits[i] = self._hits(answer, topk)
         return hits
@@ -144,10 +144,10 @@ class WebSearch(DocumentSearch):
 
 
 def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
-    """Return results of Serper's Google search, `POST https://google.serper.dev/search` (2025).
+    """Return the results of Serper's Google API, `POST https://google.serper.dev/search` (2025).
 
-    An answer without `organic` is empty, unless it has a `message`, which is an error. Google's
-    answer box, if any, comes first.
+    A response without `organic` has no results, unless it has a `message`; then it is an error.
+    Google's answer box, if present, comes first.
     """
     found_nothing = answer.get("organic") is None and "message" not in answer
     results = [] if found_nothing else _results(answer, "organic")
@@ -164,9 +164,9 @@ _TAG = re.compile(r"</?\w[^<>]*>")
 
 
 def _brave_results(answer: Mapping[str, Any]) -> list[Any]:
-    """Return results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
+    """Return the results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
 
-    A search without `web` has no results.
+    A response of type `search` without `web` has no results.
     """
     web = answer.get("web")
     if web is None and answer.get("type") == "search":
@@ -185,7 +185,7 @@ def _brave_hit(result: Any) -> Hit:
     return _hit(result, "url", "description")
 
 
-# Prefixes of a word that SearXNG would interpret: engines, languages, time limits.
+# Prefixes that SearXNG would interpret: engines, languages, time limits.
 _SEARXNG_SYNTAX = re.compile(r"(?<!\S)[!?:<]+")
 
 
@@ -196,10 +196,10 @@ def _searxng_request(url: str, query: str, topk: int) -> Request:
 
 
 def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
-    """Return results of SearXNG, `GET /search?format=json` (2025).
+    """Return the results of SearXNG, `GET /search?format=json` (2025).
 
-    SearXNG's `settings.yml` must allow JSON. An empty answer is an error if engines did not
-    respond.
+    SearXNG's `settings.yml` must allow JSON. A response without results is an error if engines did
+    not respond.
     """
     results = _results(answer, "results")
     silent = answer.get("unresponsive_engines")
@@ -209,10 +209,10 @@ def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
 
 
 def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list of results.
+    """Return the list of results in a field of a response.
 
     Raises:
-        ValueError: The field is not a list.
+        ValueError: The field is missing or not a list.
     """
     results = fields.get(name)
     if not isinstance(results, list):
@@ -221,7 +221,7 @@ def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _hit(result: Any, address: str, text: str) -> Hit:
-    """Parse a result; a missing field is empty.
+    """Parse a result. A missing field counts as empty.
 
     Raises:
         ValueError: The result is not an object, a field is not text, or title and text are empty.

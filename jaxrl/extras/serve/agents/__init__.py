@@ -1,1 +1,1 @@
-"""Training on episodes that external agents play through the endpoint."""
+"""Training on episodes of external agents that use the endpoint."""

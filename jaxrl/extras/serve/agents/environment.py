@@ -1,4 +1,4 @@
-"""Environment for agents that play episodes over HTTP."""
+"""Environment for external agents that call the model over HTTP."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jaxrl.extras.serve.engine import ServedEngine
 
 
 class PlayedEngine(ServedEngine):
-    """An engine that compiles only the run's sampling kinds."""
+    """Engine that compiles only the sampling kinds of the run."""
 
     draws_any = False
 
 
 @dataclass(kw_only=True)
 class AgentEpisode(Episode):
-    """An episode that an agent played, with the agent's reward."""
+    """Episode of an agent, with the reward that the agent reported."""
 
     reward: RewardBody | None = None
 
 
 class AgentEnv(Env):
-    """Environment in which agents play tasks by calling the model over HTTP.
+    """Environment whose tasks are run by external agents.
 
-    An agent is a function or a program with its own loop and tools. Its reward is the reward part
-    `reward`; its verdict `is_correct` is the part `exact_match`.
+    An agent is a function or a program that brings its own loop and tools. The reward that it
+    reports is the reward part `reward`; `is_correct` is the part `exact_match`.
     """
 
     stop_strings = ()
@@ -40,13 +40,13 @@ class AgentEnv(Env):
         """Check the settings.
 
         Args:
-            agents: Keys of `config.env.agents`.
-            max_turns: Limit on the completions of an episode.
-            correct_by: Criterion of a correct answer: `exact_match` for the agent's verdict,
+            agents: Settings of the config section `env.agents`.
+            max_turns: Maximum number of completions per episode.
+            correct_by: Criterion for a correct answer: `exact_match` for the agent's `is_correct`,
                 `reward` for a reward above 0.
 
         Raises:
-            ValueError: A key is invalid.
+            ValueError: A setting is invalid.
         """
         self.settings = settings = AgentSettings(**agents)
         self.max_turns, self._correct_by = max_turns, correct_by
@@ -68,18 +68,18 @@ class AgentEnv(Env):
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the messages of the tasks; agents may present a task differently."""
+        """Return the messages of each task; agents may present the task differently."""
         return [
             list(task.messages or [{"role": "user", "content": task.question or ""}])
             for task in tasks
         ]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Raise an error, since agents reply to the model themselves."""
+        """Raise an error: agents respond to the model themselves."""
         raise RuntimeError("agents reply to the model themselves. This is a bug in jaxrl.")
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Return the rewards that the agents gave."""
+        """Return the rewards that the agents reported."""
         rewards = []
         for episode in group:
             assert isinstance(episode, AgentEpisode)
@@ -96,7 +96,7 @@ class AgentEnv(Env):
         return rewards
 
     def rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
-        """Return the rollout with agents; arguments are those of `AgentRollout`."""
+        """Return the environment's `AgentRollout`; the first call creates it."""
         if self._rollout is None:  # evaluations share its port and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout
 

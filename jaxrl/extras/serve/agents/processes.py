@@ -1,8 +1,8 @@
-"""Agent processes: start them, replace those that end or hang, and end them with the run.
+"""Agent processes: start them, replace those that exit or hang, and stop them with the run.
 
 An agent that exceeds its deadline is stopped. A program is killed with all processes that it
 started. A synchronous function cannot be killed, so its thread is abandoned. A process with many
-abandoned threads gets no more episodes, and is killed when its remaining ones have ended.
+abandoned threads gets no more episodes, and is killed when its other episodes have ended.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from jaxrl.utils.child_process import ChildExitedError, ChildProcess, ChildTimeo
 from jaxrl.utils.concurrency import parallel_map
 
 START_S = 120.0
-"""Seconds for a process to load its agent."""
+"""Seconds that a process has to load its agent."""
 
 REACTION_S = 15.0
-"""Seconds for a process to report a stopped episode before it is killed."""
+"""Seconds that a process has to report a stopped episode before it is killed."""
 
 MAX_LEFT = 32
 """Number of abandoned threads at which a process gets no more episodes."""
@@ -47,15 +47,15 @@ _START = (
 )
 
 SHIPPED = {"verifiers": "verifiers.py:play"}
-"""Built-in agents: file in this folder and function, by name in `env.agents.function`."""
+"""Built-in agents: name in `env.agents.function` to file in this folder and function."""
 
 OnEnd = Callable[[str, Any, str], None]
-"""Callback with the name of an episode, its reward, and the reason for a missing one."""
+"""Callback with an episode's name, its reward, and the reason if there is no reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """Settings in `env.agents`."""
+    """Settings of the config section `env.agents`."""
 
     function: str = ""
     command: tuple[str, ...] = ()
@@ -69,19 +69,19 @@ class AgentSettings:
 
     @property
     def function_path(self) -> str:
-        """Return the function in the format of `runner.load`."""
+        """Return the agent function's file or dotted path, as `runner.load` expects it."""
         file = SHIPPED.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
 
 class AgentProcess(ChildProcess):
-    """A process that runs agents, and its folder. Writing to it never blocks.
+    """A process that runs agents. Sending messages to it never blocks.
 
     Attributes:
-        folder: Folder with a name that marks all processes that the agents start.
-        episodes: Monotonic time of the stop by episode name; 0 for episodes that were not stopped.
-        num_left: Number of stopped episodes that still run.
-        is_ready: True if the agent is loaded and the process may get episodes.
+        folder: Temporary folder. Its name marks all processes that the agents start.
+        episodes: Monotonic time at which each running episode was stopped, or 0, by name.
+        num_left: Number of abandoned agents that still run.
+        is_ready: True if the agent is loaded and the process accepts episodes.
     """
 
     def __init__(self, command: Sequence[str], *, what: str, env: Mapping[str, str]):
@@ -104,15 +104,15 @@ class AgentProcess(ChildProcess):
 
     @property
     def output(self) -> str:
-        """Return the end of the process's output."""
+        """Return the last 1000 characters of the process's output."""
         return self.stderr_buffer.decode(errors="replace").strip()[-1000:]
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a line for the process."""
+        """Queue a message to the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
-        """Return the next message; detect the process's end even if others hold its pipes."""
+        """Return the next message. Detects an exit even if other processes hold the pipes."""
         ends = time.monotonic() + timeout_s
         while True:
             try:
@@ -124,7 +124,7 @@ class AgentProcess(ChildProcess):
                     raise
 
     def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
-        """Read, and keep only the end of the process's output."""
+        """Read until `is_enough` returns True; keep only the end of the process's stderr."""
 
         def trim_and_check() -> bool:
             del self.stderr_buffer[:-_OUTPUT]
@@ -133,7 +133,7 @@ class AgentProcess(ChildProcess):
         return super().read(trim_and_check, timeout_s)
 
     def close(self) -> None:
-        """Kill the process and everything that it started."""
+        """Kill the process and all processes that it started; delete its folder."""
         self.kill()
         kill_marked(self.folder)
         self._lines.put(b"")
@@ -150,14 +150,14 @@ class AgentProcess(ChildProcess):
 
 
 class AgentProcesses:
-    """An agent and the processes that run it."""
+    """Pool of processes that run an agent."""
 
     def __init__(self, settings: AgentSettings, on_end: OnEnd):
         """Prepare the command line; no process starts yet.
 
         Args:
-            settings: Function or program, its interpreter and the number of processes.
-            on_end: Callback for each ended or stopped episode, called from other threads.
+            settings: Agent function or program, interpreter and number of processes.
+            on_end: Callback for each episode that ended or was stopped; runs on other threads.
         """
         function, command, python = settings.function_path, settings.command, settings.python
         agent = {"function": function, "command": command, "settings": dict(settings.settings)}
@@ -174,17 +174,17 @@ class AgentProcesses:
         self._finalizer = weakref.finalize(self, _close_all, self._processes)
 
     def open(self) -> None:
-        """Start all processes, so that an agent that cannot be loaded fails at once.
+        """Start all processes, so that an agent that cannot be loaded fails immediately.
 
         Raises:
             ValueError: The agent cannot be loaded.
         """
         with self._lock:
-            if not self._processes:  # side by side, since an agent may take long to load
+            if not self._processes:  # in parallel, since agents may load slowly
                 parallel_map(lambda _: self._start(), range(self._count), max_threads=self._count)
 
     def play(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode, given its name under `episode` and the agent's input.
+        """Start an episode. The dict holds its name, under `episode`, and the agent's input.
 
         Raises:
             ValueError: No process can be started.
@@ -198,7 +198,7 @@ class AgentProcesses:
         process.send(episode)
 
     def stop(self, name: str) -> None:
-        """Stop an episode; `on_end` is called soon unless it already was."""
+        """Stop an episode; `on_end` is called soon, unless it was called already."""
         with self._lock:
             for process in self._processes:
                 if process.episodes.get(name) == 0.0:
@@ -206,7 +206,7 @@ class AgentProcesses:
                     process.send({"stop": name})
 
     def check(self) -> None:
-        """Kill unresponsive processes, and those with only abandoned threads left."""
+        """Kill unresponsive processes, and full ones that have only abandoned threads left."""
         now = time.monotonic()
         with self._lock:
             for process in self._processes:
@@ -216,14 +216,14 @@ class AgentProcesses:
                     process.kill()
 
     def close(self) -> None:
-        """End all processes. This also happens at exit."""
+        """Stop all processes. This also happens at exit."""
         self._finalizer()
 
     def _start(self) -> AgentProcess:
         """Start a process.
 
         Raises:
-            ValueError: The process cannot be started, or cannot load the agent.
+            ValueError: The process cannot be started, or it cannot load the agent.
         """
         try:
             process = AgentProcess(self._command, what=self._what, env=self._environment)
@@ -245,7 +245,7 @@ class AgentProcesses:
         return process
 
     def _listen(self, process: AgentProcess) -> None:
-        """Report the ends of a process's episodes until the process ends."""
+        """Call `on_end` for each episode of a process that ends, until the process exits."""
         try:
             while True:
                 message = process.readline()
@@ -267,7 +267,7 @@ class AgentProcesses:
 
 
 def _close_all(processes: list[AgentProcess]) -> None:
-    """End processes, which then end the programs that they have started."""
+    """Stop processes, which then kill the programs that they have started."""
     for process in list(processes):
         process.send({"end": True})
     for process in list(processes):

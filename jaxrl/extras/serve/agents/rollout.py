@@ -1,8 +1,8 @@
 """Agent rollouts: start agents, serve their requests with the run's engine, collect sampled ids.
 
-The server runs as long as the run. Between rollouts the engine's thread is paused and agents'
-requests wait. Up to `SamplingConfig.max_unfinished` groups continue in the next rollout. They keep
-their tokens, each with the version of the weights that sampled it, and are returned once complete.
+The server runs for the entire run. Between rollouts, the engine's thread is paused and requests
+wait. Up to `SamplingConfig.max_unfinished` groups continue in the next rollout. They keep their
+tokens, with the version of the weights that sampled each one, and are returned once complete.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from jaxrl.utils.concurrency import MAX_ERROR_CHARS
 from jaxrl.utils.text import replace_surrogates
 
 MODEL = "policy"
-"""Name of the model for agents."""
+"""Model name that agents send."""
 
 MAX_CACHED = 1 << 14
-"""Completions to cache for repeated requests. An evicted one would be sampled twice."""
+"""Number of completions cached for repeated requests; others would be sampled again."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _RunningEpisode:
-    """An episode and its progress.
+    """State of an episode that may span several rollouts.
 
     Attributes:
-        sample_index: Index in the group.
-        earlier_s: Seconds played in earlier rollouts.
-        since: Monotonic time of the start in this rollout; None if not part of it.
+        sample_index: Index of the sample in its group.
+        earlier_s: Seconds spent in earlier rollouts.
+        since: Monotonic time since which it runs in this rollout; None while it does not run.
         is_started: True if the agent was started.
-        error: Reason for a missing result; "" for none.
-        ended: Monotonic time at which the result was known; None before.
+        error: Reason why there is no result; "" if there is one.
+        ended: Monotonic time at which the episode ended; None until then.
     """
 
     session: AgentSession
@@ -71,7 +71,7 @@ class _RunningEpisode:
     ended: float | None = None
 
     def end(self, error: str = "") -> None:
-        """End the episode; only the first call counts."""
+        """End the episode; later calls have no effect."""
         self.session.close()
         if self.ended is None:
             self.error, self.ended = error, time.monotonic()
@@ -79,7 +79,7 @@ class _RunningEpisode:
 
 @dataclass(eq=False, kw_only=True)
 class _RunningGroup:
-    """The episodes of a task."""
+    """Episodes of one task."""
 
     draw: Draw
     episodes: list[_RunningEpisode]
@@ -95,7 +95,7 @@ class _RunningGroup:
 
 
 class AgentRollout(BaseRollout):
-    """Rollout of groups of episodes by agents that call the engine over HTTP."""
+    """Rollout with external agents, which call the engine over HTTP."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class AgentRollout(BaseRollout):
     ):
         """Bind the port and load the agent; the server starts with the first rollout.
 
-        The other arguments are those of `BaseRollout`. `log` writes a line to the run's log.
+        `log` writes a line to the run's log. For the other arguments, see `BaseRollout`.
 
         Raises:
-            ValueError: The port or the agent is not available, or the model cannot be served.
+            ValueError: The port or agent is not available, or a setting is not supported.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if engine.recorded or processor is not None or limits.context is not None:
@@ -130,10 +130,10 @@ class AgentRollout(BaseRollout):
             )
         self._settings, self._max_turns, self._engine = env.settings, env.max_turns, engine
         self._log = log
-        self._sessions: dict[str, AgentSession] = {}  # of running agents, by name
-        self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # for the next rollout
-        # Episodes with running agents, by reward key, so that code that knows only the API key of
-        # the model cannot report their end.
+        self._sessions: dict[str, AgentSession] = {}  # sessions of running agents, by name
+        self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # unfinished
+        # Episodes with running agents, by reward key. Code that knows only the model's API key
+        # cannot report that an episode ended.
         self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
@@ -151,7 +151,7 @@ class AgentRollout(BaseRollout):
         self._processes.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Return True, since the agent builds the prompts."""
+        """Return True, because agents build the prompts."""
         return True
 
     def __call__(
@@ -164,22 +164,22 @@ class AgentRollout(BaseRollout):
     ) -> list[Group | None]:
         """Return a group for each draw; None for groups that continue in the next call.
 
-        A draw with an unfinished group continues that group.
+        A draw whose group is unfinished continues that group.
 
         Args:
-            draws: Tasks to play.
-            sampling: Group size, sampling settings and number of groups that may stay unfinished.
-            should_stop: Callback that is polled once a second.
-            progress: Callback with the numbers of finished and of all trajectories.
+            draws: Tasks to run, one group per task.
+            sampling: Group size, sampling settings and maximum number of unfinished groups.
+            should_stop: Function polled once a second; it returns True to interrupt the rollout.
+            progress: Callback with the number of finished trajectories and the total.
 
         Raises:
             Interrupted: `should_stop` returned True.
             RuntimeError: The engine failed.
-            ValueError: The agent cannot be started again.
+            ValueError: An agent process cannot be restarted.
         """
         worker = self._start_server()
         keys = make_group_keys(draws, sampling)
-        if sampling.max_unfinished:  # evaluations must not drop training's groups
+        if sampling.max_unfinished:  # evaluations must not drop groups of training
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
                 self._abandon(self._groups.pop(key))
         groups = self._open_groups(draws, keys, sampling)
@@ -206,7 +206,7 @@ class AgentRollout(BaseRollout):
                     episode.earlier_s += now - episode.since
                 episode.since = None
             worker.pause()
-        # Return the groups that ended first, as many as this call waited for. Keep the others.
+        # Return the groups that ended first, as many as this call waited for; keep the others.
         done = sorted((group for group in groups if group.is_done), key=lambda group: group.ended)
         done = done[: max(len(groups) - sampling.max_unfinished, 0)]
         for key, group in zip(keys, groups, strict=True):
@@ -221,7 +221,7 @@ class AgentRollout(BaseRollout):
         return [next(scored) if group in done else None for group in groups]
 
     def _start_server(self) -> Worker:
-        """Return the engine's paused worker; the first call starts it and the server."""
+        """Start a paused worker and the server, if they do not exist yet; return the worker."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -248,7 +248,7 @@ class AgentRollout(BaseRollout):
         keys: Sequence[tuple[int, int, int]],
         sampling: SamplingConfig,
     ) -> list[_RunningGroup]:
-        """Return the groups of all draws, both unfinished and new ones."""
+        """Return the unfinished group of each draw, or a new group if there is none."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
         random_keys = iter(derive_keys(new, sampling, self._engine.device))
         groups = []
@@ -279,7 +279,7 @@ class AgentRollout(BaseRollout):
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Start agents, and wait until at most `unfinished` groups are left."""
+        """Start agents and wait until at most `unfinished` groups are incomplete."""
         waiting = deque(episode for episode in episodes if not episode.is_started)
         max_concurrent = self._settings.max_concurrent or self._engine.num_rows
         while True:
@@ -298,7 +298,7 @@ class AgentRollout(BaseRollout):
             self._changed.wait(IDLE_POLL_S)
 
     def _num_active(self) -> int:
-        """Return the number of running agents, without episodes that are on hold."""
+        """Return the number of running agents, not counting episodes that are on hold."""
         with self._lock:
             running = list(self._running.values())
         return sum(e.ended is not None or e.since is not None for e in running)
@@ -329,7 +329,7 @@ class AgentRollout(BaseRollout):
         )
 
     def _stop_late(self) -> None:
-        """Stop episodes that are past their deadline."""
+        """Stop episodes that exceed the time limit, and kill unresponsive processes."""
         now, deadline_s = time.monotonic(), self._settings.deadline_s
         with self._lock:
             running = list(self._running.items())
@@ -344,7 +344,7 @@ class AgentRollout(BaseRollout):
         self._processes.check()
 
     def _handle_exit(self, key: str, reward: Any, error: str) -> None:
-        """Record the end of an agent; called from other threads."""
+        """Record the result of an agent that has ended. Called from other threads."""
         with self._lock:
             episode = self._running.pop(key, None)
         if episode is None:
@@ -363,14 +363,14 @@ class AgentRollout(BaseRollout):
         self._changed.set()
 
     def _abandon(self, group: _RunningGroup) -> None:
-        """End a group's unfinished episodes, and stop their agents."""
+        """End a group's unfinished episodes and stop their agents."""
         for episode in group.episodes:
             if episode.ended is None:
                 episode.end("it was stopped")
                 self._processes.stop(episode.session.reward_key)  # if it still runs
 
     def _to_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
-        """Return an episode as one trajectory, with all of its contexts."""
+        """Convert an episode to one trajectory that contains all of its contexts."""
         session = running.session
         contexts = contexts_of(session.turns())
         episode = AgentEpisode(task=running.task, reward=session.reward)
@@ -438,7 +438,7 @@ class AgentRollout(BaseRollout):
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method without keeping its object alive."""
+    """Wrap a method so that the wrapper does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -1,8 +1,8 @@
 """Agent process: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
 
-Its Python may lack jaxrl, so this file imports only the standard library. Each input line starts or
-stops an episode; each output line reports an end. Agents print to standard error. When the input
-ends, all agents end.
+The agent's interpreter may lack jaxrl, so this file imports only the standard library. Each line on
+stdin starts or stops an episode; each line on stdout reports the end of one. The output of agents
+goes to stderr. When stdin closes, all agents are stopped.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MAX_OUTPUT = 1 << 16
 """Bytes to keep from the end of a program's output."""
 
 MAX_REWARD = 1 << 20
-"""Largest size of a reward, in bytes of JSON."""
+"""Maximum size of a reward, in bytes of JSON."""
 
 POLL_S = 0.1
 """Seconds between checks for processes that outlive their program."""
 
 PARENT_POLL_S = 1.0
-"""Seconds between checks that the run is alive."""
+"""Seconds between checks that the parent process is alive."""
 
 CANCEL_S = 5.0
-"""Seconds for a stopped agent to end before it is abandoned."""
+"""Seconds that a stopped agent has to end before it is abandoned."""
 
 FOLDER = "JAXRL_AGENTS_FOLDER"
-"""Environment variable with this process's folder; it marks all processes that agents start."""
+"""Environment variable with this process's folder, which marks all processes of its agents."""
 
 STOPPED = "it was stopped"
 
@@ -53,10 +53,10 @@ Play = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Load the function `module.function`, `module:function` or `path/file.py:function`.
+    """Load a function named `module.function`, `module:function` or `path/file.py:function`.
 
     Raises:
-        ImportError, AttributeError, TypeError: There is no such function.
+        ImportError, AttributeError, TypeError: The function does not exist.
     """
     file, _, attribute = name.rpartition(":")
     if attribute.endswith(".py"):
@@ -65,7 +65,7 @@ def load(name: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location("jaxrl_agent_" + Path(file).stem, file)
         if spec is None or spec.loader is None or not Path(file).is_file():
             raise ImportError(f"there is no file {os.path.abspath(file)}")
-        # Search the file's folder last, so that its modules do not hide those of libraries.
+        # Search the file's folder last, so that its modules do not shadow libraries.
         sys.path.append(os.path.dirname(os.path.abspath(file)))
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -78,7 +78,7 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def play_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
-    """Return a player that calls a function, in a thread unless it is async."""
+    """Wrap an agent function as a `Play`; a synchronous function runs in a thread."""
 
     async def play(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
@@ -109,10 +109,10 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def play_program(command: list[str], folder: str) -> Play:
-    """Return a player that runs a program for each episode.
+    """Return a `Play` that runs a program for each episode.
 
-    The program reads the task from its input and the model's address from its environment. The
-    reward's file, URL and key are in the input because child processes inherit the environment.
+    The program reads the task from stdin and the endpoint's URL from environment variables. The
+    reward's file, URL and key are passed on stdin only: child processes do not inherit them.
     """
 
     async def play(episode: Mapping[str, Any]) -> Any:
@@ -137,7 +137,7 @@ def play_program(command: list[str], folder: str) -> Play:
             env=os.environ | variables,
         )
         _groups.add(process.pid)
-        # Use threads: it may print before it reads, and its child processes may outlive it.
+        # Use threads: the program may print before it reads, and its children may outlive it.
         _threads.submit(_write, process.stdin, data)
         reading = _threads.submit(_read_end, process.stdout)
         waiting = _threads.submit(process.wait)
@@ -157,7 +157,7 @@ def play_program(command: list[str], folder: str) -> Play:
 
 
 def _read_reward(file: str) -> Any:
-    """Read the reward that a program wrote; None if it wrote none."""
+    """Read and delete the reward file of a program; return None if it does not exist."""
     if not os.path.isfile(file):  # opening a pipe may block forever
         return None
     with open(file, "rb") as stream:
@@ -175,7 +175,7 @@ def _write(stream: Any, data: bytes) -> None:
 
 
 def _read_end(stream: Any) -> str:
-    """Read a stream to its end and return the last 2000 characters."""
+    """Read a stream until it ends; return the last 2000 characters."""
     data = b""
     with stream:
         while piece := stream.read1(MAX_OUTPUT):
@@ -186,13 +186,13 @@ def _read_end(stream: Any) -> str:
 _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
-_threads = ThreadPoolExecutor(1 << 20)  # no call waits for a thread
+_threads = ThreadPoolExecutor(1 << 20)  # effectively unlimited: no call waits
 _groups: set[int] = set()  # process groups of programs
-_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # of agents that ignored a stop
+_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # agents that ignored a stop
 
 
 def _kill_all(group: int, mark: str) -> None:
-    """Kill a process group, and all processes of other groups with the mark."""
+    """Kill a process group and all other processes with `mark` in their environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     _groups.discard(group)
@@ -204,7 +204,7 @@ def kill_marked(mark: str) -> None:
 
     Does nothing on systems without `/proc`.
     """
-    for _ in range(20):  # they may start others meanwhile
+    for _ in range(20):  # they may start others in the meantime
         marked = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
@@ -219,7 +219,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _exit(folder: str) -> None:
-    """Kill everything that agents started and exit at once, since agents' threads may hang."""
+    """Kill all processes that agents started, then exit at once, because threads may hang."""
     for group in [*_groups]:
         _kill_all(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -228,7 +228,7 @@ def _exit(folder: str) -> None:
 
 
 def _exit_with(parent: int, folder: str) -> None:
-    """Exit once the run has ended, even if an agent blocks the event loop."""
+    """Exit once the parent process has ended, even if an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     time.sleep(PARENT_POLL_S)  # time for the loop to exit by itself
@@ -236,7 +236,7 @@ def _exit_with(parent: int, folder: str) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an error, with the last line in the agent's files if there is one."""
+    """Describe an error and its location, preferably the last line in the agent's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     frames = own or frames
@@ -245,26 +245,26 @@ def _describe(error: BaseException) -> str:
 
 
 class Episodes:
-    """Running episodes of this process."""
+    """Episodes that run in this process."""
 
     def __init__(self, play: Play, send: Callable[[Mapping[str, Any]], None]):
-        """Start empty.
+        """Create an empty collection.
 
         Args:
-            play: Function that plays an episode.
+            play: Coroutine function that runs an episode and returns its reward.
             send: Function that sends a message to the run.
         """
         self._play, self._send = play, send
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     def start(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode."""
+        """Start an episode as a new asyncio task."""
         name = episode["episode"]
         self._tasks[name] = task = asyncio.ensure_future(self._play(episode))
         task.add_done_callback(functools.partial(self._report, name))
 
     def stop(self, name: str) -> None:
-        """Stop an episode, and abandon it if it ignores the stop."""
+        """Cancel an episode; abandon it if it has not ended after `CANCEL_S` seconds."""
         if task := self._tasks.get(name):
             task.cancel()
             asyncio.get_running_loop().call_later(CANCEL_S, self._leave_behind, name, task)
@@ -294,10 +294,10 @@ class Episodes:
 
 
 async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
-    """Load the agent, report that it is ready, and play until the input ends.
+    """Load the agent, report that it is ready, and run episodes until the input ends.
 
     Args:
-        agent: Keys `function`, `command` and `settings`.
+        agent: Agent settings: `function`, `command` and `settings`.
         given: Input pipe from the run.
         out: Output pipe to the run.
     """

@@ -1,9 +1,9 @@
-"""Agent sessions: the token ids of received completions, and the reward.
+"""Agent sessions: record the completions that an agent received, and its reward.
 
-An agent may continue a chat, cut its history, start over or hold several conversations at once. A
-completion continues a context if its prompt starts with all ids of that context; otherwise it
-starts a new one. So a trajectory contains each sampled token once as sampled, and again as part of
-a prompt if a later context repeats it.
+An agent may continue a chat, truncate its history, start over or run several conversations at once.
+A completion continues a context if its prompt starts with all ids of that context; otherwise it
+starts a new context. A trajectory therefore contains each sampled token once as a sampled token,
+and again as a prompt token if a later context repeats it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MAX_REWARD = 1e6
 
 
 class RewardBody(Body, extra="forbid"):
-    """Episode result from an agent.
+    """Result of an episode, reported by its agent.
 
     Attributes:
         reward: Finite number; true counts as 1 and false as 0.
-        is_correct: True if the answer is correct; by default, if the reward is at least 1.
-        is_abstention: True if the answer says that the model does not know.
+        is_correct: True if the answer is correct; by default, whether the reward is at least 1.
+        is_abstention: True if the model declines to answer, for example with "I don't know".
         final_answer: Answer for logs and custom reward parts.
     """
 
@@ -52,17 +52,17 @@ class RewardBody(Body, extra="forbid"):
 
 
 def parse_reward(value: Any) -> RewardBody:
-    """Validate a reward: a number, true or false, or an object with `reward`.
+    """Parse a reward: a number, a boolean, or an object with the key `reward`.
 
     Raises:
-        RequestError: The value is not a reward.
+        RequestError: The value is not a valid reward.
     """
     return validate(value if isinstance(value, dict) else {"reward": value}, RewardBody)
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A completion that an agent received: prompt ids, sampled output and its text."""
+    """A completion that an agent received: prompt ids, sampled output and text."""
 
     prompt_ids: tuple[int, ...]
     sampled: OutputChunk
@@ -75,19 +75,19 @@ class SampledTurn:
 
 
 AgentContext = tuple[SampledTurn, ...]
-"""Turns that each continue the previous one, so the last turn holds all ids."""
+"""Consecutive turns of one conversation. The last turn contains the ids of all turns."""
 
 
 class AgentSession:
-    """The session of one episode. The event loop writes it and the rollout reads it, under a lock.
+    """Session of one episode. The event loop writes it and the rollout reads it. Thread-safe.
 
     Attributes:
-        name: Secret name by which the client reaches the session.
-        reward_key: Secret that a posted reward needs. Neither `name` nor a completion reveals it.
+        name: Secret name of the session, used in its URL and as its API key.
+        reward_key: Secret that is required to post a reward and that no completion reveals.
         reward: Reward of the episode; None until it is set.
-        conflict: Difference between two rewards of the episode; "" if there is none.
-        warning: Description of the first refused reward, for the run's log; "" for none.
-        is_spent: True if a request was refused because no tokens or turns are left.
+        conflict: Description of two conflicting rewards; "" if there are none.
+        warning: Description of a rejected reward, for the run's log; "" if there is none.
+        is_spent: True if a request was rejected because no tokens or turns were left.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class AgentSession:
         limits: TokenLimits,
         max_turns: int,
     ):
-        """Open the session.
+        """Create an open session.
 
         Args:
             key: Random key of the episode, uint32 [2].
-            params: Sampling settings, which override the client's.
+            params: Sampling settings, which override those in requests.
             limits: Token limits of the episode.
-            max_turns: Limit on the episode's completions.
+            max_turns: Maximum number of completions in the episode.
         """
         self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.reward: RewardBody | None = None
@@ -116,10 +116,10 @@ class AgentSession:
         self._lock = threading.Lock()
 
     def admit(self, request: CompletionRequest) -> tuple[CompletionRequest, Sequence[np.ndarray]]:
-        """Return the request with the run's sampling settings and remaining budget, and its keys.
+        """Apply the run's sampling settings and remaining budget; return the request and its keys.
 
         Raises:
-            RequestError: The episode is over or its budget is spent, or `n` is not 1.
+            RequestError: The episode is over, its budget is used up, or `n` is not 1.
         """
         with self._lock:
             self._check_open()
@@ -151,7 +151,7 @@ class AgentSession:
         return dataclasses.replace(request, params=self._params, max_tokens=max_tokens), [key]
 
     def record(self, completion: Completion) -> None:
-        """Record a completion before it is sent.
+        """Record a completion before it is sent to the agent.
 
         Raises:
             RequestError: Concurrent completions have used up the budget.
@@ -176,7 +176,7 @@ class AgentSession:
         """Record a reward that was posted over HTTP.
 
         Raises:
-            RequestError: No key is the reward key, or the reward is refused.
+            RequestError: None of the keys matches the reward key, or the reward is rejected.
         """
         if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
             self.warning = self.warning or "refused a reward that was posted with a wrong key"
@@ -185,10 +185,10 @@ class AgentSession:
         self.set_reward(parse_body(data, RewardBody))
 
     def set_reward(self, reward: RewardBody) -> None:
-        """Set the reward of the episode, which continues until its agent ends.
+        """Set the reward. The episode continues until its agent ends.
 
         Raises:
-            RequestError: The episode is over, or has a different reward.
+            RequestError: The episode is over or already has a different reward.
         """
         with self._lock:
             self._check_open()
@@ -205,20 +205,20 @@ class AgentSession:
         raise RequestError(409, f"{self.conflict}.", code="another_reward")
 
     def close(self) -> None:
-        """Refuse all further requests and rewards."""
+        """Reject all further requests and rewards."""
         with self._lock:
             self._is_over = True
 
     def turns(self) -> list[SampledTurn]:
         """Return the completions that the agent received, in order of completion.
 
-        An undelivered completion counts if a later one continues it.
+        An undelivered completion is included if a later prompt starts with it.
         """
         with self._lock:
             return self._delivered_turns()
 
     def _delivered_turns(self, sent: Completion | None = None) -> list[SampledTurn]:
-        """Return the delivered turns, including `sent`, which is about to be sent."""
+        """Return the delivered turns, and that of `sent`, which is about to be delivered."""
         turns = list(self._turns.values())
         return [
             turn
@@ -234,7 +234,7 @@ class AgentSession:
 
 
 def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
-    """Group turns into contexts; each turn continues the longest context that it matches."""
+    """Group turns into contexts. A turn joins the longest context that its prompt starts with."""
     contexts: list[AgentContext] = []
     for turn in turns:
         index = _find_context(contexts, turn.prompt_ids)
@@ -246,7 +246,7 @@ def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
 
 
 def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...]) -> int | None:
-    """Return the index of the longest context that is a prefix of the prompt, if any."""
+    """Return the index of the longest context that is a prefix of the prompt, or None."""
     lengths = {}
     for index, context in enumerate(contexts):
         ids = context[-1].ids
@@ -256,7 +256,7 @@ def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...])
 
 
 def _num_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
-    """Return the numbers of all tokens and of sampled tokens."""
+    """Return the number of tokens in all contexts, and how many of them were sampled."""
     num_all = sum(len(context[-1].ids) for context in contexts)
     return num_all, sum(len(turn.sampled.token_ids) for context in contexts for turn in context)
 

@@ -1,8 +1,8 @@
-"""Environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) as an agent.
+"""Agent for environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers).
 
-`play` plays one episode: verifiers renders the prompts, runs the environment's tools and scores,
-and its training client requests token ids from the endpoint. This file runs in the interpreter that
-has verifiers, without jaxrl. As a command, it writes an environment's tasks:
+`play` runs one episode: verifiers renders the prompts, runs the environment's tools and computes
+the reward; its training client requests token ids from the endpoint. This file runs in the
+interpreter that has verifiers, without jaxrl. As a command, it writes an environment's tasks:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -27,13 +27,13 @@ if __name__ == "__main__":  # else `import verifiers` would find this file
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != folder]
 
 CHAT = "jaxrl_chat"
-"""Name under which verifiers finds the chat loop below as a harness."""
+"""Harness name under which verifiers finds the chat loop below."""
 
 NO_ANSWER = "judged by the environment"
-"""Placeholder answer of a task without one."""
+"""Placeholder for tasks that have no answer."""
 
 SPENT = "config.rollout.max_turns"
-"""Text in the endpoint's error when an episode has used all of its turns."""
+"""Text in the endpoint's error message when an episode has no turns left."""
 
 _environments: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
     weakref.WeakKeyDictionary()
@@ -54,28 +54,28 @@ async def play(
     solved_from: float = 1.0,
     traces: str = "",
 ) -> dict[str, Any]:
-    """Play an episode of an environment and return its reward.
+    """Run an episode of an environment and return its reward.
 
-    Episodes of an event loop share the environment, which is loaded once, and its taskset's tool
-    processes. Tools of a task need a process per episode.
+    Episodes on the same event loop share the environment, which is loaded once, and the tool
+    processes of its taskset. Tools of a task get a process per episode.
 
     Args:
-        task: Record from the command below; `metadata["verifiers"]` is verifiers' task.
-        base_url: Address of the endpoint for this episode, ending in `/v1`.
-        api_key: Key for `Authorization: Bearer`.
-        model: Name of the model in `GET /v1/models`.
+        task: Task record that the command wrote; `metadata["verifiers"]` is verifiers' task.
+        base_url: URL of the endpoint for this episode, ending in `/v1`.
+        api_key: Bearer token for the endpoint.
+        model: Model name to send, as in `GET /v1/models`.
         environment: Module of a taskset, such as "textarena", or a file, such as "my/rooms.py".
         tokenizer: Folder with the trained model's `tokenizer.json`.
         arguments: verifiers' `[env]` block without `taskset.id`, such as
             `{"taskset": {"game": "Hangman-v0"}, "agent": {"max_turns": 8}}`.
-        renderer: Name of the renderer of the model's family, or its configuration, such as
+        renderer: Name of the model family's renderer, or its configuration, such as
             `{"name": "qwen3", "thinking_retention": "all"}`.
         sampling: Extra fields of the requests, such as `{"max_tokens": 256}`.
-        solved_from: Lowest reward of a correct episode.
-        traces: File for verifiers' records of the episodes; "" for none.
+        solved_from: Lowest reward that counts as correct.
+        traces: File to which verifiers' record of the episode is appended; "" for none.
 
     Returns:
-        `reward`, `is_correct` and `final_answer`, the last message of the model.
+        A dict with `reward`, `is_correct`, and the model's last message as `final_answer`.
 
     Raises:
         ValueError: The task or the environment does not support training.
@@ -114,7 +114,7 @@ async def play(
 def build_context(
     model: str, client: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Return verifiers' model context for an episode, with its training client."""
+    """Build verifiers' model context for an episode, with its training client."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
@@ -126,10 +126,10 @@ def build_context(
 
 
 def trained_trace(episode: Any, base_url: str) -> Any:
-    """Return the trace of the one agent that called the endpoint.
+    """Return the trace of the agent that called the endpoint.
 
     Raises:
-        ValueError: Several agents called it, or none.
+        ValueError: No agent or several agents called it.
     """
     traces = [t for t in episode.traces if t.agent.config.client.base_url == base_url]
     if len(traces) != 1:
@@ -142,13 +142,13 @@ def trained_trace(episode: Any, base_url: str) -> Any:
 
 
 async def open_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Return an environment with running servers, loaded once per event loop."""
+    """Load an environment and start its servers, once per event loop; return it."""
     loop = asyncio.get_running_loop()
     loaded = _environments.setdefault(loop, {})
     name = json.dumps([environment, arguments], sort_keys=True)
     if name not in loaded:
         ready: asyncio.Future[Any] = loop.create_future()
-        # The same task must enter and exit its context managers.
+        # Its context managers must be entered and exited by the same task.
         loaded[name] = ready, loop.create_task(_serve(environment, arguments, ready))
     ready, _ = loaded[name]
     try:
@@ -176,11 +176,11 @@ async def _serve(
 
 
 def load(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Load an environment and run its agents locally, as subprocesses or in-process chats.
+    """Load an environment whose agents run locally, as subprocesses or in-process chats.
 
     Raises:
-        ValueError: verifiers refuses the arguments.
-        ModuleNotFoundError: There is no module of that name.
+        ValueError: verifiers rejects the arguments.
+        ModuleNotFoundError: No module has that name.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import (
@@ -208,7 +208,7 @@ def module_name(environment: str) -> str:
     """Return an environment's module name; make a file importable here and in tool processes.
 
     Raises:
-        ValueError: There is no such file.
+        ValueError: The file does not exist.
     """
     path = Path(environment)
     if path.suffix != ".py":
@@ -224,7 +224,7 @@ def module_name(environment: str) -> str:
 
 
 def _add_chat() -> None:
-    """Add an in-process chat loop to verifiers' harnesses, which start a program per turn."""
+    """Register an in-process chat loop; verifiers' own harnesses start a program per turn."""
     if CHAT in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
@@ -236,7 +236,7 @@ def _add_chat() -> None:
     from verifiers.v1.runtimes import ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Chat loop that ends with a message without tool calls."""
+        """Chat loop that ends when a message has no tool calls."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -292,7 +292,7 @@ def _add_chat() -> None:
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
         async def call_tool(self, call: Any, routes: Any, connections: Any) -> Any:
-            """Return a tool's result, or an error message for the model."""
+            """Call a tool; return its result, or an error message for the model."""
             try:
                 arguments = json.loads(call.arguments or "{}")
             except json.JSONDecodeError as error:
@@ -312,10 +312,10 @@ def _add_chat() -> None:
 def records(
     environment: str, arguments: Mapping[str, Any], num_tasks: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of an environment as records for jaxrl.
+    """Yield the tasks of an environment as task records for jaxrl.
 
     Raises:
-        ValueError: The tasks never end and `num_tasks` is None, or JSON would lose some fields.
+        ValueError: The taskset is unbounded and `num_tasks` is None, or JSON omits some fields.
     """
     taskset = load(environment, arguments).taskset
     environment = module_name(environment)
@@ -342,7 +342,7 @@ def records(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write tasks to standard output."""
+    """Write the tasks of an environment to stdout."""
     parser = argparse.ArgumentParser(description="Write the tasks of an environment as JSONL.")
     parser.add_argument("environment", help="module or file of a taskset, such as textarena")
     parser.add_argument("--arguments", default="{}", metavar="JSON", help="arguments of play")
