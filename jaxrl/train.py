@@ -505,7 +505,7 @@ def act_on_signs(run_state: RunState) -> None:
 
     Raises:
         Rollback: The action is `roll_back`.
-        UnsoundError: The action is `stop`, or there is no checkpoint to roll back to.
+        UnsoundError: The action is `stop`, or no rollback is possible.
     """
     progress, watch = run_state.progress, run_state.components.method.watch
     signs = progress.watched.acting
