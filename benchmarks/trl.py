@@ -55,7 +55,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
 from jaxrl.envs.rewards.qa import exact_match, f1
 from jaxrl.envs.search.bm25 import LocalSearch
-from jaxrl.logs.statistics import bootstrap_means, percentile_interval
+from jaxrl.logs.statistics import bootstrap_means, compute_percentile_interval
 from jaxrl.logs.steps import StepTimer
 from jaxrl.models.hf_weights import copy_side_files
 from jaxrl.types import Trajectory
@@ -383,7 +383,9 @@ def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             gaps = np.array([[ours[task] - theirs[task]] for task in ours])
             rng = np.random.default_rng(0)
             resampled = bootstrap_means(gaps, num_resamples=1000, rng=rng)
-            cells.append(with_interval(float(gaps.mean()), percentile_interval(resampled[:, 0])))
+            cells.append(
+                with_interval(float(gaps.mean()), compute_percentile_interval(resampled[:, 0]))
+            )
             rows.append([f"{measure.replace('_', ' ')}, {suite}", *cells])
     return rows
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import table
 from benchmarks.jobs import ROOT, Job, read_steps, run_jobs, seconds_of
-from jaxrl.logs.statistics import bootstrap_means, percentile_interval
+from jaxrl.logs.statistics import bootstrap_means, compute_percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
 Figures = dict[str, float]
@@ -240,7 +240,7 @@ def gain(
     resampled = bootstrap_means(
         difference[:, None], num_resamples=10_000, rng=np.random.default_rng(0)
     )
-    low, high = percentile_interval(resampled) or (math.nan, math.nan)
+    low, high = compute_percentile_interval(resampled) or (math.nan, math.nan)
     return float(difference.mean()), low, high
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, batches
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
     JsonClient,
@@ -31,7 +31,7 @@ PERMANENT = (400, 401, 403, 404)  # statuses for which a retry would not help
 class OpenSearch(DocumentSearch):
     """Search engine for an index whose documents have a title and a text."""
 
-    asks_server = True
+    needs_health_check = True
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OpenSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the documents for each query, or an error."""
-        groups = list(batches(queries, self._batch_size))
+        groups = list(split_batches(queries, self._batch_size))
         answers = self._client.send_all([self._request(group, topk) for group in groups])
         results: list[list[Hit] | ToolError] = []
         for group, answer in zip(groups, answers, strict=True):

@@ -16,7 +16,7 @@ from jaxrl.logs.eval_summary import (
     compute_attribution,
     format_suite_line,
     format_tables,
-    held_out_score,
+    get_held_out_score,
     is_unscored,
     summarize,
     to_metrics,
@@ -256,7 +256,7 @@ def run_suites(
     lines = [f"{label} {format_suite_line(suite, summary)}" for suite, summary in summaries.items()]
     for line in [text] if is_only_stage else lines:
         display.log(line)
-    run_state.held_out = next(map(held_out_score, summaries.values()), None)
+    run_state.held_out = next(map(get_held_out_score, summaries.values()), None)
     metrics = {"timing_s/testing": time.perf_counter() - started, **compute_memory_metrics()}
     run_state.progress.ledger += ledger
     run_state.pending_usage = UsageStats()

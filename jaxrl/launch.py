@@ -188,7 +188,7 @@ def _run(
         begin: Function to call once the run has progress that a stop request must save.
     """
     from jaxrl.envs.base import OutageError
-    from jaxrl.envs.images import UnreadableError
+    from jaxrl.envs.images import UnreadableImageError
     from jaxrl.logs.display import Display
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
@@ -234,7 +234,7 @@ def _run(
             FolderMovedError,
             NotEnoughGroupsError,
             UserCodeError,
-            UnreadableError,
+            UnreadableImageError,
         ) as error:
             _exit_with_error(error)
         except Exception as error:

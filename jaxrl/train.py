@@ -18,6 +18,7 @@ from jaxrl.logs.metrics import compute_rollout_metrics, count_unscored_suites, t
 from jaxrl.logs.steps import (
     DISPLAYED_METRICS,
     StepTimer,
+    collect_sample_fields,
     compute_engine_metrics,
     compute_kl_metrics,
     compute_lag_metrics,
@@ -26,7 +27,6 @@ from jaxrl.logs.steps import (
     compute_wait_metrics,
     compute_window_metrics,
     merge_update_metrics,
-    sample_fields,
 )
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import interruptible
@@ -228,7 +228,7 @@ def train(run_state: RunState, params: Params) -> Params:
                 method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= sign_metrics
-        fields = sample_fields(groups, next_controllers)
+        fields = collect_sample_fields(groups, next_controllers)
         if finish_token_log:  # scores on the devices, so every process must call it
             fields = [a | b for a, b in zip(fields, finish_token_log(state.params), strict=True)]
         log_trajectories(run_state, trajectories, fields)

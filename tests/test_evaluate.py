@@ -11,7 +11,7 @@ from jaxrl.evaluate import build_record, read_metrics, read_usage, write_results
 from jaxrl.logs.eval_summary import (
     format_suite_line,
     format_tables,
-    subset_sizes,
+    get_subset_sizes,
     summarize,
     to_metrics,
 )
@@ -161,10 +161,10 @@ def test_searches_and_python_calls_are_counted_apart():
 
 
 def test_subset_sizes():
-    assert subset_sizes(1, ()) == subset_sizes(1, (1,)) == ()
-    assert subset_sizes(8, ()) == (2, 4, 8)
-    assert subset_sizes(5, ()) == (2, 4, 5)
-    assert subset_sizes(8, (1, 3)) == (1, 3)
+    assert get_subset_sizes(1, ()) == get_subset_sizes(1, (1,)) == ()
+    assert get_subset_sizes(8, ()) == (2, 4, 8)
+    assert get_subset_sizes(5, ()) == (2, 4, 5)
+    assert get_subset_sizes(8, (1, 3)) == (1, 3)
 
 
 def many(num_questions, *, share, data_source="nq", seed=0):

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.builders import components
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import OutageError
-from jaxrl.envs.search.resilient import PROBE
+from jaxrl.envs.search.resilient import PROBE_QUERY
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.runtime.preemption import EXIT_UNAVAILABLE
@@ -107,7 +107,7 @@ def assert_nothing_is_lost(workdir, server, num_trajectories):
     assert all(line["reward"] is not None for line in lines)
     assert max(search["waited_s"] for search in searches) < LONGEST_S
     assert all(search["error"] is None for search in searches)
-    asked = server.asked.total() - server.asked[PROBE]
+    asked = server.asked.total() - server.asked[PROBE_QUERY]
     assert sum(search["attempts"] for search in searches) == asked
     in_metrics = [record for record in records(workdir) if "perf/search/calls" in record]
     for name, counted in {

@@ -35,11 +35,11 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
+from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import Tool, run_one
+from jaxrl.envs.tools.base import Tool, run_call
 from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import trajectory_to_record
@@ -299,10 +299,10 @@ class TestProcessor:
             ("missing.png", processor),
             ("half.png", processor),
         ):
-            with pytest.raises(UnreadableError, match=f"{name} cannot be read as an image: "):
+            with pytest.raises(UnreadableImageError, match=f"{name} cannot be read as an image: "):
                 use(Picture(path=str(tmp_path / name)))
         thin = Picture(data=encoded(drawn(width=900, height=1)))
-        with pytest.raises(UnreadableError, match="900 x 1 pixels: absolute aspect ratio"):
+        with pytest.raises(UnreadableImageError, match="900 x 1 pixels: absolute aspect ratio"):
             processor.num_tokens(thin)
 
     @pytest.mark.parametrize("kind", ["animated", "CMYK", "palette", "palette with a hole", "gray"])
@@ -337,7 +337,7 @@ class TestProcessor:
         }
         for data, why in cases.items():
             for use in (processor.num_tokens, processor):
-                with pytest.raises(UnreadableError, match=why) as raised:
+                with pytest.raises(UnreadableImageError, match=why) as raised:
                     use(Picture(data=data))
                 assert str(raised.value).count("bytes") == 1
 
@@ -356,7 +356,9 @@ class TestProcessor:
         else:
             data = encoded(drawn(16, 16), kind)
         for use in (processor.num_tokens, processor, prepare_image):
-            with pytest.raises(UnreadableError, match="its format is none of PNG, JPEG, WEBP, GIF"):
+            with pytest.raises(
+                UnreadableImageError, match="its format is none of PNG, JPEG, WEBP, GIF"
+            ):
                 use(Picture(data=data))
         assert not (tmp_path / "called").exists()
 
@@ -373,7 +375,9 @@ class TestProcessor:
         for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{place}.load", decode)
         for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
-            with pytest.raises(UnreadableError, match="of 77 x 13 pixels; expected at most 1,000"):
+            with pytest.raises(
+                UnreadableImageError, match="of 77 x 13 pixels; expected at most 1,000"
+            ):
                 use(Picture(data=larger))
 
     def test_the_scans_of_a_jpeg_are_counted_before_it_is_decoded(self, processor, monkeypatch):
@@ -390,7 +394,7 @@ class TestProcessor:
         for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             for data in (many, jpeg[:2] + comment + many[2:]):
                 with pytest.raises(
-                    UnreadableError, match="a JPEG with 110 scans; expected at most"
+                    UnreadableImageError, match="a JPEG with 110 scans; expected at most"
                 ):
                     use(Picture(data=data))
 
@@ -535,7 +539,7 @@ class TestEpisodes:
     def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
         task = looking_task(tmp_path)
         with pytest.raises(
-            UnreadableError, match=r"'t7': .*the model reads none.*columns={'images'"
+            UnreadableImageError, match=r"'t7': .*the model reads none.*columns={'images'"
         ):
             player(None).prompt_fits(task)
         with pytest.raises(StartError, match="'t7' has 1 images, and its chat 0 marks <image>"):
@@ -547,7 +551,7 @@ class TestEpisodes:
         assert "task 't7': " in first.episode.turns[0].error
         assert "a.png cannot be read as an image" in first.episode.turns[0].error
         (tmp_path / "a.png").unlink()
-        with pytest.raises(UnreadableError, match=r"task 't7': .*a.png cannot be read"):
+        with pytest.raises(UnreadableImageError, match=r"task 't7': .*a.png cannot be read"):
             player(processor).prompt_fits(task)
 
     def shown(self, processor, tmp_path, observation, **changes):
@@ -639,12 +643,12 @@ class TestCodecs:
         assert len(list((tmp_path / "run" / "images").iterdir())) == 1
         saved(file, seed=9)
         with pytest.raises(
-            UnreadableError, match=r"a.png, with which the run sampled, was changed"
+            UnreadableImageError, match=r"a.png, with which the run sampled, was changed"
         ):
             serialization.from_json(travelled)
         file.unlink()
         with pytest.raises(
-            UnreadableError, match=r"a.png, .* cannot be read \(No such file or dir"
+            UnreadableImageError, match=r"a.png, .* cannot be read \(No such file or dir"
         ):
             serialization.from_json(travelled)
 
@@ -681,8 +685,8 @@ class TestTools:
         class Engine(Zoom):
             name = "search"
 
-        assert "expected text" in str(run_one(Engine(), "q"))
-        assert images_behind(run_one(Zoom(), "q")) == (Picture(data=b"png"),)
+        assert "expected text" in str(run_call(Engine(), "q"))
+        assert attached_images(run_call(Zoom(), "q")) == (Picture(data=b"png"),)
 
     def test_a_text_model_is_told_of_images(self, tmp_path):
         picture = Picture(data=encoded(drawn()))
@@ -779,5 +783,7 @@ class TestDemonstrations:
     def test_a_damaged_image_is_named_with_its_key(self, processor, tmp_path):
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
         [one] = self.read(tmp_path, {}, processor)
-        with pytest.raises(UnreadableError, match=r"config.sft.source has .*a.png cannot be read"):
+        with pytest.raises(
+            UnreadableImageError, match=r"config.sft.source has .*a.png cannot be read"
+        ):
             _ = one.attachments

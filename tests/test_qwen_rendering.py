@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.protocol import Asked, qwen
+from jaxrl.envs.protocol import ParsedCall, qwen
 from tests.qwen import MARKERS, SPECIAL, oracle, qwen3
 from tests.toys import toy_tokenizer
 
@@ -109,7 +109,9 @@ def check(count, seed):
         for message, _ in rounds:  # and what was written is read as it was meant
             calls = qwen().read(written(message), ()).calls
             wanted = [call["function"] for call in message["tool_calls"]]
-            assert calls == tuple(Asked(tool=c["name"], arguments=c["arguments"]) for c in wanted)
+            assert calls == tuple(
+                ParsedCall(tool=c["name"], arguments=c["arguments"]) for c in wanted
+            )
 
 
 def without(ids, run):

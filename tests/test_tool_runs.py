@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.envs.protocol import read_tool_calls
-from jaxrl.envs.tools.base import chat_schema
+from jaxrl.envs.protocol import parse_tool_calls
+from jaxrl.envs.tools.base import build_chat_schema
 from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.models.hf_weights import load_hf
 from tests import tool_world
 from tests.runs import records, trajectories
 
-TOOLS = [chat_schema(FunctionTool(tool_world.look_up))]
+TOOLS = [build_chat_schema(FunctionTool(tool_world.look_up))]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_run_calls_a_function_and_is_told_what_it_returns(world, tmp_path):
                 assert record["tool"] == "look_up"
                 assert turn["results"][record["result_index"]] == tool_world.colour(number)
                 told += 1
-            asked = len(read_tool_calls(turn["text"]).calls)
+            asked = len(parse_tool_calls(turn["text"]).calls)
             assert (turn["observation"] or "").count("<tool_response>") in (asked, 0)
     assert told > 5
     assert max(len(turn["records"]) for line in lines for turn in line["turns"]) > 1

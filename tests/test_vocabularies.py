@@ -17,7 +17,7 @@ import pytest
 from examples.convert_gguf import convert_config, convert_tokenizer
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Prompt, Task
-from jaxrl.envs.protocol import SEARCH_R1, Asked, qwen
+from jaxrl.envs.protocol import SEARCH_R1, ParsedCall, qwen
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
@@ -231,7 +231,7 @@ def conversation(thinks):
             found = KeywordSearch({"Kerr": FOUND}).run(arguments["query"])
             chat.append({"role": "tool", "content": found})
         assert qwen().read(written[-1], ()).calls == tuple(
-            Asked(tool="search", arguments=arguments) for arguments in calls
+            ParsedCall(tool="search", arguments=arguments) for arguments in calls
         )
     last = "It was her: <answer>Ada Kerr</answer>"
     chat.append({"role": "assistant", "content": last})

@@ -41,7 +41,7 @@ from jaxrl.data.stream import Mixture, Source
 from jaxrl.data.tasks import Tasks, check_data_sources, open_tasks, overlap_note
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
-from jaxrl.envs.images import UnreadableError
+from jaxrl.envs.images import UnreadableImageError
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import select_kernels
@@ -641,7 +641,7 @@ def fit_prompts(
     try:
         every = (_prompt_fits(tasks, index, task, rollout) for index, task in enumerate(tasks))
         fits = np.fromiter(every, bool, len(tasks))
-    except UnreadableError as error:
+    except UnreadableImageError as error:
         raise ValueError(f"{key}: {error}.") from error
     count = len(tasks) - int(fits.sum())
     if count == 0:
@@ -666,7 +666,7 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
     """Return True if a task's prompt fits. Errors name the task's location."""
     try:
         return rollout.prompt_fits(task)
-    except UnreadableError:
+    except UnreadableImageError:
         raise
     except ValueError as error:
         place = tasks.place(index) if isinstance(tasks, Tasks) else f"task {task.id!r}"

@@ -21,9 +21,9 @@ from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
 from jaxrl.envs.search.corpus import (
     check_corpus,
-    index_folder,
+    find_line_offsets,
+    get_index_folder,
     is_indexed,
-    line_starts,
     read_corpus,
 )
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig, health_check
@@ -125,10 +125,10 @@ def build_search(
     recording = None if c.search.replay == "off" else open_recording(c, workdir, log)
     is_replay = c.search.replay == "only"
     engine = _build_engine(c, show, log)
-    if getattr(engine, "asks_server", False) and not is_replay:
+    if getattr(engine, "needs_health_check", False) and not is_replay:
         key = "settings" if is_dotted_path(c.search.engine) else f"{c.search.engine}.url"
         show(f"connecting to the server of config.search.{key}")
-        health_check(engine, policy, place=f"config.search.{key}", log=log)
+        health_check(engine, policy, url_key=f"config.search.{key}", log=log)
     return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
 
 
@@ -140,7 +140,9 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
         return stand_in
     name = c.search.engine
     corpus = c.search[c.corpus_section].corpus if c.corpus_section else ""
-    total = functools.cache(lambda: len(line_starts(Path(corpus))))  # only if an index is built
+    total = functools.cache(
+        lambda: len(find_line_offsets(Path(corpus)))
+    )  # only if an index is built
     sections = {
         key: section.to_dict()
         for key, section in c.search.items()
@@ -190,7 +192,7 @@ def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
     if not section or "sft" not in c.stages:
         return
     settings = c.search[section]
-    corpus, index = Path(settings.corpus), index_folder(settings.corpus, settings.index)
+    corpus, index = Path(settings.corpus), get_index_folder(settings.corpus, settings.index)
     check_corpus(corpus, index, section=f"search.{section}")
     if not is_indexed(corpus, index):
         show(f"checking {corpus}")

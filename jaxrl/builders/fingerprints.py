@@ -13,7 +13,7 @@ from jaxrl.builders.resolved import CORPORA, ResolvedConfig
 from jaxrl.config.keys import CORPUS, MODEL
 from jaxrl.config.schema import KEYS, flatten
 from jaxrl.data.tasks import task_files
-from jaxrl.envs.search.corpus import corpus_digest, index_folder
+from jaxrl.envs.search.corpus import compute_corpus_digest, get_index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.training.run_state import USER_CODE_SUFFIX
@@ -78,13 +78,13 @@ def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     if not section:
         return {}
     settings, digests = config.search[section], dict[str, str]()
-    folder = index_folder(Path(settings.corpus), settings.index)
+    folder = get_index_folder(Path(settings.corpus), settings.index)
     for name, value in settings.items():
         key = f"search.{section}.{name}"
         if KEYS[key].holds == MODEL:
             digests |= _model_digests(key, Path(value))
         elif KEYS[key].holds == CORPUS and Path(value).is_file():
-            digests[key] = corpus_digest(Path(value), folder)
+            digests[key] = compute_corpus_digest(Path(value), folder)
     return digests
 
 

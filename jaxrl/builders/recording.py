@@ -13,7 +13,7 @@ import jax
 from jaxrl.builders.fingerprints import search_fingerprints
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import KEYS
-from jaxrl.envs.search.recording import Recording, recorded_engines
+from jaxrl.envs.search.recording import Recording, list_recorded_engines
 from jaxrl.utils.callables import is_dotted_path
 
 
@@ -44,7 +44,7 @@ def open_recording(
         engine["settings"] = _as_recorded(engine, folder)
     recording = Recording(folder, engine, process=jax.process_index(), log=log)
     if search.replay == "only" and not recording:
-        known = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
+        known = "; ".join(map(json.dumps, list_recorded_engines(folder))) or "nothing"
         raise FileNotFoundError(
             f"config.search.replay is 'only', but {folder} has no searches of "
             f"{json.dumps(engine)}; there is: {known}. Name the folder by "
@@ -101,7 +101,7 @@ def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = engine["settings"]
     missing = [key for key, value in settings.items() if value is None and _is_file(key)]
     fitting = []
-    for recorded in recorded_engines(folder) if missing else []:
+    for recorded in list_recorded_engines(folder) if missing else []:
         without_files = {**recorded.get("settings", {}), **dict.fromkeys(missing)}
         if {**recorded, "settings": without_files} == engine:
             fitting.append(recorded["settings"])

@@ -28,7 +28,7 @@ from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.rewards.combiner import JUDGE, REWARD_PARTS, RewardPart
 from jaxrl.envs.search.base import ENGINES
-from jaxrl.envs.search_env import SearchEnv, turn_ends
+from jaxrl.envs.search_env import SearchEnv, get_stop_strings
 from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
 from jaxrl.sampling.interfaces import POLICIES
@@ -151,7 +151,7 @@ class ResolvedConfig:
         if not issubclass(self.env_class, SearchEnv):
             return tuple(self.env_class.stop_strings)
         names = [tool.name for tool in self.tools]
-        return turn_ends(self.protocol(names), names)
+        return get_stop_strings(self.protocol(names), names)
 
     @property
     def correct_by(self) -> str:
@@ -457,9 +457,11 @@ def _reward_parts(
                     f"{part!r} already; rename the function."
                 )
         elif is_dotted_path(name):
-            from jaxrl.envs.rewards.functions import part_of  # imported late: few runs need it
+            from jaxrl.envs.rewards.functions import (
+                build_reward_part,  # imported late: few runs need it
+            )
 
-            parts[part] = part_of(
+            parts[part] = build_reward_part(
                 name,
                 resolve("reward.weights", name, {}, example="my_reward.brevity"),
                 part=part,

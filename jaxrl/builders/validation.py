@@ -15,7 +15,7 @@ from jaxrl.config.loading import check_keys
 from jaxrl.config.schema import EXTRA_KEYS, KEYS, OWN_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
-from jaxrl.envs.search_env import SearchEnv, check_spoken, with_tools
+from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
 from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergences, needs_windows
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
@@ -107,7 +107,7 @@ def _check_tools(c: ResolvedConfig) -> None:
         return
     protocol = c.protocol(())
     try:
-        check_spoken(protocol)
+        check_protocol(protocol)
     except ValueError as error:
         name = c.env.search.protocol
         raise ValueError(f"config.env.search.protocol names {name!r}: {error}.") from error
@@ -121,7 +121,7 @@ def _check_tools(c: ResolvedConfig) -> None:
     if servers and not engine and not c.tools:
         return  # the servers' tools are unknown until they start
     try:
-        with_tools(c.protocol, [*engine, *(tool.name for tool in c.tools)])
+        build_protocol(c.protocol, [*engine, *(tool.name for tool in c.tools)])
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else format_failure(error)
         raise UserCodeError(f"config.{key} is {names!r}: {text}") from error

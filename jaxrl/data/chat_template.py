@@ -24,7 +24,7 @@ from typing import Any
 import jinja2
 
 from jaxrl.envs.base import Message
-from jaxrl.envs.images import MARK
+from jaxrl.envs.images import IMAGE_TAG
 
 _MARK = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
 """Numbered marker that replaces a text, or a pair of markers around a token in a field.
@@ -341,9 +341,9 @@ class Chat:
 
 def parts_of(content: str) -> list[str | None]:
     """Split content at its image placeholders, into nonempty texts and None for each image."""
-    if MARK not in content:
+    if IMAGE_TAG not in content:
         return [content]
-    first, *others = content.split(MARK)
+    first, *others = content.split(IMAGE_TAG)
     split = [first, *(part for text in others for part in (None, text))]
     return [part for part in split if part != ""]
 

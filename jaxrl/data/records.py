@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.data.readers.base import ANSWER_KEYS, as_plain
 from jaxrl.envs.base import Task
-from jaxrl.envs.images import MARK, Picture, picture, pictures
+from jaxrl.envs.images import IMAGE_TAG, Picture, parse_picture, parse_pictures
 from jaxrl.utils.json_io import parse_json
 
 
@@ -25,9 +25,9 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
     `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `place`),
     `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
-    `images` is an image or a list of images (see `envs.images.picture`), one for each `<image>`
-    placeholder in the text. Without placeholders, the images precede the question or the first user
-    message. Message content may also be a list of parts, some of which are images.
+    `images` is an image or a list of images (see `parse_picture`), one for each
+    `<image>` placeholder in the text. Without placeholders, the images precede the question or the
+    first user message. Message content may also be a list of parts, some of which are images.
 
     Args:
         fields: Values by field name.
@@ -56,7 +56,7 @@ def read_demonstration(
         messages, images = read_chat(fields.get("messages"), _images(fields, folder), folder)
         roles = [message["role"] for message in messages]
         start = roles.index("assistant") if "assistant" in roles else len(roles)
-        num_marks = sum(message["content"].count(MARK) for message in messages[:start])
+        num_marks = sum(message["content"].count(IMAGE_TAG) for message in messages[:start])
         if images and num_marks != len(images):
             raise ValueError(
                 f"{len(images) - num_marks} images come after the first assistant message; "
@@ -224,11 +224,11 @@ def read_chat(
         content = message.get("content")
         if isinstance(content, list) and content:
             parts = [_part(part, folder) for part in content]
-            has_parts |= any(text == MARK for text, _ in parts)
+            has_parts |= any(text == IMAGE_TAG for text, _ in parts)
             message["content"] = "".join(text for text, _ in parts)
-            marks += [image for text, image in parts for _ in range(text.count(MARK))]
+            marks += [image for text, image in parts for _ in range(text.count(IMAGE_TAG))]
         elif isinstance(content, str):
-            marks += [None] * content.count(MARK)
+            marks += [None] * content.count(IMAGE_TAG)
         is_message = isinstance(message.get("role"), str)
         if not (is_message and isinstance(message.get("content"), str)):
             chat.clear()
@@ -241,12 +241,12 @@ def read_chat(
         return chat, ()
     if not marks:
         first = next((i for i, message in enumerate(chat) if message["role"] == "user"), 0)
-        chat[first]["content"] = MARK * len(given) + chat[first]["content"]
+        chat[first]["content"] = IMAGE_TAG * len(given) + chat[first]["content"]
         return chat, tuple(given)
     if marks.count(None) != len(given):
         raise ValueError(
-            f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks {MARK} for "
-            "them; expected the same number, or no marks."
+            f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks "
+            f"{IMAGE_TAG} for them; expected the same number, or no marks."
         )
     others = iter(given)
     return chat, tuple(image or next(others) for image in marks)
@@ -318,7 +318,7 @@ def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
         )
     value = next((fields[name] for name in names if fields.get(name)), None)
     try:
-        return MARK, picture(value, folder) if value else None
+        return IMAGE_TAG, parse_picture(value, folder) if value else None
     except ValueError as error:
         raise ValueError(f"an image of a message: {error}.") from error
 
@@ -331,7 +331,7 @@ def _images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
             "the record."
         )
     try:
-        return pictures(fields.get("images"), folder)
+        return parse_pictures(fields.get("images"), folder)
     except ValueError as error:
         raise ValueError(f"'images': {error}.") from error
 

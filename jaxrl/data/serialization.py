@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
-from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.images import Picture, UnreadableImageError
 from jaxrl.types import Group, Trajectory
 
 ARRAYS = {
@@ -134,7 +134,7 @@ def _picture(saved: Mapping[str, str]) -> Picture:
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
     if problem:
-        raise UnreadableError(
+        raise UnreadableImageError(
             f"{picture.path}, with which the run sampled, {problem}; restore the image, or start a "
             "new run with another --workdir."
         )

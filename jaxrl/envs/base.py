@@ -134,7 +134,7 @@ class ToolResults:
     images: tuple[tuple[Picture, ...], ...] = ()  # one entry per body; () for no images
 
     @property
-    def images_of_each(self) -> tuple[tuple[Picture, ...], ...]:
+    def images_per_body(self) -> tuple[tuple[Picture, ...], ...]:
         """Images of each body; () for a body without images."""
         return self.images or ((),) * len(self.bodies)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import PIL.Image
 from PIL.Image import Transpose
 
-from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.images import Picture, UnreadableImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Supported formats. By default, Pillow tries every format and starts Ghostscript for EPS."""
@@ -21,8 +21,8 @@ MAX_PIXELS = 50_000_000
 MAX_SCANS = 100
 """Maximum number of scans in a JPEG. Even a tiny scan makes the decoder process all pixels."""
 
-TURNED = range(5, 9)  # EXIF orientations that swap height and width
-_TURNS = {
+TRANSPOSED_ORIENTATIONS = range(5, 9)  # EXIF orientations that swap height and width
+_TRANSFORMS = {
     2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
     5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
@@ -32,47 +32,47 @@ has the wrong type."""
 _ORIENTATION = 0x0112
 
 
-def opened(picture: Picture) -> PIL.Image.Image:
+def open_image(picture: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
         UnreadableError: The image exceeds `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
-        Exception: The image is damaged or has an unsupported format; see `reading`.
+        Exception: The image is damaged or has an unsupported format; see `wrap_image_errors`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
     image = PIL.Image.open(source, formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
-        raise UnreadableError(
+        raise UnreadableImageError(
             f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
             f"most {MAX_PIXELS:,}. Make it smaller."
         )
-    if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
-        raise UnreadableError(
+    if image.format in ("JPEG", "MPO") and (count := count_scans(picture.read())) > MAX_SCANS:
+        raise UnreadableImageError(
             f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it "
             "as a baseline JPEG."
         )
     if image.mode.startswith(("I", "F")):
-        raise UnreadableError(
+        raise UnreadableImageError(
             f"{picture.name} is an image of mode {image.mode}, with more than 8 bits per value, "
             "which would be clipped to white; save it with 8 bits."
         )
     return image
 
 
-def num_scans(jpeg: bytes) -> int:
+def count_scans(jpeg: bytes) -> int:
     """Return the number of scans in a JPEG. A result up to `MAX_SCANS` is an upper bound."""
     starts = jpeg.count(b"\xff\xda")
     if starts <= MAX_SCANS:
         return starts
     # Some of these bytes may be in metadata, or in another image that follows this one.
-    count, place = 0, 2
+    count, position = 0, 2
     # Within a scan, byte 255 is followed by 0 or a restart number.
-    while marker := _MARKER.search(jpeg, place):
-        kind, place = marker[0][1], marker.end()
+    while marker := _MARKER.search(jpeg, position):
+        kind, position = marker[0][1], marker.end()
         if kind == 0xD9:  # end of image
             break
         count += kind == 0xDA
-        place += int.from_bytes(jpeg[place : place + 2])
+        position += int.from_bytes(jpeg[position : position + 2])
     return count
 
 
@@ -80,31 +80,31 @@ _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 
 @contextmanager
-def reading(picture: Picture) -> Iterator[None]:
-    """Convert any exception in the block to an `UnreadableError`."""
+def wrap_image_errors(picture: Picture) -> Iterator[None]:
+    """Convert any exception in the block to an `UnreadableImageError`."""
     try:
         yield
-    except UnreadableError:
+    except UnreadableImageError:
         raise
     except Exception as error:
         why = " ".join(str(error).split())
         if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
             why = f"its format is none of {', '.join(FORMATS)}"
-        raise UnreadableError(f"{picture.name} cannot be read as an image: {why}") from error
+        raise UnreadableImageError(f"{picture.name} cannot be read as an image: {why}") from error
 
 
-def orientation(image: PIL.Image.Image) -> int | None:
+def read_orientation(image: PIL.Image.Image) -> int | None:
     """Return the EXIF orientation, or None if there is none.
 
     Also None for a PNG whose EXIF data follows the pixels, until they are loaded.
     """
-    is_read = image.format != "PNG" or "exif" in image.info
-    return image.getexif().get(_ORIENTATION) if is_read else None
+    has_exif = image.format != "PNG" or "exif" in image.info
+    return image.getexif().get(_ORIENTATION) if has_exif else None
 
 
-def upright(image: PIL.Image.Image) -> PIL.Image.Image:
+def load_upright(image: PIL.Image.Image) -> PIL.Image.Image:
     """Decode an image to RGB and apply its EXIF orientation."""
-    is_turned = orientation(image) in _TURNS
+    needs_transform = read_orientation(image) in _TRANSFORMS
     image.load()  # also transposes a TIFF, and reads the end of a PNG
-    turn = _TURNS.get(orientation(image) or 1) if is_turned else None
-    return (image if turn is None else image.transpose(turn)).convert("RGB")
+    transform = _TRANSFORMS.get(read_orientation(image) or 1) if needs_transform else None
+    return (image if transform is None else image.transpose(transform)).convert("RGB")

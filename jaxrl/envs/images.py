@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-MARK = "<image>"
+IMAGE_TAG = "<image>"
 """Image placeholder in a text. It is plain text in a task without images."""
 
 
-class UnreadableError(ValueError):
+class UnreadableImageError(ValueError):
     """An image cannot be read or has changed; the message names it."""
 
 
@@ -58,12 +58,12 @@ class Pictured(str):
         return pictured
 
 
-def images_behind(text: str) -> tuple[Picture, ...]:
+def attached_images(text: str) -> tuple[Picture, ...]:
     """Return the images of a `Pictured`; () for other text."""
     return text.images if isinstance(text, Pictured) else ()
 
 
-def picture(value: Any, folder: Path) -> Picture:
+def parse_picture(value: Any, folder: Path) -> Picture:
     """Convert a field of a record to a `Picture`.
 
     Args:
@@ -96,20 +96,20 @@ def picture(value: Any, folder: Path) -> Picture:
         case Mapping():
             for name in ("bytes", "path", "image", "url"):
                 if value.get(name):
-                    return picture(value[name], folder)
+                    return parse_picture(value[name], folder)
             raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
     raise ValueError(f"it is a {type(value).__name__}; expected a path or bytes")
 
 
-def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Convert an image or a list of images. Raises the same errors as `picture`."""
+def parse_pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
+    """Convert an image or a list of images. Raises the same errors as `parse_picture`."""
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     images = []
     for index, value in enumerate(values if is_list else [values]):
         try:
-            images.append(picture(value, folder))
+            images.append(parse_picture(value, folder))
         except ValueError as error:
             raise ValueError(f"image number {index + 1}: {error}") from error
     return tuple(images)

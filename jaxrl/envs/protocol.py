@@ -22,23 +22,23 @@ from functools import partial
 from typing import Any
 
 from jaxrl.envs.base import Observation, ToolResults
-from jaxrl.envs.images import images_behind
+from jaxrl.envs.images import attached_images
 from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.envs.rewards.rules import (
     answer_reward,
-    bapo_correctness,
-    bapo_format,
-    boxed_answer,
+    compute_bapo_correctness,
+    extract_boxed_answer,
+    follows_bapo_format,
+    follows_search_r1_format,
     is_abstention,
+    is_close_answer,
     is_refusal,
-    is_right_answer,
-    search_r1_format,
-    without_thoughts,
+    remove_think_blocks,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ParsedCall:
     """A parsed tool call, with plain text or JSON arguments. The tool may not exist."""
 
     tool: str
@@ -46,17 +46,17 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unreadable:
+class MalformedCall:
     """A call that cannot be parsed."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ParsedTurn:
     """A parsed turn. It has no calls if it closes a tag that it never opened."""
 
-    calls: tuple[Asked | Unreadable, ...] = ()
+    calls: tuple[ParsedCall | MalformedCall, ...] = ()
     is_answer: bool = False  # ends the episode
     is_malformed: bool = False  # ends the episode
 
@@ -98,7 +98,7 @@ class Protocol:
     correctness_name: str
     correctness: Callable[[str, Sequence[str]], float]
     is_correct: Callable[[str, Sequence[str]], bool]
-    read: Callable[[str, Sequence[str]], Reading] = lambda turn, tools: read_tags(turn, tools)
+    read: Callable[[str, Sequence[str]], ParsedTurn] = lambda turn, tools: parse_tags(turn, tools)
     is_abstention: Callable[[str], bool] = is_abstention
     in_template: bool = False
 
@@ -120,22 +120,22 @@ class Protocol:
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
         """Render the results of a turn's calls. Tag protocols allow only one result."""
-        images = tuple(map(images_behind, results))
+        images = tuple(map(attached_images, results))
         if self.in_template:
             shown = images if any(images) else ()
             return ToolResults(bodies=tuple(map(self.sanitize, results)), images=shown)
         return dataclasses.replace(self.render_observation(*results), images=images[0])
 
 
-def read_tags(turn: str, tools: Sequence[str]) -> Reading:
+def parse_tags(turn: str, tools: Sequence[str]) -> ParsedTurn:
     """Parse a turn of a tag protocol. A turn that does not end with a closing tag is malformed."""
     if turn.endswith("</answer>"):
-        return Reading(is_answer=True)
+        return ParsedTurn(is_answer=True)
     tool = next((name for name in tools if turn.endswith(f"</{name}>")), None)
     if tool is None:
-        return Reading(is_malformed=True)
-    query = last_query(turn, tool)
-    return Reading(calls=() if query is None else (Asked(tool=tool, arguments=query),))
+        return ParsedTurn(is_malformed=True)
+    query = extract_last_query(turn, tool)
+    return ParsedTurn(calls=() if query is None else (ParsedCall(tool=tool, arguments=query),))
 
 
 def mask_calls(text: str) -> str:
@@ -163,50 +163,50 @@ _CALL_JSON = re.compile(
 _JSON = json.JSONDecoder()
 
 
-def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
+def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
     """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
     Each `<tool_call>` must contain a JSON object with a name and an object of arguments. Any other
-    or unclosed call is `Unreadable`. A turn without calls ends the episode.
+    or unclosed call is `MalformedCall`. A turn without calls ends the episode.
     """
     masked = mask_calls(turn)
-    begin, end = _said(masked)
-    calls: list[Asked | Unreadable] = []
+    begin, end = _find_visible_span(masked)
+    calls: list[ParsedCall | MalformedCall] = []
     start = masked.find("<tool_call>", begin, end)
     while start >= 0:
         start += len("<tool_call>")
         stop = masked.find("</tool_call>", start, end)
         if stop < 0:
-            calls.append(Unreadable(reason="a call is not closed"))
+            calls.append(MalformedCall(reason="a call is not closed"))
             break
-        calls.append(read_call(turn[start:stop]))
+        calls.append(parse_call(turn[start:stop]))
         start = masked.find("<tool_call>", stop, end)
     if calls:
-        return Reading(calls=tuple(calls))
+        return ParsedTurn(calls=tuple(calls))
     has_answer = "</answer>" in masked[begin:end].partition("<answer>")[2]
-    return Reading(is_answer=has_answer, is_malformed=not has_answer)
+    return ParsedTurn(is_answer=has_answer, is_malformed=not has_answer)
 
 
-def read_call(text: str) -> Asked | Unreadable:
+def parse_call(text: str) -> ParsedCall | MalformedCall:
     """Parse the text between `<tool_call>` and `</tool_call>`."""
     try:
-        call = json.loads(text, parse_constant=_refuse_constant)
+        call = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
-        return Unreadable(reason="the call is nested too deeply")
+        return MalformedCall(reason="the call is nested too deeply")
     except ValueError as error:
-        return Unreadable(reason=f"the call is not valid JSON: {error}")
+        return MalformedCall(reason=f"the call is not valid JSON: {error}")
     match call:
         case {"name": str() as name, "arguments": dict() as arguments}:
-            return Asked(tool=name, arguments=arguments)
-    reason = 'the call is not a JSON object such as {"name": "...", "arguments": {...}}'
-    return Unreadable(reason=reason)
+            return ParsedCall(tool=name, arguments=arguments)
+    reason = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
+    return MalformedCall(reason=reason)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
-def said(text: str) -> str:
+def strip_thoughts(text: str) -> str:
     """Return a response without its thoughts, masked by `mask_calls`.
 
     An unclosed `<think>` extends through the next `</tool_response>`, or to the end.
@@ -218,14 +218,14 @@ def said(text: str) -> str:
 _UNCLOSED_THOUGHT = re.compile(r"<think>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
-def _said(masked: str) -> tuple[int, int]:
+def _find_visible_span(masked: str) -> tuple[int, int]:
     """Return the start and end of a masked turn's text outside thoughts."""
     thoughts = masked.rpartition("</think>")
     begin = len(masked) - len(thoughts[2])
     return begin, begin + len(thoughts[2].partition("<think>")[0])
 
 
-def qwen_format(text: str) -> bool:
+def follows_qwen_format(text: str) -> bool:
     """Return True if a response follows Qwen's protocol.
 
     Outside closed think blocks, the tags must form any number of rounds, each with valid calls and
@@ -234,13 +234,13 @@ def qwen_format(text: str) -> bool:
     Args:
         text: Response, including tool results as rendered by the chat template.
     """
-    text = without_thoughts(mask_calls(text))
+    text = remove_think_blocks(mask_calls(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
     if not (text.endswith("</answer>") and re.fullmatch(r"(?:(?:cC)+(?:rR)+)*aA", tags)):
         return False
     if any(len(calls) != len(results) for calls, results in _ROUND.findall(tags)):
         return False
-    return all(isinstance(read_call(call), Asked) for call in _CALL.findall(text))
+    return all(isinstance(parse_call(call), ParsedCall) for call in _CALL.findall(text))
 
 
 _ROUND = re.compile(r"(?<![cC])([cC]+)([rR]+)")
@@ -252,7 +252,7 @@ _LETTERS = {
 }
 
 
-def last_query(turn: str, tag: str = "search") -> str | None:
+def extract_last_query(turn: str, tag: str = "search") -> str | None:
     """Return the dedented text between the last opening tag and the final closing tag.
 
     None if the turn does not end with the closing tag or has no opening tag.
@@ -263,7 +263,7 @@ def last_query(turn: str, tag: str = "search") -> str | None:
     return textwrap.dedent(query).strip() if opener else None
 
 
-def last_answer(response: str) -> str:
+def extract_last_answer(response: str) -> str:
     """Return the content of the last `<answer>`, stripped; "" if there is none.
 
     If there is no `</answer>`, return the partial text after the last `<answer>`.
@@ -273,10 +273,10 @@ def last_answer(response: str) -> str:
     return answer.strip() if opener else ""
 
 
-def _best_answer_reward(response: str, answers: Sequence[str], **amounts: float) -> float:
+def _max_answer_reward(response: str, answers: Sequence[str], **amounts: float) -> float:
     if is_abstention(response):
         return 0.0
-    answer = last_answer(response)
+    answer = extract_last_answer(response)
     return max(answer_reward(answer, truth, **amounts) for truth in answers)
 
 
@@ -300,11 +300,11 @@ def search_r1(
         not_found: Reward for the answer `rules.NOT_FOUND`.
     """
     tools = ("search", *tools)
-    is_well_formed = partial(search_r1_format, tools=tools)
+    is_well_formed = partial(follows_search_r1_format, tools=tools)
 
     def is_correct(response: str, answers: Sequence[str]) -> bool:
-        answer = last_answer(response)
-        return not is_abstention(response) and any(is_right_answer(answer, t) for t in answers)
+        answer = extract_last_answer(response)
+        return not is_abstention(response) and any(is_close_answer(answer, t) for t in answers)
 
     return Protocol(
         name="search_r1",
@@ -313,13 +313,13 @@ def search_r1(
         stop_strings=("</search>", "</answer>"),
         result_prefix="\n\n<information>",
         result_suffix="</information>\n\n",
-        final_answer=last_answer,
+        final_answer=extract_last_answer,
         is_well_formed=is_well_formed,
         format_reward=lambda text: format_reward if is_well_formed(text) else format_failure,
         reward_parts=("format", "answer", "exact_match", "f1"),
         correctness_name="answer",
         correctness=partial(
-            _best_answer_reward,
+            _max_answer_reward,
             reward=answer_reward,
             exact_match_bonus=exact_match_bonus,
             not_found=not_found,
@@ -337,9 +337,12 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
     tools = tuple(dict.fromkeys(("search", "python", *tools)))
 
     def is_well_formed(response: str) -> bool:
-        return bapo_format(response, tools=tools) and boxed_answer(response) is not None
+        return (
+            follows_bapo_format(response, tools=tools)
+            and extract_boxed_answer(response) is not None
+        )
 
-    correctness = partial(bapo_correctness, tools=tools)
+    correctness = partial(compute_bapo_correctness, tools=tools)
     return Protocol(
         name="bapo",
         tags=("think", *tools, "result", "answer"),
@@ -347,7 +350,7 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
         stop_strings=("</search>", "</answer>"),
         result_prefix=" <result>\n",
         result_suffix="\n</result>",
-        final_answer=lambda response: boxed_answer(response) or "",
+        final_answer=lambda response: extract_boxed_answer(response) or "",
         is_well_formed=is_well_formed,
         format_reward=lambda response: 0.0 if is_well_formed(response) else -1.0,
         reward_parts=("format", "exact_match", "f1", "bapo"),
@@ -369,11 +372,11 @@ def qwen(
     """
 
     def final_answer(response: str) -> str:
-        return last_answer(said(response))
+        return extract_last_answer(strip_thoughts(response))
 
     def abstains(response: str) -> bool:
-        text = said(response)
-        return "</answer>" in text and is_refusal(last_answer(text))
+        text = strip_thoughts(response)
+        return "</answer>" in text and is_refusal(extract_last_answer(text))
 
     def matches(response: str, answers: Sequence[str]) -> float:
         return 0.0 if abstains(response) else exact_match(final_answer(response), answers)
@@ -386,13 +389,13 @@ def qwen(
         result_prefix="",
         result_suffix="",
         final_answer=final_answer,
-        is_well_formed=qwen_format,
-        format_reward=lambda text: format_reward if qwen_format(text) else format_failure,
+        is_well_formed=follows_qwen_format,
+        format_reward=lambda text: format_reward if follows_qwen_format(text) else format_failure,
         reward_parts=("format", "exact_match", "f1"),
         correctness_name="exact_match",
         correctness=matches,
         is_correct=lambda response, answers: matches(response, answers) > 0,
-        read=read_tool_calls,
+        read=parse_tool_calls,
         is_abstention=abstains,
         in_template=True,
     )

@@ -20,10 +20,10 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.protocol import Asked, Protocol, Unreadable, search_r1
+from jaxrl.envs.protocol import MalformedCall, ParsedCall, Protocol, search_r1
 from jaxrl.envs.rewards.qa import exact_match, f1
-from jaxrl.envs.tools.base import CallError, Tool, chat_schema
-from jaxrl.envs.tools.budget import Budget, calls_of
+from jaxrl.envs.tools.base import CallError, Tool, build_chat_schema
+from jaxrl.envs.tools.budget import Budget, get_call_records
 from jaxrl.utils.concurrency import parallel_map
 
 
@@ -72,21 +72,21 @@ class SearchEnv(Env):
             budget: Upper bound on the cost of an episode's calls. Exceeding it ends the episode.
         """
         # The protocol depends on the names of the tools.
-        offered = [*([] if engine is None else [engine]), *tools]
-        names = [tool.name for tool in offered]
-        self._protocol = spoken = with_tools(protocol, names)
-        check_spoken(spoken)
-        self.reward_parts = spoken.reward_parts
-        measures = [part for part in spoken.reward_parts if part != "format"]
-        if correct_by not in measures:
+        all_tools = [*([] if engine is None else [engine]), *tools]
+        names = [tool.name for tool in all_tools]
+        self._protocol = turn_protocol = build_protocol(protocol, names)
+        check_protocol(turn_protocol)
+        self.reward_parts = turn_protocol.reward_parts
+        graded_parts = [part for part in turn_protocol.reward_parts if part != "format"]
+        if correct_by not in graded_parts:
             raise ValueError(
-                f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
-                f"protocol {spoken.name!r}."
+                f"correct_by is {correct_by!r}; expected one of {', '.join(graded_parts)} in the "
+                f"protocol {turn_protocol.name!r}."
             )
         # The chat template describes tools to the model. With tags, a call is plain text.
-        if spoken.in_template:
+        if turn_protocol.in_template:
             self.stop_strings = ()
-            self.chat_tools = tuple(chat_schema(tool) for tool in offered)
+            self.chat_tools = tuple(build_chat_schema(tool) for tool in all_tools)
         else:
             for tool in tools:
                 if not tool.takes_text:
@@ -95,8 +95,8 @@ class SearchEnv(Env):
                         "expected one that takes a text, since tags hold only text, or "
                         "config.env.search.protocol='qwen'."
                     )
-            self.stop_strings = turn_ends(spoken, [tool.name for tool in tools])
-        self._tools = dict(zip(names, offered, strict=True))
+            self.stop_strings = get_stop_strings(turn_protocol, [tool.name for tool in tools])
+        self._tools = dict(zip(names, all_tools, strict=True))
         self._prompt = prompt
         self._max_turns, self._max_calls = max_turns, max_calls
         self._correct_by = correct_by
@@ -114,7 +114,7 @@ class SearchEnv(Env):
             for call in plan if isinstance(plan, list) else ():
                 if call.tool is not None:
                     calls.setdefault(call.tool.name, []).append(call)
-        parallel_map(_answer, list(calls.values()), max_threads=len(self._tools))
+        parallel_map(_run_calls, list(calls.values()), max_threads=len(self._tools))
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
@@ -131,12 +131,14 @@ class SearchEnv(Env):
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        calls = [self._resolve(asked) for asked in reading.calls]
+        calls = [self._resolve(parsed_call) for parsed_call in reading.calls]
         if self._max_calls:
-            left = self._max_calls - sum(len(calls_of(turn)) for turn in episode.turns)
-            for call in [call for call in calls if call.tool is not None][max(left, 0) :]:
+            num_remaining = self._max_calls - sum(
+                len(get_call_records(turn)) for turn in episode.turns
+            )
+            for call in [call for call in calls if call.tool is not None][max(num_remaining, 0) :]:
                 call.tool = None
-                call.found = (
+                call.result = (
                     f"error: this call was not made: no call is left of the {self._max_calls} "
                     "allowed; answer now"
                 )
@@ -144,43 +146,43 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         return calls
 
-    def _resolve(self, asked: Asked | Unreadable) -> _Call:
+    def _resolve(self, parsed_call: ParsedCall | MalformedCall) -> _Call:
         """Look up the tool of a call. The result of an invalid call is an error message."""
-        if isinstance(asked, Unreadable):
-            return _Call(found=f"error: {asked.reason}")
-        tool = self._tools.get(asked.tool)
+        if isinstance(parsed_call, MalformedCall):
+            return _Call(result=f"error: {parsed_call.reason}")
+        tool = self._tools.get(parsed_call.tool)
         if tool is None:
             names = ", ".join(self._tools)
-            return _Call(found=f"error: there is no tool '{asked.tool[:100]}', only {names}")
+            return _Call(result=f"error: there is no tool '{parsed_call.tool[:100]}', only {names}")
         try:
-            text = tool.call_of(asked.arguments)
+            text = tool.encode_call(parsed_call.arguments)
         except CallError as error:
-            return _Call(found=f"error: {error}")
+            return _Call(result=f"error: {error}")
         except ToolError as error:
-            return _Call(found=error)
+            return _Call(result=error)
         except RecursionError:  # JSON that parses may still be too deep to serialize
-            return _Call(found="error: the call is nested too deeply")
-        return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
+            return _Call(result="error: the call is nested too deeply")
+        return _Call(tool=tool, text=text) if text.strip() else _Call(result=tool.blank)
 
     def _reply(self, calls: list[_Call]) -> StepResult:
         """Build the reply from the results of a turn's calls, or from the first failure."""
-        shown, errors = [], []
-        for result in [call.found for call in calls]:
+        outputs, errors = [], []
+        for result in [call.result for call in calls]:
             if isinstance(result, OutageError) and result.fallback is None:
                 raise result
             is_failure = isinstance(result, ToolError)
-            shown.append(getattr(result, "fallback", None) if is_failure else result)
+            outputs.append(getattr(result, "fallback", None) if is_failure else result)
             errors += [str(result) or type(result).__name__] if is_failure else []
-        results = [text for text in shown if isinstance(text, str)]
-        is_whole = len(results) == len(calls)
+        results = [text for text in outputs if isinstance(text, str)]
+        is_complete = len(results) == len(calls)
         records = tuple(
             dataclasses.replace(call.record, result_index=index)
             for index, call in enumerate(calls)
             if call.record is not None
         )
         return StepResult(
-            observation=self._protocol.render_results(results) if is_whole else None,
-            outcome=None if is_whole else Outcome.ENVIRONMENT_ERROR,
+            observation=self._protocol.render_results(results) if is_complete else None,
+            outcome=None if is_complete else Outcome.ENVIRONMENT_ERROR,
             tool_call=records[0].call if records else None,
             tool=records[0].tool if records else None,
             latency_s=max((record.waited_s for record in records), default=0.0),
@@ -196,12 +198,12 @@ class SearchEnv(Env):
             if not task.answers:
                 raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
             answer, abstains = protocol.final_answer(response), protocol.is_abstention(response)
-            judged = "" if abstains else answer
+            graded_answer = "" if abstains else answer
             parts = {
                 "format": protocol.format_reward(response),
                 protocol.correctness_name: protocol.correctness(response, task.answers),
-                "exact_match": exact_match(judged, task.answers),
-                "f1": f1(judged, task.answers),
+                "exact_match": exact_match(graded_answer, task.answers),
+                "f1": f1(graded_answer, task.answers),
             }
             is_correct = parts[self._correct_by] > 0
             # The config may set a positive reward for an incorrect answer.
@@ -224,56 +226,56 @@ class _Call:
 
     tool: Tool | None = None  # None if the call reaches no tool
     text: str = ""
-    found: str | ToolError = ""  # the result or failure
+    result: str | ToolError = ""  # the result or failure
     record: CallRecord | None = None  # None if no tool was called
 
 
-def _answer(calls: list[_Call]) -> None:
+def _run_calls(calls: list[_Call]) -> None:
     """Run the calls of one tool as a batch and store their results."""
     tool = calls[0].tool
     assert tool is not None
     answers = tool.answer_all([call.text for call in calls])
     for call, answer in zip(calls, answers, strict=True):
-        call.found, call.record = answer.found, answer.record
+        call.result, call.record = answer.result, answer.record
 
 
-def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
+def build_protocol(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
     """Build the protocol for these tools. In tag protocols, the search engine comes first.
 
     Raises:
         ValueError: A name is invalid or reserved, or a required tool is missing.
     """
-    bare = protocol(())
-    pattern, taken, called = r"[A-Za-z_][\w.-]*", set(), names
-    if not bare.in_template:
+    default_protocol = protocol(())
+    pattern, reserved_names, tool_names = r"[A-Za-z_][\w.-]*", set(), names
+    if not default_protocol.in_template:
         if names[:1] != ["search"]:
             problem = f"the search engine's name is {names[0]!r}" if names else "there is no tool"
             raise ValueError(f"{problem}; expected 'search'.")
-        pattern, called = r"[a-z]\w*", names[1:]
-        taken = {"search", *bare.tags} - set(bare.tools[1:])
+        pattern, tool_names = r"[a-z]\w*", names[1:]
+        reserved_names = {"search", *default_protocol.tags} - set(default_protocol.tools[1:])
     elif not names:
         raise ValueError(
             "there is no tool to call; name one in config.env.search.tools or "
             "config.env.search.mcp, or set config.search.engine."
         )
-    for name in called:
-        if not re.fullmatch(pattern, name, re.ASCII) or name in taken:
+    for name in tool_names:
+        if not re.fullmatch(pattern, name, re.ASCII) or name in reserved_names:
             raise ValueError(
                 f"the tool name {name!r} is invalid or reserved; expected an identifier other than "
-                f"{', '.join(sorted(taken))}."
+                f"{', '.join(sorted(reserved_names))}."
             )
-        taken.add(name)
-    return protocol(called)
+        reserved_names.add(name)
+    return protocol(tool_names)
 
 
-def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
+def get_stop_strings(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
     """Return the protocol's stop strings and the closing tags of additional tools."""
     if protocol.in_template:
         return ()
     return (*protocol.stop_strings, *(f"</{name}>" for name in names))
 
 
-def check_spoken(protocol: Protocol) -> None:
+def check_protocol(protocol: Protocol) -> None:
     """Check that `SearchEnv` can use a protocol.
 
     Raises:
@@ -284,9 +286,9 @@ def check_spoken(protocol: Protocol) -> None:
             raise ValueError(
                 f"its stop_strings lack {end!r}; expected both </search> and </answer>"
             )
-    measured = ("format", protocol.correctness_name, "exact_match", "f1")
+    available_parts = ("format", protocol.correctness_name, "exact_match", "f1")
     for part in protocol.reward_parts:
-        if part not in measured:
+        if part not in available_parts:
             raise ValueError(
-                f"it has the reward part {part!r}; expected some of {', '.join(measured)}"
+                f"it has the reward part {part!r}; expected some of {', '.join(available_parts)}"
             )

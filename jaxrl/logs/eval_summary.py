@@ -18,15 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.envs.base import Outcome
-from jaxrl.envs.rewards.attribution import Attribution, attribute
+from jaxrl.envs.rewards.attribution import Attribution, attribute_answers
 from jaxrl.envs.rewards.qa import normalize_answer
-from jaxrl.logs.results import paid_reward
+from jaxrl.logs.results import compute_weighted_reward
 from jaxrl.logs.statistics import (
     bootstrap_means,
-    column_means,
+    compute_column_means,
+    compute_percentile_interval,
     majority_at_k,
     pass_at_k,
-    percentile_interval,
 )
 from jaxrl.objectives.metrics import mean
 from jaxrl.types import Group, Trajectory, flatten_groups
@@ -90,7 +90,7 @@ def summarize(
         questions: Samples of each question; every question has the same number.
         has_python: True to count Python calls.
         has_results: True to attribute the answers to tool results.
-        ks: Values of k for pass@k and maj@k; see `subset_sizes`.
+        ks: Values of k for pass@k and maj@k; see `get_subset_sizes`.
         num_resamples: Number of bootstrap resamples.
         seed: Random seed for the bootstrap.
         weights: Weights of the reward parts.
@@ -102,7 +102,7 @@ def summarize(
             "number for every question."
         )
     [num_samples] = sizes
-    ks = subset_sizes(num_samples, ks)
+    ks = get_subset_sizes(num_samples, ks)
     # One row of measures per question; NaN for a measure that does not apply.
     measured = []
     for question in questions:
@@ -124,7 +124,7 @@ def summarize(
     rows_by_dataset = {"all": list(range(len(questions)))} | rows_by_source
     rng = np.random.default_rng(seed)
     means = {
-        name: _append_reliability(column_means(values[rows]), names)
+        name: _append_reliability(compute_column_means(values[rows]), names)
         for name, rows in rows_by_dataset.items()
     }
     resampled = {
@@ -154,14 +154,14 @@ def summarize(
             for name, row in means.items()
         },
         intervals={
-            name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
+            name: dict(zip(names, map(compute_percentile_interval, columns.T), strict=True))
             for name, columns in resampled.items()
         },
         weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighted_parts, *parts))},
     )
 
 
-def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
+def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
     """Return `ks`; if empty, the powers of two below `num_samples` and `num_samples`, as in verl.
 
     Returns () for a single sample.
@@ -202,7 +202,7 @@ def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
 
     Two of them require an exact-match score and are omitted without one.
     """
-    origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
+    origin: Attribution = attribute_answers(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
         is_right = score == 1.0
@@ -258,10 +258,10 @@ def is_unscored(summary: EvalSummary) -> bool:
     return counts["unscored_questions"] == counts["num_questions"]
 
 
-def held_out_score(summary: EvalSummary) -> float | None:
+def get_held_out_score(summary: EvalSummary) -> float | None:
     """Return the exact match over all questions, or the reward if exact match is not measured."""
     means = summary.means["all"]
-    score = means.get("exact_match", paid_reward(means, summary.weights))
+    score = means.get("exact_match", compute_weighted_reward(means, summary.weights))
     return None if score is None or math.isnan(score) else score
 
 
@@ -279,7 +279,7 @@ def format_suite_line(suite: str, summary: EvalSummary) -> str:
     ]
     means = summary.means["all"]
     parts = "".join(f"; {part} {means[part]:.3f}" for part in weighted_parts)
-    reward = paid_reward(means, summary.weights)
+    reward = compute_weighted_reward(means, summary.weights)
     paid = "" if reward is None or not weighted_parts else f"reward {reward:.3f}; "
     return f"{suite}: {paid}exact match {by_set}{parts}; searches {means['searches']:.2f}"
 

@@ -48,10 +48,11 @@ def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
         },
         "generated_text": trajectory.generated_text,
         "turns": [
-            turn_to_json(turn) | ({"images": _image_records(turn.images)} if turn.images else {})
+            turn_to_json(turn)
+            | ({"images": _make_image_records(turn.images)} if turn.images else {})
             for turn in trajectory.turns
         ],
-        **({"images": _image_records(images)} if (images := trajectory.task.images) else {}),
+        **({"images": _make_image_records(images)} if (images := trajectory.task.images) else {}),
         "prompt_length": trajectory.prompt_length,
         "token_ids": trajectory.token_ids.tolist(),
         "loss_mask": trajectory.loss_mask.astype(int).tolist(),
@@ -79,7 +80,7 @@ def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
     }
 
 
-def _image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
+def _make_image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
     """Return the digest and file of each image. Images without a file are in the workdir."""
     return [
         {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
@@ -102,7 +103,7 @@ def question_to_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
         "searches": trajectory.searches,
         **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
         **({"error": error} if error else {}),
-        **({"images": _image_records(images)} if (images := trajectory.pictures) else {}),
+        **({"images": _make_image_records(images)} if (images := trajectory.pictures) else {}),
         "num_sampled": trajectory.num_sampled,
         **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
         "response": trajectory.generated_text,

@@ -27,18 +27,20 @@ Scores = dict[str, float]
 """Means of one evaluation by name, such as `exact_match`; see `read_scores`."""
 
 
-def paid_reward(means: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+def compute_weighted_reward(
+    means: Mapping[str, float | None], weights: Mapping[str, float]
+) -> float | None:
     """Return the weighted sum of the mean reward parts; None if a weighted part has no value."""
     parts = [(means.get(part), weight) for part, weight in weights.items() if weight]
     total = 0.0
-    for mean_of_part, weight in parts:
-        if mean_of_part is None or math.isnan(mean_of_part):
+    for mean, weight in parts:
+        if mean is None or math.isnan(mean):
             return None
-        total += weight * mean_of_part
+        total += weight * mean
     return total if parts else None
 
 
-def pays_exact_match_only(weights: Mapping[str, float]) -> bool:
+def is_exact_match_only(weights: Mapping[str, float]) -> bool:
     """Return True if the reward is the exact match, so that one number shows both."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
@@ -75,7 +77,10 @@ def _flatten(
         for dataset, means in suites[suite].items():
             prefix = "" if dataset == "all" else f"{dataset}/"
             numbers = {name: to_finite_float(value) for name, value in means.items()}
-            numbers = {"reward": paid_reward(numbers, weights.get(suite, {})), **numbers}
+            numbers = {
+                "reward": compute_weighted_reward(numbers, weights.get(suite, {})),
+                **numbers,
+            }
             for name, value in numbers.items():
                 if value is not None:
                     scores[f"{prefix}{name}/{suite}"] = value
@@ -89,19 +94,19 @@ def format_scores(evaluations: Sequence[Scores]) -> list[str]:
 
     The reward comes first, unless it equals the exact match. Returns [] without evaluations.
     """
-    before = evaluations[0] if len(evaluations) > 1 else {}
-    after = evaluations[-1] if evaluations else {}
-    rewards = {name: value for name, value in after.items() if name.startswith("reward/")}
-    equals = all(after.get(f"exact_match/{n.partition('/')[2]}") == v for n, v in rewards.items())
+    first = evaluations[0] if len(evaluations) > 1 else {}
+    last = evaluations[-1] if evaluations else {}
+    rewards = {name: value for name, value in last.items() if name.startswith("reward/")}
+    is_same = all(last.get(f"exact_match/{n.partition('/')[2]}") == v for n, v in rewards.items())
     lines = []
     suites = [*SUITE_LABELS]
     for prefix, group in (("", suites[:2]), ("controls, ", suites[2:])):
         parts = []
-        for measure in ("exact_match",) if equals else ("reward", "exact_match"):
+        for measure in ("exact_match",) if is_same else ("reward", "exact_match"):
             texts = []
             for suite in group:
-                if (value := after.get(f"{measure}/{suite}")) is not None:
-                    old = before.get(f"{measure}/{suite}")
+                if (value := last.get(f"{measure}/{suite}")) is not None:
+                    old = first.get(f"{measure}/{suite}")
                     arrow = "" if old is None else f"{old:.3f} -> "
                     texts.append(f"{SUITE_LABELS[suite]} {arrow}{value:.3f}")
             if texts:

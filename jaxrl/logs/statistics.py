@@ -42,16 +42,18 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
     for answer, count in num_correct.items():
         others = votes.copy()
         num_votes = others.pop(answer)
-        rivals = tuple(sorted(others.values()))
-        total += count / num_votes * _win_probability(num_votes, rivals, num_blank, k)
+        other_counts = tuple(sorted(others.values()))
+        total += count / num_votes * _win_probability(num_votes, other_counts, num_blank, k)
     return total
 
 
 @functools.lru_cache(maxsize=100_000)
-def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
+def _win_probability(
+    num_votes: int, other_counts: tuple[int, ...], num_blank: int, k: int
+) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `rivals` counts the other answers. `ways[t, d]` counts the subsets with d samples of
+    `other_counts` counts the other answers. `ways[t, d]` counts the subsets with d samples of
     the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
     a polynomial in t and d, and polynomials multiply. All terms are positive, so floats do not
     cancel.
@@ -61,24 +63,24 @@ def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k:
     total = 0.0
     for votes in range(1, min(num_votes, k) + 1):
         num_remaining = k - votes
-        max_ties = min(len(rivals), num_remaining // votes)
+        max_ties = min(len(other_counts), num_remaining // votes)
         ways = np.ones((1, 1))
-        for rival in rivals:
+        for other_count in other_counts:
             polynomial = np.zeros((2, votes + 1))
-            polynomial[0, :votes] = [math.comb(rival, drawn) for drawn in range(votes)]
-            polynomial[1, votes] = math.comb(rival, votes)
+            polynomial[0, :votes] = [math.comb(other_count, drawn) for drawn in range(votes)]
+            polynomial[1, votes] = math.comb(other_count, votes)
             ways = convolve2d(ways, polynomial)[: max_ties + 1, : num_remaining + 1]
         blanks = np.array(
             [float(math.comb(num_blank, num_remaining - d)) for d in range(ways.shape[1])]
         )
         shares = 1.0 / np.arange(1, len(ways) + 1)
         total += math.comb(num_votes, votes) * float(shares @ ways @ blanks)
-    return total / math.comb(num_votes + sum(rivals) + num_blank, k)
+    return total / math.comb(num_votes + sum(other_counts) + num_blank, k)
 
 
-def column_means(values: np.ndarray) -> np.ndarray:
+def compute_column_means(values: np.ndarray) -> np.ndarray:
     """Return column means of `values` [Q, M], ignoring NaN: float [M], NaN for empty columns."""
-    return _means_of_sums(_with_presence(values).sum(axis=0))
+    return _divide_by_counts(_append_mask(values).sum(axis=0))
 
 
 def bootstrap_means(
@@ -91,27 +93,27 @@ def bootstrap_means(
         num_resamples: Number of resamples B.
         rng: Random generator that draws the rows.
     """
-    num_rows, with_presence = len(values), _with_presence(values)
-    sums = np.empty((num_resamples, with_presence.shape[1]))
+    num_rows, masked_values = len(values), _append_mask(values)
+    sums = np.empty((num_resamples, masked_values.shape[1]))
     for index in range(num_resamples):
         drawn = rng.integers(num_rows, size=num_rows)
         counts = np.bincount(drawn, minlength=num_rows).astype(float)
-        sums[index] = counts @ with_presence
-    return _means_of_sums(sums)
+        sums[index] = counts @ masked_values
+    return _divide_by_counts(sums)
 
 
-def _with_presence(values: np.ndarray) -> np.ndarray:
+def _append_mask(values: np.ndarray) -> np.ndarray:
     """Replace NaN by 0 and append a mask that is 1 where a value is present, [Q, 2M]."""
     is_present = ~np.isnan(values)
     return np.hstack([np.where(is_present, values, 0.0), is_present])
 
 
-def _means_of_sums(sums: np.ndarray) -> np.ndarray:
+def _divide_by_counts(sums: np.ndarray) -> np.ndarray:
     totals, counts = np.split(sums, 2, axis=-1)
     return np.divide(totals, counts, out=np.full_like(totals, np.nan), where=counts > 0)
 
 
-def percentile_interval(
+def compute_percentile_interval(
     resampled: np.ndarray, *, confidence: float = 0.95
 ) -> tuple[float, float] | None:
     """Return the percentile bootstrap interval of resampled means; None if all are NaN.

@@ -35,7 +35,7 @@ DISPLAYED_METRICS = {
 }
 """Metrics that the display shows after a training step, by label: the first that is present.
 
-`held_out` is the score of the last evaluation; see `logs.eval_summary.held_out_score`.
+`held_out` is the score of the last evaluation; see `logs.eval_summary.get_held_out_score`.
 """
 
 
@@ -169,7 +169,7 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
     metrics: dict[str, float] = {}
     scored = [t for t in flatten_groups(groups) if t.is_scored]
     if controllers.threshold is not None:
-        metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
+        metrics["entropy/high_window_tokens"] = mean(_count_window_tokens(scored))
     if controllers.coefficients is not None:
         # Fraction of mixed groups in which a wrong answer has at least the reward of a correct one.
         inverted = []
@@ -186,15 +186,17 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
         metrics[f"difficulty/{name}/share"] = len(in_bucket) / max(len(scored), 1)
         metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in in_bucket])
         if controllers.threshold is not None:
-            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(in_bucket))
+            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_count_window_tokens(in_bucket))
     return metrics
 
 
-def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
+def _count_window_tokens(trajectories: Sequence[Trajectory]) -> list[int]:
     return [t.windows.count for t in trajectories if t.windows is not None]
 
 
-def sample_fields(groups: Sequence[Group], controllers: Controllers) -> list[dict[str, Any]]:
+def collect_sample_fields(
+    groups: Sequence[Group], controllers: Controllers
+) -> list[dict[str, Any]]:
     """Return additional fields of each trajectory for the step's trajectory file."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):

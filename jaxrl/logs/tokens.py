@@ -40,7 +40,7 @@ def make_token_logger(
         groups: Sequence[Group], controllers: Controllers, params: Params, ref_params: Params | None
     ) -> FinishTokenLog:
         # Weights and advantages, as the loss of each mini-batch uses them.
-        notes: list[dict[str, np.ndarray]] = [{} for _ in flatten_groups(groups)]
+        token_arrays: list[dict[str, np.ndarray]] = [{} for _ in flatten_groups(groups)]
         trained: dict[int, Trajectory] = {}
         for minibatch, fields in split_minibatches(groups, controllers, method):
             trajectories = [*minibatch.values()]
@@ -53,7 +53,9 @@ def make_token_logger(
             for row, (index, trajectory) in enumerate(minibatch.items()):
                 if count < 0 or index < count:
                     trained[index], mask = trajectory, trajectory.loss_mask
-                    notes[index] = {n: np.where(mask, x[row], 0.0) for n, x in arrays.items()}
+                    token_arrays[index] = {
+                        n: np.where(mask, x[row], 0.0) for n, x in arrays.items()
+                    }
 
         def add_logprobs(name: str, policy: Params, *, is_reference: bool = False) -> None:
             def score_batch(batch: Batch, packed: PackedBatch) -> list[jax.Array]:
@@ -63,11 +65,11 @@ def make_token_logger(
 
             scores = compute_per_token([*trained.values()], score.model.mesh, shape, score_batch)
             for index, (logprobs,) in zip(trained, scores, strict=True):
-                notes[index][name] = logprobs
+                token_arrays[index][name] = logprobs
 
         def finish(params: Params) -> list[dict[str, np.ndarray]]:
             add_logprobs("new_logprobs", params)
-            return notes
+            return token_arrays
 
         add_logprobs("old_logprobs", params)
         if ref_params is not None:

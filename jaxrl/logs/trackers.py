@@ -20,7 +20,7 @@ from jaxrl.training.interfaces import Record
 from jaxrl.training.settings import Settings
 
 
-def find_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
+def warn_about_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
     """Return a list with a warning if files that the records refer to are missing, else []."""
     names = []
     for record in records:
@@ -49,7 +49,7 @@ def open_metrics_log(
     if not is_writer:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
-    for warning in find_missing_files(workdir, metrics_log.records()):
+    for warning in warn_about_missing_files(workdir, metrics_log.records()):
         log(warning)
     metrics_log.trackers.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
     if settings.wandb_project:

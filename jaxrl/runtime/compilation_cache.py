@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxrl.runtime.distributed import broadcast, gather, is_main
-from jaxrl.utils.files import format_os_error, user_cache_folder
+from jaxrl.utils.files import format_os_error, get_user_cache_folder
 
 OFF = "off"
 """Value of `config.compilation_cache` that disables the cache."""
@@ -61,7 +61,7 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
     folder, reason = None, ""
     marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:
-        folder = Path(setting).absolute() if setting else user_cache_folder() / "programs"
+        folder = Path(setting).absolute() if setting else get_user_cache_folder() / "programs"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -19,7 +19,7 @@ import jaxrl
 from jaxrl.models.architecture import KernelCheck
 from jaxrl.runtime.resume import read_starts
 from jaxrl.training.run_state import Components
-from jaxrl.utils.callables import list_code_folders
+from jaxrl.utils.callables import list_user_code_folders
 from jaxrl.utils.files import open_atomic, quarantine_file
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -66,7 +66,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
         },
         "commit": find_commit(Path(jaxrl.__file__).parent),
         "folder": str(Path.cwd()),
-        "code_folders": list_code_folders(),
+        "code_folders": list_user_code_folders(),
         "machine": {
             "system": platform.platform(),
             "device_kind": device.device_kind,

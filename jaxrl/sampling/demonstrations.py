@@ -16,7 +16,7 @@ from jaxrl.data.readers.lines import jsonl
 from jaxrl.data.records import read_demonstration
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
-from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.images import Picture, UnreadableImageError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol, mask_calls
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.episodes import TokenLimits
@@ -48,8 +48,8 @@ class Demonstration:
             return ()
         try:
             return tuple(map(self.processor, self.pictures))
-        except UnreadableError as error:
-            raise UnreadableError(
+        except UnreadableImageError as error:
+            raise UnreadableImageError(
                 f"config.sft.source has a damaged image: {error}; repair it or remove the "
                 "demonstration."
             ) from error
@@ -91,7 +91,7 @@ def read_demonstrations(
         if processor is not None:
             try:
                 image_tokens = [processor.num_tokens(picture) for picture in pictures]
-            except UnreadableError as error:
+            except UnreadableImageError as error:
                 raise ValueError(f"{location}, of config.sft.source: {error}.") from error
         if 0 < limits.max_image_tokens < sum(image_tokens):
             raise ValueError(

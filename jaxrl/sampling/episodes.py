@@ -29,7 +29,7 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import MARK, Picture, UnreadableError
+from jaxrl.envs.images import IMAGE_TAG, Picture, UnreadableImageError
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.sampling.contexts import ContextRule, TurnIds
 from jaxrl.sampling.interfaces import Processor, SamplingConfig
@@ -159,7 +159,7 @@ class BaseRollout:
             failure: str | None = None
             try:
                 prompt = self._encode_prompt(draw.task)
-                if isinstance(images, UnreadableError):
+                if isinstance(images, UnreadableImageError):
                     raise StartError(f"task {draw.task.id!r}: {images}")
             except StartError as error:
                 failure, images = str(error), ()
@@ -199,13 +199,13 @@ class BaseRollout:
 
     def _preprocess_all(
         self, tasks: Sequence[Task]
-    ) -> list[tuple[Attachment, ...] | UnreadableError]:
+    ) -> list[tuple[Attachment, ...] | UnreadableImageError]:
         """Preprocess the images of each task; return the error if one cannot be read."""
 
-        def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableError:
+        def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableImageError:
             try:
                 return tuple(self._preprocess(task.images))
-            except UnreadableError as error:
+            except UnreadableImageError as error:
                 return error
 
         if not any(task.images for task in tasks):
@@ -218,7 +218,7 @@ class BaseRollout:
     @property
     def _image_processor(self) -> Processor:
         if self._processor is None:
-            raise UnreadableError(
+            raise UnreadableImageError(
                 "there is an image, and the model reads none: its config.json has no "
                 "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL "
                 "(its folder also counts for endpoints), or drop images with columns={'images': ''}"
@@ -260,8 +260,8 @@ class BaseRollout:
             return self._tokenizer.render_prompt(messages, self._tools)
         try:
             counts = [self._image_processor.num_tokens(picture) for picture in task.images]
-        except UnreadableError as error:
-            raise UnreadableError(f"task {task.id!r}: {error}") from error
+        except UnreadableImageError as error:
+            raise UnreadableImageError(f"task {task.id!r}: {error}") from error
         return self._tokenizer.render_prompt(messages, self._tools, counts)
 
     def _make_prompt_error(self, task: Task, prompt: Sequence[int]) -> ValueError:
@@ -289,11 +289,11 @@ class BaseRollout:
         except BaseException as error:
             where = f"{type(self._env).__name__}.start of task {task.id!r}"
             raise StartError(f"{where}: {format_error(error)}") from error
-        marks = sum(message["content"].count(MARK) for message in messages)
+        marks = sum(message["content"].count(IMAGE_TAG) for message in messages)
         if task.images and marks != len(task.images):
             raise StartError(
                 f"task {task.id!r} has {len(task.images)} images, and its chat {marks} marks "
-                f"{MARK}; expected one for each image. See config.prompt and "
+                f"{IMAGE_TAG}; expected one for each image. See config.prompt and "
                 f"{type(self._env).__name__}.start."
             )
         return messages
@@ -353,7 +353,7 @@ class BaseRollout:
             # Decode here, in the environment's thread, so that the main loop hits the processor's
             # cache.
             count = sum(self._count_image_tokens(self._preprocess(pictures)))
-        except UnreadableError as error:
+        except UnreadableImageError as error:
             return make_failed_step(f"a tool shows an image: {error}")
         if count > self._limits.max_observation_tokens:
             return make_failed_step(

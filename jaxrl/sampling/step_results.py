@@ -82,7 +82,7 @@ def _check_observation(observation: Observation | ToolResults | None) -> None:
         _check_types("step", observation, ToolResults, {"bodies": tuple})
         if not observation.bodies or not all(isinstance(body, str) for body in observation.bodies):
             raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
-        if len(observation.images_of_each) != len(observation.bodies):
+        if len(observation.images_per_body) != len(observation.bodies):
             raise TypeError(
                 "ToolResults.images and bodies differ in length; expected one entry per body"
             )
@@ -106,7 +106,7 @@ def without_images(
         return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
 
     if isinstance(observation, ToolResults):
-        pairs = zip(observation.bodies, observation.images_of_each, strict=True)
+        pairs = zip(observation.bodies, observation.images_per_body, strict=True)
         return ToolResults(bodies=tuple(body(text, images) for text, images in pairs))
     if observation is None:
         return None

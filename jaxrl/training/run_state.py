@@ -247,7 +247,7 @@ class RunState:
     # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
     pending_usage: UsageStats = field(default_factory=UsageStats)
     make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
-    held_out: float | None = None  # score of the last evaluation; see `held_out_score`
+    held_out: float | None = None  # score of the last evaluation; see `get_held_out_score`
 
     def begin_stage(self, stage: str) -> bool:
         """Set the progress to a stage, unless it has begun; return False if the stage is done."""

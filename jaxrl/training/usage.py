@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jaxrl.envs.tools.budget import SEARCH, calls_of
+from jaxrl.envs.tools.budget import SEARCH, get_call_records
 from jaxrl.types import Trajectory
 
 BILLED_SOURCES = ("tool", "fallback")
@@ -77,7 +77,7 @@ class UsageStats:
             is_control: True to skip searches: a control answered them, not the search engine.
         """
         trajectories = list(trajectories)
-        calls = [call for t in trajectories for turn in t.turns for call in calls_of(turn)]
+        calls = [call for t in trajectories for turn in t.turns for call in get_call_records(turn)]
         calls += [call for t in trajectories for call in t.reward_records]
         calls = [call for call in calls if not (is_control and call.tool is None)]
         num_calls = Counter(call.tool or SEARCH for call in calls)

@@ -39,7 +39,7 @@ class NamedFunction:
     @property
     def arguments(self) -> list[str]:
         """Names of the function's array arguments."""
-        return argument_names(self.function)
+        return list_argument_names(self.function)
 
     @property
     def is_custom(self) -> bool:
@@ -71,7 +71,7 @@ def is_user_code(obj: Any) -> bool:
     return str(getattr(obj, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
-def argument_names(function: Callable[..., Any]) -> list[str]:
+def list_argument_names(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's positional-or-keyword parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -104,7 +104,7 @@ _LIBRARY_PATHS = (
 """Path prefixes of files that are not user code: jaxrl, the standard library and packages."""
 
 
-def list_code_folders() -> list[str]:
+def list_user_code_folders() -> list[str]:
     """Return the folders in `sys.path` that may contain user code rather than libraries."""
     folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
     return [folder for folder in folders if not folder.startswith(_LIBRARY_PATHS)]

@@ -140,7 +140,7 @@ def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> lis
     return futures
 
 
-def once(make: Callable[[], Result]) -> Callable[[], Result]:
+def call_once(make: Callable[[], Result]) -> Callable[[], Result]:
     """Cache the result of `make`, which runs only once even if threads call concurrently."""
     lock, cached = threading.Lock(), functools.cache(make)
 
@@ -165,7 +165,7 @@ def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-@once
+@call_once
 def get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that tools and MCP servers share."""
     return start_event_loop("event_loop")

@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx2
 
-from jaxrl.utils.concurrency import format_error, once, start_event_loop
+from jaxrl.utils.concurrency import call_once, format_error, start_event_loop
 from jaxrl.utils.errors import ToolError
 from jaxrl.utils.json_io import parse_json
-from jaxrl.utils.rate_limit import bounded_wait_s
+from jaxrl.utils.rate_limit import clip_wait_s
 from jaxrl.utils.secrets import redact, register_secret
 
 _MAX_BODY_CHARS = 200  # maximum length of a response in an error message
@@ -75,10 +75,10 @@ class JsonClient:
         )
         # `_fetch` limits the total time; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
-            headers=headers, limits=limits, timeout=None, verify=_ssl_context()
+            headers=headers, limits=limits, timeout=None, verify=_make_ssl_context()
         )
         self._semaphore = asyncio.Semaphore(bounds.connections)
-        weakref.finalize(self, _close, self._client).atexit = False
+        weakref.finalize(self, _close_client, self._client).atexit = False
 
     def send_all(self, requests: Sequence[Request]) -> list[Any | ToolError]:
         """Send requests concurrently; return the JSON response or error of each, in order."""
@@ -86,7 +86,7 @@ class JsonClient:
         async def fetch_all() -> list[Any | ToolError]:
             return await asyncio.gather(*map(self._fetch, requests))
 
-        future = asyncio.run_coroutine_threadsafe(fetch_all(), _loop())
+        future = asyncio.run_coroutine_threadsafe(fetch_all(), _get_loop())
         try:
             answers = future.result()
         except BaseException:
@@ -102,7 +102,7 @@ class JsonClient:
             return redact(parse_json(body, "the response"))
         except ValueError as error:
             what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
-            return self._error(request, f"gives {what}: {_format_body(body)}")
+            return self._make_error(request, f"gives {what}: {_format_body(body)}")
 
     async def _fetch(self, request: Request) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
@@ -113,9 +113,9 @@ class JsonClient:
             except ToolError as error:
                 return error
             except TimeoutError:
-                return self._error(request, f"gave no complete response within {limit_s:g} s")
+                return self._make_error(request, f"gave no complete response within {limit_s:g} s")
             except Exception as error:  # network, protocol or address
-                return self._error(request, f"failed: {format_error(error)}")
+                return self._make_error(request, f"failed: {format_error(error)}")
 
     async def _read_body(self, request: Request) -> bytes:
         """Send a request and return the body of the response.
@@ -136,21 +136,21 @@ class JsonClient:
                 body += chunk
                 if len(body) > self._bounds.max_mib * 2**20:
                     text = f"responds with more than {self._bounds.max_mib:g} MiB"
-                    raise self._error(request, text)
+                    raise self._make_error(request, text)
             if response.is_success:
                 return bytes(body)
             status, location = response.status_code, response.headers.get("location")
             # Redact first, since dropping the parameters could split a secret.
             redirect = f", redirecting to {redact_url(redact(location))}" if location else ""
-            raise self._error(
+            raise self._make_error(
                 request,
                 f"responds with status {status}{redirect}: {_format_body(body)}",
-                retry_after_s=_retry_after_s(response.headers),
+                retry_after_s=_parse_retry_after_s(response.headers),
                 is_permanent=status < 500 and status not in _RETRYABLE,
                 status=status,
             )
 
-    def _error(self, request: Request, text: str, **fields: Any) -> ToolError:
+    def _make_error(self, request: Request, text: str, **fields: Any) -> ToolError:
         return ToolError(redact(f"{redact_url(request.url)} {text}"), **fields)
 
 
@@ -234,7 +234,7 @@ def fix_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return how long a server asks to wait, in seconds, bounded; None if it does not ask.
 
     Read from Retry-After (RFC 9110, 10.2.3), or from the quotas in `X-RateLimit-Remaining` and
@@ -242,10 +242,10 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
     """
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
-        return bounded_wait_s(float(value))
+        return clip_wait_s(float(value))
     try:
         retry_at = email.utils.parsedate_to_datetime(value).replace(tzinfo=datetime.UTC)
-        return bounded_wait_s(retry_at.timestamp() - time.time())  # an HTTP date is in GMT
+        return clip_wait_s(retry_at.timestamp() - time.time())  # an HTTP date is in GMT
     except (ValueError, OverflowError):
         pass
     remaining, resets = (
@@ -253,20 +253,20 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
         for name in ("x-ratelimit-remaining", "x-ratelimit-reset")
     )
     waits = [reset for count, reset in zip(remaining, resets, strict=False) if count == 0 <= reset]
-    return bounded_wait_s(max(waits)) if waits else None
+    return clip_wait_s(max(waits)) if waits else None
 
 
 @functools.cache
-def _ssl_context() -> ssl.SSLContext:
+def _make_ssl_context() -> ssl.SSLContext:
     """Return the TLS context that all clients share, since loading it is slow."""
     return httpx2.create_ssl_context()
 
 
-@once
-def _loop() -> asyncio.AbstractEventLoop:
+@call_once
+def _get_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that all clients share. No user code runs in it."""
     return start_event_loop("json_http")
 
 
-def _close(client: httpx2.AsyncClient) -> None:
-    asyncio.run_coroutine_threadsafe(client.aclose(), _loop())
+def _close_client(client: httpx2.AsyncClient) -> None:
+    asyncio.run_coroutine_threadsafe(client.aclose(), _get_loop())

@@ -9,7 +9,7 @@ MAX_WAIT_S = 86_400.0
 """Longest wait in seconds that a server may request."""
 
 
-def bounded_wait_s(wait_s: float | None) -> float:
+def clip_wait_s(wait_s: float | None) -> float:
     """Clip the wait that a server requests to [0, `MAX_WAIT_S`]; return 0 for NaN and None."""
     return min(max(0.0, wait_s or 0.0), MAX_WAIT_S)  # for NaN, max returns its first argument
 
@@ -78,20 +78,20 @@ class CircuitBreaker:
         self._down_since, self.last_success_at = math.inf, now
 
     def record_failure(
-        self, now: float, *, began: float, retry_after_s: float = 0.0, num_permanent: int = 0
+        self, now: float, *, started_at: float, retry_after_s: float = 0.0, num_permanent: int = 0
     ) -> None:
         """Record a failed call.
 
         Args:
             now: Time of the failure.
-            began: Time at which the call started.
+            started_at: Time at which the call started.
             retry_after_s: Seconds that the service asked to wait.
             num_permanent: Number of queries that would fail again; 0 if a retry may succeed.
         """
         self._num_failures += 1
         self._num_permanent = self._num_permanent + num_permanent if num_permanent else 0
         self._is_half_open = False
-        self._down_since = min(self._down_since, max(began, self.last_success_at))
+        self._down_since = min(self._down_since, max(started_at, self.last_success_at))
         cooldown_s = self._cooldown_s if 0 < self._max_failures <= self._num_failures else 0.0
         if max(cooldown_s, retry_after_s) > 0:
             self._is_open = True
@@ -101,15 +101,15 @@ class CircuitBreaker:
         """Return the duration of the current outage in seconds; 0 if there is none."""
         return max(now - self._down_since, 0.0)
 
-    def patience_s(self, now: float) -> float:
+    def remaining_patience_s(self, now: float) -> float:
         """Return the seconds left until the outage counts as permanent."""
-        return 0.0 if self.refuses_all else self._patience_s - self.outage_s(now)
+        return 0.0 if self.rejects_all else self._patience_s - self.outage_s(now)
 
     def cooldown_s(self, now: float) -> float:
         """Return the seconds for which no call is admitted."""
         return max(self._open_until - now, 0.0) if self._is_open else 0.0
 
     @property
-    def refuses_all(self) -> bool:
+    def rejects_all(self) -> bool:
         """True if the last `max_failures` queries failed permanently."""
         return self._num_permanent >= max(self._max_failures, 1)

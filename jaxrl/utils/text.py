@@ -33,12 +33,12 @@ Lao and Khmer.
 _IGNORED = regex.compile(r"[\p{Cf}\p{Default_Ignorable_Code_Point}\p{Me}]")
 
 
-def _replace_error(error: UnicodeError) -> tuple[bytes, int]:
+def _handle_encode_error(error: UnicodeError) -> tuple[bytes, int]:
     assert isinstance(error, UnicodeEncodeError)
     return "\N{REPLACEMENT CHARACTER}".encode() * (error.end - error.start), error.end
 
 
-codecs.register_error("jaxrl.replaced", _replace_error)
+codecs.register_error("jaxrl.replaced", _handle_encode_error)
 
 
 def replace_surrogates(text: str) -> str:

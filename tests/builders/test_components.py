@@ -23,7 +23,7 @@ from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
-from jaxrl.envs.search.resilient import PROBE
+from jaxrl.envs.search.resilient import PROBE_QUERY
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import build, resolved
@@ -302,7 +302,7 @@ def test_a_retriever_is_asked_before_the_run_and_nothing_of_it_is_recorded(tmp_p
     with served(Retriever([{"id": "d", "contents": '"Title"\ntext'}])) as server:
         config.search.http.url = server.url
         search = searching(config, tmp_path)
-        assert [request.json["queries"] for request in server.requests] == [[PROBE]]
+        assert [request.json["queries"] for request in server.requests] == [[PROBE_QUERY]]
         assert not (tmp_path / "searches").exists()
         search.run("q")
         config.search.replay = "only"
@@ -317,7 +317,7 @@ def test_a_retriever_is_asked_before_the_run_and_nothing_of_it_is_recorded(tmp_p
 def test_each_key_that_stands_around_an_engine_reaches_it():
     config = default_config()
     config.search.engine = "empty"
-    policy = searching(config)._policy
+    policy = searching(config)._config
     keys = {field.name for field in fields(policy)}
     flat = {key for key, value in config.search.items() if not hasattr(value, "items")}
     assert keys == flat - {"engine", "replay", "replay_folder"}

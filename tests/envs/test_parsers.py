@@ -11,18 +11,23 @@ import pytest
 from jaxrl.envs.protocol import (
     BAPO,
     SEARCH_R1,
-    Asked,
-    Reading,
-    last_answer,
-    last_query,
+    ParsedCall,
+    ParsedTurn,
+    extract_last_answer,
+    extract_last_query,
+    follows_qwen_format,
+    parse_call,
+    parse_tags,
+    parse_tool_calls,
     qwen,
-    qwen_format,
-    read_call,
-    read_tags,
-    read_tool_calls,
 )
-from jaxrl.envs.rewards.math_answers import math_answer
-from jaxrl.envs.rewards.rules import bapo_format, is_abstention, last_boxed, search_r1_format
+from jaxrl.envs.rewards.math_answers import extract_math_answer
+from jaxrl.envs.rewards.rules import (
+    extract_last_boxed,
+    follows_bapo_format,
+    follows_search_r1_format,
+    is_abstention,
+)
 
 TOOLS = ("search", "python")
 QWEN = qwen(TOOLS)
@@ -135,22 +140,22 @@ def readers_differ(block):
 
 def is_call(block):
     if block is None or readers_differ(block):
-        return block is not None and isinstance(read_call(block), Asked)
+        return block is not None and isinstance(parse_call(block), ParsedCall)
     return slow_asked(block) is not None
 
 
 def check_calls(turn):
-    reading = read_tool_calls(turn)
+    reading = parse_tool_calls(turn)
     said = slow_said(slow_masked(turn))
     # The masked strings hold what the calls hold, but for the letter in place of `<`.
     blocks = [block and block.replace("‹", "<") for block in slow_calls(said)]
     assert len(reading.calls) == len(blocks)
     for one, block in zip(reading.calls, blocks, strict=True):
         if block is None:
-            assert not isinstance(one, Asked)
+            assert not isinstance(one, ParsedCall)
         elif not readers_differ(block):
             expected = slow_asked(block)
-            assert (expected is None) == (not isinstance(one, Asked)), block
+            assert (expected is None) == (not isinstance(one, ParsedCall)), block
             assert expected is None or expected == (one.tool, one.arguments)
     order = [tag for _, tag in tags_of(said, ["answer"])]
     opened = "<answer>" in order and "</answer>" in order[order.index("<answer>") :]
@@ -158,7 +163,7 @@ def check_calls(turn):
     assert reading.is_malformed == (not blocks and not opened)
 
 
-def without_thoughts(text):
+def remove_think_blocks(text):
     """Thoughts taken out one by one, from the left: each from the last `<think>` before its end."""
     kept = ""
     while (end := text.find("</think>")) >= 0:
@@ -174,7 +179,7 @@ def slow_format(text):
     text = text.rstrip()
     while text.endswith(ends):
         text = text[: -len(next(end for end in ends if text.endswith(end)))].rstrip()
-    text = without_thoughts(slow_masked(text))
+    text = remove_think_blocks(slow_masked(text))
     tags = [tag for _, tag in tags_of(text, ["think", "tool_call", "tool_response", "answer"])]
     while tags and tags[0] == "<tool_call>":
         count = 0
@@ -200,13 +205,13 @@ def slow_query(turn, tag):
 
 
 def check_tags(turn):
-    reading = read_tags(turn, TOOLS)
+    reading = parse_tags(turn, TOOLS)
     queries = [slow_query(turn, tool) for tool in TOOLS]
     closes = [turn.endswith(f"</{tool}>") for tool in TOOLS]
     if turn.endswith("</answer>"):
-        assert reading == Reading(is_answer=True)
+        assert reading == ParsedTurn(is_answer=True)
     elif not any(closes):
-        assert reading == Reading(is_malformed=True)
+        assert reading == ParsedTurn(is_malformed=True)
     else:
         [(tool, query)] = [(t, q) for t, q, c in zip(TOOLS, queries, closes, strict=True) if c]
         assert (query is None) == (not reading.calls)
@@ -215,7 +220,7 @@ def check_tags(turn):
             # Further lines may lose what all of them begin with.
             assert (one.tool, "".join(one.arguments.split())) == (tool, "".join(query.split()))
     answers = [place for place, tag in tags_of(turn, ["answer"]) if tag == "<answer>"]
-    assert (last_answer(turn) == "") or bool(answers)
+    assert (extract_last_answer(turn) == "") or bool(answers)
 
 
 def check_sanitized(text):
@@ -236,7 +241,7 @@ def check(count, seed):
         check_calls(text)
         check_tags(text)
         check_sanitized(text)
-        assert qwen_format(text) == slow_format(text), text
+        assert follows_qwen_format(text) == slow_format(text), text
         for protocol in (SEARCH_R1, BAPO, QWEN):
             protocol.final_answer(text)
             protocol.is_well_formed(text)
@@ -280,17 +285,17 @@ HOSTILE = [
 ]
 
 READERS = {
-    "read_tags": lambda text: read_tags(text, TOOLS),
-    "last_query": last_query,
-    "last_answer": last_answer,
-    "read_tool_calls": read_tool_calls,
-    "qwen_format": qwen_format,
+    "read_tags": lambda text: parse_tags(text, TOOLS),
+    "last_query": extract_last_query,
+    "last_answer": extract_last_answer,
+    "read_tool_calls": parse_tool_calls,
+    "qwen_format": follows_qwen_format,
     "qwen_abstention": QWEN.is_abstention,
-    "search_r1_format": search_r1_format,
-    "bapo_format": bapo_format,
+    "search_r1_format": follows_search_r1_format,
+    "bapo_format": follows_bapo_format,
     "is_abstention": is_abstention,
-    "last_boxed": last_boxed,
-    "math_answer": math_answer,
+    "last_boxed": extract_last_boxed,
+    "math_answer": extract_math_answer,
     "sanitize": QWEN.sanitize,
 }
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import (
+    follows_qwen_format,
     qwen,
-    qwen_format,
 )
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
@@ -268,7 +268,7 @@ A = "<answer>x</answer>"
     ],
 )
 def test_the_format(text, keeps):
-    assert qwen_format(text) is keeps
+    assert follows_qwen_format(text) is keeps
     assert qwen().format_reward(text) == (0.0 if keeps else -1.0)
     assert qwen(format_reward=0.5, format_failure=0.1).format_reward(text) == (
         0.5 if keeps else 0.1

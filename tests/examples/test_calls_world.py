@@ -7,12 +7,12 @@ from transformers import AutoTokenizer
 
 from examples import calls_world, quickstart_world
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.protocol import Asked, read_tool_calls
+from jaxrl.envs.protocol import ParsedCall, parse_tool_calls
 from jaxrl.envs.search.base import EmptySearch
-from jaxrl.envs.tools.base import chat_schema
+from jaxrl.envs.tools.base import build_chat_schema
 
 SIZES = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=40", "--num_worlds=1"]
-TOOLS = [chat_schema(EmptySearch())]  # the schema of any search engine
+TOOLS = [build_chat_schema(EmptySearch())]  # the schema of any search engine
 
 
 def lines(folder, name):
@@ -40,10 +40,10 @@ def test_only_how_a_search_is_written_differs(world, tmp_path):
                 assert message == before
                 continue
             thought, _, query = before["content"].partition("<search>")
-            [call] = read_tool_calls(message["content"]).calls
+            [call] = parse_tool_calls(message["content"]).calls
             assert message["content"].startswith(f"{thought}\n<tool_call>")
             query = query.removesuffix(" </search>")
-            assert call == Asked(tool="search", arguments={"query": query})
+            assert call == ParsedCall(tool="search", arguments={"query": query})
             num_calls += 1
     assert num_calls > 30
 

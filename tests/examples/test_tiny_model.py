@@ -8,7 +8,7 @@ from examples import tiny_model
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.tools.base import chat_schema
+from jaxrl.envs.tools.base import build_chat_schema
 from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.models.hf_weights import load_hf
 from tests.helpers import build
@@ -55,6 +55,6 @@ def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
     config.env.search.protocol = protocol
     validate(config)
     tokenizer = build(config).tokenizer
-    tools = [chat_schema(FunctionTool(measure))]
+    tools = [build_chat_schema(FunctionTool(measure))]
     ids = tokenizer.render_prompt([{"role": "user", "content": "How long is it?"}], tools)
     assert "measure(bridge): Measure a bridge." in tokenizer.decode(ids)

@@ -130,7 +130,7 @@ def test_the_tool_and_the_engine_answer(server):
     from my_engine import Engine
     from my_tool import Clock
 
-    found = lambda tool, *calls: [answer.found for answer in tool.answer_all(calls)]  # noqa: E731
+    found = lambda tool, *calls: [answer.result for answer in tool.answer_all(calls)]  # noqa: E731
     assert found(Clock(), "75", "1e9", "0")[::2] == ["13:15", "12:00"]
     assert found(Engine(url=server), "abc", "x & y") == ["cba", "y & x"]
     [failed] = found(Engine(url="http://127.0.0.1:9/", timeout_s=1), "abc")

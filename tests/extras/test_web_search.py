@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config.schema import to_json
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, Hit, SkippedHits
+from jaxrl.envs.search.base import Document, Hit, HitReader
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
 from tests.servers import Reply, served
 
@@ -234,7 +234,7 @@ inner = scalars | results | st.lists(results | scalars, max_size=2)
 )
 def test_whatever_arrives_is_hits_or_a_failure(answer, provider):
     try:
-        hits = PROVIDERS[provider].read(answer, SkippedHits("server", print))
+        hits = PROVIDERS[provider].read(answer, HitReader("server", print))
     except ValueError:
         return
     for hit in hits:

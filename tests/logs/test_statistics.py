@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from jaxrl.logs.statistics import (
     bootstrap_means,
-    column_means,
+    compute_column_means,
+    compute_percentile_interval,
     majority_at_k,
     pass_at_k,
-    percentile_interval,
 )
 
 
@@ -95,7 +95,7 @@ def test_majority_is_the_mean_over_subsets(samples):
 @pytest.mark.filterwarnings("error")
 def test_column_means():
     values = np.array([[1.0, math.nan, math.nan], [2.0, 5.0, math.nan]])
-    np.testing.assert_array_equal(column_means(values), [1.5, 5.0, math.nan])
+    np.testing.assert_array_equal(compute_column_means(values), [1.5, 5.0, math.nan])
 
 
 def test_intervals_are_scipys():
@@ -103,7 +103,7 @@ def test_intervals_are_scipys():
     values = np.stack([rng.random(60) < 0.3, rng.exponential(5.0, 60)], axis=1).astype(float)
     means = bootstrap_means(values, num_resamples=20_000, rng=np.random.default_rng(1))
     for column, resampled in zip(values.T, means.T, strict=True):
-        got = percentile_interval(resampled)
+        got = compute_percentile_interval(resampled)
         wanted = scipy.stats.bootstrap(
             (column,), np.mean, n_resamples=20_000, method="percentile", random_state=2
         ).confidence_interval
@@ -128,11 +128,11 @@ def test_a_question_without_a_value_changes_no_interval_of_the_others():
     assert 0 < len(there) < 500
     assert there.min() == 1.0
     assert there.max() == 3.0
-    assert percentile_interval(means) == (1.0, 3.0)
+    assert compute_percentile_interval(means) == (1.0, 3.0)
 
 
 def test_interval_by_hand():
-    assert percentile_interval(np.arange(101.0), confidence=0.9) == pytest.approx((5, 95))
-    assert percentile_interval(np.arange(1001.0)) == pytest.approx((25, 975))
-    assert percentile_interval(np.full(10, math.nan)) is None
-    assert percentile_interval(np.full(10, 0.5)) == (0.5, 0.5)
+    assert compute_percentile_interval(np.arange(101.0), confidence=0.9) == pytest.approx((5, 95))
+    assert compute_percentile_interval(np.arange(1001.0)) == pytest.approx((25, 975))
+    assert compute_percentile_interval(np.full(10, math.nan)) is None
+    assert compute_percentile_interval(np.full(10, 0.5)) == (0.5, 0.5)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxrl.logs.steps import (
+    collect_sample_fields,
     compute_engine_metrics,
     compute_kl_metrics,
     compute_memory_metrics,
     compute_window_metrics,
     merge_update_metrics,
-    sample_fields,
 )
 from jaxrl.objectives.metrics import Metric
 from jaxrl.sampling.interfaces import EngineCounts
@@ -88,7 +88,7 @@ def test_fields_of_a_sample():
     right = dataclasses.replace(make_trajectory(), is_correct=True)
     groups = grouped([right, make_failure(task_number=4)])
     windows = [wavering(7), wavering(0, percentile=math.nan)]
-    one, failed = sample_fields(with_fields(groups, windows=windows), controllers)
+    one, failed = collect_sample_fields(with_fields(groups, windows=windows), controllers)
     assert one == {
         "group_id": 0,
         "uid": "t0",
@@ -108,7 +108,7 @@ def test_fields_of_a_sample():
     assert failed["difficulty"] == "hard"
     assert failed["target_high_entropy_token_num"] is None
     assert json.loads(json.dumps([one, failed])) == [one, failed]
-    [plain] = sample_fields(grouped([right]), Controllers())
+    [plain] = collect_sample_fields(grouped([right]), Controllers())
     assert plain == {
         "group_id": 0,
         "uid": "t0",
@@ -121,7 +121,7 @@ def test_fields_of_a_sample():
 def test_a_sample_is_called_the_same_in_every_step():
     of_t1 = [make_trajectory(task_number=1, sample_index=index) for index in (0, 1)]
     alone, beside = (
-        sample_fields(grouped(batch), Controllers())
+        collect_sample_fields(grouped(batch), Controllers())
         for batch in (of_t1, [make_trajectory(), *of_t1])
     )
     assert [fields["global_id"] for fields in alone] == ["t1/0", "t1/1"]

@@ -14,8 +14,8 @@ from jaxrl.logs.trackers import (
     TensorBoard,
     WandB,
     check_trackers,
-    find_missing_files,
     open_metrics_log,
+    warn_about_missing_files,
 )
 from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
@@ -98,7 +98,7 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
         {"step": 5, "stage": "evaluate", "val-core/all/exact_match/greedy": 0.5},
         {"step": 1, "stage": "sft", "timing_s/step": 1.0},
     ]
-    [line] = find_missing_files(tmp_path, records)
+    [line] = warn_about_missing_files(tmp_path, records)
     assert line.endswith(
         "eval/train_2.json, trajectories/step_000003.jsonl, trajectories/step_000004.jsonl and 2 "
         "more"
@@ -109,7 +109,7 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
     (tmp_path / "trajectories").mkdir()
     for step in (3, 4, 5):
         (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").touch()
-    assert find_missing_files(tmp_path, records) == []
+    assert warn_about_missing_files(tmp_path, records) == []
 
 
 def test_trajectories_as_json(tmp_path):

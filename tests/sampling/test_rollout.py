@@ -17,7 +17,7 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.rewards.combiner import RewardCombiner
-from jaxrl.envs.rewards.functions import RewardFunction, kind_of
+from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling.observations import encode_observation
@@ -210,7 +210,7 @@ def test_turns_have_their_tokens_and_what_they_earned(player, first):
     found = [SEARCH_R1.render_observation(FOUND)] if first == FIRST else []
     ids, mask = teach(player, first, *found, LAST)
     parts = {
-        f.__name__: RewardFunction(name=f.__name__, function=f, kind=kind_of(f))
+        f.__name__: RewardFunction(name=f.__name__, function=f, kind=detect_kind(f))
         for f in (by_turns, seen)
     }
     pay = RewardCombiner(

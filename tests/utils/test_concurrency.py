@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxrl.utils.concurrency import format_error, once, parallel_map, run_in_thread
+from jaxrl.utils.concurrency import call_once, format_error, parallel_map, run_in_thread
 
 
 class UnspeakableError(Exception):
@@ -59,7 +59,7 @@ def test_an_exit_does_not_wait_for_work_that_hangs():
 def test_what_is_made_once_is_made_once_for_threads_that_come_together():
     """Two event loops, each with half of a client's connections, failed requests at random."""
 
-    @once
+    @call_once
     def thing():
         time.sleep(0.02)
         return object()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, bounded_wait_s
+from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, clip_wait_s
 
 
 def test_a_rate_by_hand():
@@ -49,14 +49,14 @@ def test_a_breaker_opens_half_opens_and_closes():
     one = breaker()
     for now in (1.0, 2.0):
         assert one.allows_call(now)
-        one.record_failure(now, began=now - 1)
+        one.record_failure(now, started_at=now - 1)
     assert one.allows_call(2.0)  # two failures are not three
-    one.record_failure(3.0, began=2.0)
+    one.record_failure(3.0, started_at=2.0)
     assert not one.allows_call(7.9)
     assert one.cooldown_s(4.0) == 4.0
     assert one.allows_call(8.0)  # one tries
     assert not one.allows_call(8.0)  # and only one
-    one.record_failure(9.0, began=8.0)
+    one.record_failure(9.0, started_at=8.0)
     assert not one.allows_call(13.9)
     assert one.allows_call(14.0)
     assert one.outage_s(14.0) == 14.0  # since the first call that failed began
@@ -64,35 +64,35 @@ def test_a_breaker_opens_half_opens_and_closes():
     assert one.allows_call(15.0)
     assert one.allows_call(15.0)
     assert one.outage_s(16.0) == 0.0
-    one.record_failure(17.0, began=16.5)
+    one.record_failure(17.0, started_at=16.5)
     assert one.allows_call(17.0)  # it counts anew
     assert one.outage_s(18.0) == 1.5
 
 
 def test_a_server_that_asks_to_wait_is_left_alone_for_so_long():
     one = breaker()
-    one.record_failure(1.0, began=0.0, retry_after_s=7.0)
+    one.record_failure(1.0, started_at=0.0, retry_after_s=7.0)
     assert not one.allows_call(7.9)
     assert one.allows_call(8.0)
     assert not one.allows_call(8.0)
-    one.record_failure(9.0, began=8.0)
-    one.record_failure(9.0, began=8.0)
+    one.record_failure(9.0, started_at=8.0)
+    one.record_failure(9.0, started_at=8.0)
     assert one.cooldown_s(9.0) == 5.0
-    one.record_failure(9.0, began=8.0, retry_after_s=1.0)
+    one.record_failure(9.0, started_at=8.0, retry_after_s=1.0)
     assert one.cooldown_s(9.0) == 5.0  # the longer one
 
 
 def test_one_that_refuses_all_is_given_up_at_once():
     one = breaker()
-    one.record_failure(1.0, began=0.0, num_permanent=2)
-    one.record_failure(1.0, began=0.0)  # another try may help
-    one.record_failure(1.0, began=0.0, num_permanent=2)
-    assert not one.refuses_all
-    one.record_failure(1.0, began=0.0, num_permanent=1)
-    assert one.refuses_all
-    assert one.patience_s(1.0) == 0.0
+    one.record_failure(1.0, started_at=0.0, num_permanent=2)
+    one.record_failure(1.0, started_at=0.0)  # another try may help
+    one.record_failure(1.0, started_at=0.0, num_permanent=2)
+    assert not one.rejects_all
+    one.record_failure(1.0, started_at=0.0, num_permanent=1)
+    assert one.rejects_all
+    assert one.remaining_patience_s(1.0) == 0.0
     one.record_success(2.0)
-    assert not one.refuses_all
+    assert not one.rejects_all
 
 
 @given(st.lists(st.tuples(st.sampled_from(["fail", "answer"]), st.floats(0.01, 4.0)), max_size=60))
@@ -112,7 +112,7 @@ def test_an_open_breaker_lets_one_call_through_a_rest(events):
             one.record_success(now)
             row = 0
         else:
-            one.record_failure(now, began=now - 0.01)
+            one.record_failure(now, started_at=now - 0.01)
             row += 1
             rests_until = now + 5.0 if row >= 3 else -math.inf
 
@@ -122,4 +122,4 @@ def test_an_open_breaker_lets_one_call_through_a_rest(events):
     [(None, 0.0), (0.5, 0.5), (-1.0, 0.0), (math.nan, 0.0), (math.inf, 86_400.0), (-math.inf, 0.0)],
 )
 def test_a_wait_that_a_server_asks_for_is_bounded(asked, waited):
-    assert bounded_wait_s(asked) == waited
+    assert clip_wait_s(asked) == waited

@@ -8,11 +8,11 @@ import urllib.parse
 import pytest
 
 from jaxrl.envs.base import OutageError, ToolError
-from jaxrl.envs.images import Picture, Pictured, images_behind
+from jaxrl.envs.images import Picture, Pictured, attached_images
 from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
-from jaxrl.envs.tools.base import Tool, run_one, run_together
+from jaxrl.envs.tools.base import Tool, run_as_batch, run_call
 from jaxrl.extras.endpoints.judges import JudgeEndpoint, JudgeSettings
 from jaxrl.utils import secrets
 from jaxrl.utils.concurrency import format_error_report
@@ -101,7 +101,7 @@ class Leaky(Tool):
 
 def test_answers_and_errors_of_a_tool_are_redacted():
     register_secret(KEY)
-    found = [run_one(Leaky(), call) for call in ("say", "raise", "fail", "out", "show")]
+    found = [run_call(Leaky(), call) for call in ("say", "raise", "fail", "out", "show")]
     assert [str(answer) for answer in found] == [
         "with ***",
         "RuntimeError: no access with ***",
@@ -110,8 +110,8 @@ def test_answers_and_errors_of_a_tool_are_redacted():
         "see ***",
     ]
     assert found[2].status == 403
-    assert images_behind(found[4]) == (Picture(data=b"x"),)
-    assert run_together(Leaky(), ["say", "say"]) == ["with ***"] * 2
+    assert attached_images(found[4]) == (Picture(data=b"x"),)
+    assert run_as_batch(Leaky(), ["say", "say"]) == ["with ***"] * 2
 
 
 @pytest.mark.parametrize("length", [1900, 1960])
@@ -156,7 +156,7 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
             engine = HttpRetriever(f"{server.url}/{path}", key_env="A_KEY")
             recording = Recording(tmp_path / path, {"url": path})
             asked = ResilientSearch(engine, quick, recording=recording, log=texts.append)
-            found = run_one(asked, "q")
+            found = run_call(asked, "q")
             texts += [str(found), repr(found), repr(engine.retrieve(["q"], 3))]
         for path in ("chat", "long"):
             settings = JudgeSettings(
@@ -167,7 +167,7 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
                 texts.append(repr(judge.send_request({"m": 1})))
             except ToolError as error:
                 texts.append(repr(error))
-            texts.append(repr(run_one(judge, "grade")))
+            texts.append(repr(run_call(judge, "grade")))
         assert len(server.requests) > 10
     files = [path.read_text() for path in tmp_path.rglob("*.json*")]
     texts += [*files, *capfd.readouterr(), caplog.text]

@@ -16,7 +16,7 @@ import regex
 
 from jaxrl.envs.base import NO_INFORMATION, Turn
 from jaxrl.envs.rewards.qa import NO_PUNCTUATION, normalize_answer
-from jaxrl.envs.tools.budget import calls_of
+from jaxrl.envs.tools.budget import get_call_records
 from jaxrl.utils.text import UNSPACED, fold_case
 
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
@@ -40,66 +40,73 @@ class Attribution:
     num_redundant: int
 
 
-def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
+def attribute_answers(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
     """Look for accepted answers in an episode's search results, and count redundant searches."""
-    asked: set[str] = set()
-    seen: list[str] = []
+    query_terms: set[str] = set()
+    seen_results: list[str] = []
     num_redundant = 0
     for turn in turns:
-        queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
-        results = [piece for _, result in search_results(turn) for piece in results_of(result)]
+        queries = [
+            " ".join(c.call.lower().split()) for c in get_call_records(turn) if c.tool is None
+        ]
+        results = [
+            piece for _, result in get_search_results(turn) for piece in split_documents(result)
+        ]
         # A result may have been truncated, so a prefix of an earlier result is known too.
         is_known = bool(results) and all(
-            any(old.startswith(new) for old in seen) for new in results
+            any(old.startswith(new) for old in seen_results) for new in results
         )
         for query in queries:
-            num_redundant += is_known or query in asked
-            asked.add(query)
-        seen += results
+            num_redundant += is_known or query in query_terms
+            query_terms.add(query)
+        seen_results += results
     return Attribution(
         has_evidence=any(shows_answer(turn, answers) for turn in turns),
         num_redundant=num_redundant,
     )
 
 
-def search_results(turn: Turn) -> list[tuple[str, str]]:
+def get_search_results(turn: Turn) -> list[tuple[str, str]]:
     """Return the query and the displayed result of each executed search in a turn."""
     shown = turn.results or ((turn.observation,) if turn.observation else ())
     return [
         (record.call, shown[record.result_index])
-        for record in calls_of(turn)
+        for record in get_call_records(turn)
         if record.tool is None and record.error is None and record.result_index < len(shown)
     ]
 
 
 def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
     """Return True if a result contains an accepted answer whose words are not all in the query."""
-    for query, result in search_results(turn):
-        if not results_of(result):
+    for query, result in get_search_results(turn):
+        if not split_documents(result):
             continue
-        asked = _words_of(query)
+        query_terms = _query_words(query)
         for answer in answers:
-            is_asked = any(words and asked.issuperset(words.split()) for words in _readings(answer))
-            if not is_asked and occurs(answer, result):
+            is_in_query = any(
+                words and query_terms.issuperset(words.split())
+                for words in _normalized_forms(answer)
+            )
+            if not is_in_query and occurs_in(answer, result):
                 return True
     return False
 
 
-def _words_of(query: str) -> set[str]:
+def _query_words(query: str) -> set[str]:
     """Return the words of a query and of joined runs: `java script` includes `javascript`."""
     words: set[str] = set()
     # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
-        plain = _plain(text)
+        plain = _fold_text(text)
         # The article "a" in the query may be a letter in the answer, so keep articles too.
         spellings = plain.translate(NO_PUNCTUATION), _NO_WORD.sub(" ", plain)
-        for reading in map(str.split, (*spellings, *_readings(text))):
-            for start in range(len(reading)):
-                words.update(itertools.accumulate(reading[start : start + _MAX_JOINED]))
+        for word_list in map(str.split, (*spellings, *_normalized_forms(text))):
+            for start in range(len(word_list)):
+                words.update(itertools.accumulate(word_list[start : start + _MAX_JOINED]))
     return words
 
 
-def occurs(answer: str, observation: str) -> bool:
+def occurs_in(answer: str, observation: str) -> bool:
     """Return True if an observation contains an answer as complete words.
 
     Both are normalized as in `exact_match`, once with punctuation removed and once with it replaced
@@ -108,22 +115,22 @@ def occurs(answer: str, observation: str) -> bool:
     document numbers do not count.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
-    readings = zip(_readings(answer), _readings(text), strict=True)
-    return any(f" {words} " in f" {others} " for words, others in readings if words)
+    form_pairs = zip(_normalized_forms(answer), _normalized_forms(text), strict=True)
+    return any(f" {words} " in f" {others} " for words, others in form_pairs if words)
 
 
-def _readings(text: str) -> tuple[str, str]:
+def _normalized_forms(text: str) -> tuple[str, str]:
     """Normalize a text twice: with punctuation removed, and with it replaced by spaces."""
-    text = _plain(text)
+    text = _fold_text(text)
     return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
 
 
-def _plain(text: str) -> str:
+def _fold_text(text: str) -> str:
     """Fold case, and surround each letter of a script without word spaces with spaces."""
     return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 
-def results_of(observation: str) -> list[str]:
+def split_documents(observation: str) -> list[str]:
     """Return the numbered documents of an observation; its complete text if it has none."""
     text = _TAG.sub(" ", observation)
     parts = _DOCUMENT.split(text)

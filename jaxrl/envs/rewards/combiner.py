@@ -19,11 +19,11 @@ MAX_THREADS = 32
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """Largest finite float32."""
 
-_PATIENCE_S = 1.0  # how long an event loop may take to respond
+_RESPONSE_TIMEOUT_S = 1.0  # how long an event loop may take to respond
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class PartResult:
     """Result of a reward part for one episode.
 
     Attributes:
@@ -38,20 +38,20 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class PartCall:
     """One call of a reward part.
 
     Attributes:
         members: Indices of the call's episodes in their group.
-        make: Function that runs the call; returns a coroutine if the part is async.
-        read: Function from the result to one `Measured` per episode. It may raise.
+        invoke: Function that runs the call; returns a coroutine if the part is async.
+        parse: Function from the result to one `PartResult` per episode. It may raise.
         records: Function that returns, after the call, the records of priced tools. They are
             attributed to the first episode.
     """
 
     members: tuple[int, ...]
-    make: Callable[[], Any]
-    read: Callable[[Any], list[Measured]]
+    invoke: Callable[[], Any]
+    parse: Callable[[Any], list[PartResult]]
     records: Callable[[], Sequence[CallRecord]] = tuple
 
 
@@ -63,7 +63,7 @@ class RewardPart(Protocol):
         """True if calls return coroutines."""
         ...
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
         """Return the calls for one task's episodes. Each episode is in exactly one call."""
         ...
 
@@ -72,7 +72,7 @@ class RewardPart(Protocol):
         ...
 
 
-def number(name: str, value: Any) -> float:
+def to_number(name: str, value: Any) -> float:
     """Convert the value of a part, a finite number or scalar array, to a float.
 
     Raises:
@@ -98,9 +98,9 @@ class EventLoop:
             self._loop = start_event_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def leave_if_stuck(self) -> None:
+    def replace_if_blocked(self) -> None:
         """Abandon the loop if a coroutine blocks it; the next `submit` starts a new one."""
-        if wait([self.submit(asyncio.sleep(0))], timeout=_PATIENCE_S).not_done:
+        if wait([self.submit(asyncio.sleep(0))], timeout=_RESPONSE_TIMEOUT_S).not_done:
             self._loop = None
 
 
@@ -110,7 +110,7 @@ class _GroupCall:
 
     part: str
     group: int
-    call: Call
+    call: PartCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,26 +149,28 @@ class RewardCombiner:
             if group
             for call in part.requests(group)
         ]
-        answers = self._ask(calls)
+        outcomes = self._run_calls(calls)
         # Repeat a failed call one episode at a time, so that one episode cannot fail the others.
-        again = [
+        retries = [
             replace(failed, call=replace(call, members=(member,)))
-            for failed, answer in zip(calls, answers, strict=True)
-            if isinstance(answer, BaseException) and not isinstance(answer, DeadlineError)
+            for failed, outcome in zip(calls, outcomes, strict=True)
+            if isinstance(outcome, BaseException) and not isinstance(outcome, DeadlineError)
             if len(failed.call.members) > 1
             for member in failed.call.members
             for call in self.custom_parts[failed.part].requests([groups[failed.group][member]])
         ]
-        results: list[list[dict[str, Measured | BaseException]]]
+        results: list[list[dict[str, PartResult | BaseException]]]
         results = [[{} for _ in group] for group in groups]
-        for made, answer in zip([*calls, *again], [*answers, *self._ask(again)], strict=True):
-            members = made.call.members
-            groups[made.group][members[0]].records.extend(made.call.records())
+        for group_call, outcome in zip(
+            [*calls, *retries], [*outcomes, *self._run_calls(retries)], strict=True
+        ):
+            members = group_call.call.members
+            groups[group_call.group][members[0]].records.extend(group_call.call.records())
             for index, member in enumerate(members):
-                result = answer if isinstance(answer, BaseException) else answer[index]
-                results[made.group][member][made.part] = result
+                result = outcome if isinstance(outcome, BaseException) else outcome[index]
+                results[group_call.group][member][group_call.part] = result
         return [
-            [self._reward(episode, result) for episode, result in zip(*pair, strict=True)]
+            [self._combine(episode, result) for episode, result in zip(*pair, strict=True)]
             for pair in zip(groups, results, strict=True)
         ]
 
@@ -191,23 +193,27 @@ class RewardCombiner:
                     "config.reward.settings."
                 )
 
-    def _ask(self, calls: Sequence[_GroupCall]) -> list[list[Measured] | BaseException]:
+    def _run_calls(self, calls: Sequence[_GroupCall]) -> list[list[PartResult] | BaseException]:
         """Run the calls: async ones in the event loop, the others in threads."""
         are_async = [self.custom_parts[call.part].is_async for call in calls]
-        plain = [c.call.make for c, is_async in zip(calls, are_async, strict=True) if not is_async]
+        plain = [
+            c.call.invoke for c, is_async in zip(calls, are_async, strict=True) if not is_async
+        ]
         if self.deadline_s:
-            running = iter(start_all(plain, max_threads=MAX_THREADS))
+            sync_futures = iter(start_all(plain, max_threads=MAX_THREADS))
         else:
-            running = iter(list(map(_called, plain)))
+            sync_futures = iter(list(map(_run_now, plain)))
         futures = [
-            self._loop.submit(_awaited(call.call)) if is_async else next(running)
+            self._loop.submit(_await_call(call.call)) if is_async else next(sync_futures)
             for call, is_async in zip(calls, are_async, strict=True)
         ]
         if wait(futures, timeout=self.deadline_s or None).not_done and any(are_async):
-            self._loop.leave_if_stuck()
-        return [self._answer(call, future) for call, future in zip(calls, futures, strict=True)]
+            self._loop.replace_if_blocked()
+        return [self._get_result(call, future) for call, future in zip(calls, futures, strict=True)]
 
-    def _answer(self, call: _GroupCall, future: Future[Any]) -> list[Measured] | BaseException:
+    def _get_result(
+        self, call: _GroupCall, future: Future[Any]
+    ) -> list[PartResult] | BaseException:
         try:
             if not future.done():
                 future.cancel()
@@ -215,7 +221,7 @@ class RewardCombiner:
                     f"no result from the reward part {call.part!r} within {self.deadline_s:g} s "
                     "(config.reward.deadline_s)"
                 )
-            return call.call.read(future.result())
+            return call.call.parse(future.result())
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: user code must not end the run
@@ -224,22 +230,22 @@ class RewardCombiner:
             error.add_note(f"in the reward part {call.part!r}")
             return error
 
-    def _reward(
-        self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
+    def _combine(
+        self, episode: ScoredEpisode, results: Mapping[str, PartResult | BaseException]
     ) -> Reward | BaseException:
         """Return the reward with all parts and its total, or the first error of a part."""
         try:
-            parts, turn_parts = self._parts(episode, results)
+            parts, turn_parts = self._collect_parts(episode, results)
             # The environment must provide all of its parts. Custom parts may not apply.
-            wanted = {name: weight for name, weight in self.weights.items() if weight}
-            missing = [name for name in wanted if name not in parts]
-            foreign = [name for name in missing if name not in self.custom_parts]
-            if foreign or len(missing) == len(wanted):
+            nonzero_weights = {name: weight for name, weight in self.weights.items() if weight}
+            missing = [name for name in nonzero_weights if name not in parts]
+            unscored = [name for name in missing if name not in self.custom_parts]
+            if unscored or len(missing) == len(nonzero_weights):
                 raise ValueError(
-                    f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight "
+                    f"the reward parts {', '.join(map(repr, unscored or missing))} have a weight "
                     "but no value"
                 )
-            weights = {name: weight for name, weight in wanted.items() if name in parts}
+            weights = {name: weight for name, weight in nonzero_weights.items() if name in parts}
             amounts = {name: weight * parts[name] for name, weight in weights.items()}
             total = sum(amounts.values())
             # Advantages are float32, so a larger total would become infinite.
@@ -269,8 +275,8 @@ class RewardCombiner:
             is_correct=is_correct,
         )
 
-    def _parts(
-        self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
+    def _collect_parts(
+        self, episode: ScoredEpisode, results: Mapping[str, PartResult | BaseException]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
         """Collect the value of each part, and the values of per-turn parts.
 
@@ -280,7 +286,7 @@ class RewardCombiner:
         num_turns = len(episode.episode.turns)
         turn_parts: dict[str, Sequence[float]] = {}
         for name, amounts in episode.reward.turn_parts.items():
-            turn_parts[name] = tuple(number(name, amount) for amount in amounts)
+            turn_parts[name] = tuple(to_number(name, amount) for amount in amounts)
             if len(turn_parts[name]) != num_turns:
                 raise ValueError(
                     f"the reward's turn_parts have {len(turn_parts[name])} values of {name!r} for "
@@ -298,11 +304,11 @@ class RewardCombiner:
         return parts, turn_parts
 
 
-def _called(make: Callable[[], Any]) -> Future[Any]:
+def _run_now(invoke: Callable[[], Any]) -> Future[Any]:
     """Run a call in this thread and return a completed future."""
     future: Future[Any] = Future()
     try:
-        future.set_result(make())
+        future.set_result(invoke())
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -310,8 +316,8 @@ def _called(make: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-async def _awaited(call: Call) -> Any:
-    return await call.make()  # in the loop's thread, which owns the clients
+async def _await_call(call: PartCall) -> Any:
+    return await call.invoke()  # in the loop's thread, which owns the clients
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")

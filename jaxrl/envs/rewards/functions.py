@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any
 
 from jaxrl.envs.base import Episode, Message, Reward, ScoredEpisode, Task
-from jaxrl.envs.rewards.combiner import Call, Measured, number
+from jaxrl.envs.rewards.combiner import PartCall, PartResult, to_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class Kind:
     """Calling convention of reward functions.
 
     Attributes:
-        shown: Signature for error messages.
+        label: Signature for error messages.
         arguments: Function from a group to the members and available arguments of each call.
-        read: Function from part name, result and episodes to one `Measured` per episode.
+        parse: Function from part name, result and episodes to one `PartResult` per episode.
     """
 
-    shown: str
+    label: str
     arguments: Callable[
         [Sequence[ScoredEpisode], bool], list[tuple[tuple[int, ...], dict[str, Any]]]
     ]
-    read: Callable[[str, Any, Sequence[ScoredEpisode]], list[Measured]]
+    parse: Callable[[str, Any, Sequence[ScoredEpisode]], list[PartResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +62,27 @@ class RewardFunction:
         inner = getattr(self.function, "__call__", None)  # noqa: B004, for callable objects
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
         """Return one call per episode, or one for the group, depending on the kind."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []
-        for members, offered in self.kind.arguments(group, self.answer_is_text):
-            taken = {
+        for members, available in self.kind.arguments(group, self.answer_is_text):
+            accepted = {
                 name: value
-                for name, value in offered.items()
+                for name, value in available.items()
                 if (takes_all or name in parameters) and name not in self.settings
             }
-            make = partial(self.function, **taken, **self.settings)
-            read = partial(self._read, [group[i] for i in members])
-            calls.append(Call(members=members, make=make, read=read))
+            invoke = partial(self.function, **accepted, **self.settings)
+            parse = partial(self._parse, [group[i] for i in members])
+            calls.append(PartCall(members=members, invoke=invoke, parse=parse))
         return calls
 
     def missing_fields(self, task: Task) -> list[str]:
         """Return the names of required arguments that the task lacks."""
         blank = ScoredEpisode(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
-        [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
-        known = {**offered, **self.settings}
+        [(_, available)] = self.kind.arguments([blank], self.answer_is_text)
+        known = {**available, **self.settings}
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [
             p.name
@@ -90,11 +90,11 @@ class RewardFunction:
             if p.kind in kinds and p.default is p.empty and p.name not in known
         ]
 
-    def _read(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[Measured]:
-        return self.kind.read(self.name, result, episodes)
+    def _parse(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[PartResult]:
+        return self.kind.parse(self.name, result, episodes)
 
 
-def part_of(
+def build_reward_part(
     name: str, function: Any, *, part: str, settings: Mapping[str, Any], answer_is_text: bool
 ) -> RewardFunction:
     """Build a reward part from a function named in `config.reward.weights`.
@@ -110,16 +110,16 @@ def part_of(
         ValueError: The object is not a function of a known kind, or does not accept a setting.
     """
     # Classes and generator functions are callable, but do not return a reward.
-    kind, shown = None, f"a {type(function).__name__}"
+    kind, label = None, f"a {type(function).__name__}"
     if callable(function) and not isinstance(function, type):
         try:
-            kind, shown = kind_of(function), f"a function of {inspect.signature(function)}"
+            kind, label = detect_kind(function), f"a function of {inspect.signature(function)}"
         except (TypeError, ValueError) as error:  # a builtin without a signature
-            shown = str(error)
+            label = str(error)
     if kind is None or inspect.isgeneratorfunction(function):
-        expected = "; or ".join(kind.shown for kind in reversed(KINDS.values()))
+        expected = "; or ".join(kind.label for kind in reversed(KINDS.values()))
         raise ValueError(
-            f"config.reward.weights names {name!r}, {shown}; expected a function {expected}."
+            f"config.reward.weights names {name!r}, {label}; expected a function {expected}."
         )
     # Catch misspelled settings before the run starts.
     parameters = inspect.signature(function).parameters
@@ -139,7 +139,7 @@ def part_of(
     )
 
 
-def kind_of(function: Callable[..., Any]) -> Kind | None:
+def detect_kind(function: Callable[..., Any]) -> Kind | None:
     """Detect the kind of a function by its parameter names; None if it has none."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
@@ -151,13 +151,13 @@ def kind_of(function: Callable[..., Any]) -> Kind | None:
 Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]
 
 
-def _of_each(
+def _make_call_per_episode(
     group: Sequence[ScoredEpisode], arguments: Callable[[ScoredEpisode], dict[str, Any]]
 ) -> Arguments:
-    return [((index,), arguments(one)) for index, one in enumerate(group)]
+    return [((index,), arguments(item)) for index, item in enumerate(group)]
 
 
-def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
+def _to_list(name: str, result: Any, count: int, what: str) -> list[Any]:
     """Return the `count` values of a part as a list.
 
     Raises:
@@ -174,14 +174,14 @@ def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
     return values
 
 
-def _read_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[Measured]:
-    [one] = episodes
-    values = _listed(name, result, len(one.episode.turns), "turns")
-    amounts = tuple(number(name, value) for value in values)
-    return [Measured(score=math.fsum(amounts), turns=amounts)]
+def _parse_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[PartResult]:
+    [item] = episodes
+    values = _to_list(name, result, len(item.episode.turns), "turns")
+    turn_scores = tuple(to_number(name, value) for value in values)
+    return [PartResult(score=math.fsum(turn_scores), turns=turn_scores)]
 
 
-def ground_truth(task: Task, answer_is_text: bool) -> Any:
+def get_ground_truth(task: Task, answer_is_text: bool) -> Any:
     """Return verl's `ground_truth`: `reward_model.ground_truth` if set, else the task's answers.
 
     The answers are `{"target": [..]}`, as in verl's question datasets, or the first answer as
@@ -195,22 +195,22 @@ def ground_truth(task: Task, answer_is_text: bool) -> Any:
     return {"target": list(task.answers)}
 
 
-def _verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
-    def arguments(one: ScoredEpisode) -> dict[str, Any]:
-        task = one.episode.task
+def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
+    def arguments(item: ScoredEpisode) -> dict[str, Any]:
+        task = item.episode.task
         return {
             "data_source": task.data_source,
-            "solution_str": one.episode.response,
-            "ground_truth": ground_truth(task, answer_is_text),
+            "solution_str": item.episode.response,
+            "ground_truth": get_ground_truth(task, answer_is_text),
             "extra_info": copy.deepcopy(task.metadata.get("extra_info", dict(task.metadata))),
         }
 
-    return _of_each(group, arguments)
+    return _make_call_per_episode(group, arguments)
 
 
-def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measured]:
+def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[PartResult]:
     if not isinstance(result, Mapping):
-        return [Measured(score=number(name, result))]
+        return [PartResult(score=to_number(name, result))]
     if "score" not in result:
         raise ValueError(
             f"the reward part {name!r} returned the keys {', '.join(map(repr, result)) or 'none'}; "
@@ -221,11 +221,11 @@ def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measu
         # Other values are not numbers and cannot be logged.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
-            others[str(key)] = number(f"{name}/{key}", value)
-    return [Measured(score=number(name, result["score"]), others=others)]
+            others[str(key)] = to_number(f"{name}/{key}", value)
+    return [PartResult(score=to_number(name, result["score"]), others=others)]
 
 
-def _trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
+def _make_trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
     task = group[0].episode.task
     is_chat = task.messages is not None
     columns = {
@@ -234,58 +234,58 @@ def _trl_arguments(group: Sequence[ScoredEpisode], _: bool) -> Arguments:
         **({} if is_chat else {"question": task.question}),
         **task.metadata,
     }
-    offered = {name: [copy.deepcopy(value) for _ in group] for name, value in columns.items()}
+    available = {name: [copy.deepcopy(value) for _ in group] for name, value in columns.items()}
     prompt = [dict(m) for m in task.messages or ()] if is_chat else task.question
-    offered |= {
+    available |= {
         "prompts": [copy.deepcopy(prompt) for _ in group],
         "completions": [
-            completion_messages(one) if is_chat else one.episode.response for one in group
+            build_completion_messages(item) if is_chat else item.episode.response for item in group
         ],
-        "completion_ids": [list(one.completion_ids) for one in group],
+        "completion_ids": [list(item.completion_ids) for item in group],
     }
-    return [(tuple(range(len(group))), offered)]
+    return [(tuple(range(len(group))), available)]
 
 
-def completion_messages(one: ScoredEpisode) -> list[Message]:
+def build_completion_messages(item: ScoredEpisode) -> list[Message]:
     """Return the turns of an episode as assistant and tool messages."""
     messages: list[Message] = []
-    for index, turn in enumerate(one.episode.turns):
-        opener = one.episode.opener if index == 0 else ""
+    for index, turn in enumerate(item.episode.turns):
+        opener = item.episode.opener if index == 0 else ""
         messages.append({"role": "assistant", "content": opener + turn.text})
         if turn.observation is not None:
             messages.append({"role": "tool", "content": turn.observation})
     return messages
 
 
-def _read_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[Measured]:
-    values = _listed(name, result, len(episodes), "completions")
-    return [Measured(score=None if one is None else number(name, one)) for one in values]
+def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> list[PartResult]:
+    values = _to_list(name, result, len(episodes), "completions")
+    return [PartResult(score=None if item is None else to_number(name, item)) for item in values]
 
 
 KINDS: dict[str, Kind] = {
     "completions": Kind(
-        shown="f(prompts, completions, completion_ids, **columns) as TRL calls it",
-        arguments=_trl_arguments,
-        read=_read_trl,
+        label="f(prompts, completions, completion_ids, **columns) as TRL calls it",
+        arguments=_make_trl_arguments,
+        parse=_parse_trl,
     ),
     "solution_str": Kind(
-        shown="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
-        arguments=_verl_arguments,
-        read=_read_verl,
+        label="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
+        arguments=_make_verl_arguments,
+        parse=_parse_verl,
     ),
     "turns": Kind(
-        shown="f(turns, answers), which returns a list with a value for each turn",
-        arguments=lambda group, _: _of_each(
+        label="f(turns, answers), which returns a list with a value for each turn",
+        arguments=lambda group, _: _make_call_per_episode(
             group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
         ),
-        read=_read_turns,
+        parse=_parse_turns,
     ),
     "response": Kind(
-        shown="f(response, answers)",
-        arguments=lambda group, _: _of_each(
+        label="f(response, answers)",
+        arguments=lambda group, _: _make_call_per_episode(
             group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
         ),
-        read=lambda name, result, _: [Measured(score=number(name, result))],
+        parse=lambda name, result, _: [PartResult(score=to_number(name, result))],
     ),
 }
 """Kinds of functions by identifying parameter, in order of precedence."""

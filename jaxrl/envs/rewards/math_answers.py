@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-from jaxrl.envs.rewards.rules import is_refusal, last_boxed
+from jaxrl.envs.rewards.rules import extract_last_boxed, is_refusal
 
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
 _COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # a plain `, ` separates list items
@@ -39,7 +39,7 @@ _NUMBER = re.compile(
 _MAX_MATH = 200  # characters; longer answers are compared as text
 
 
-def math_answer(response: str) -> str | None:
+def extract_math_answer(response: str) -> str | None:
     """Return the text after the last `Answer:` up to the end of the line; None without a match.
 
     Ignores case and bold markup. The answer may be on the next line.
@@ -48,19 +48,19 @@ def math_answer(response: str) -> str | None:
     return lines[-1].strip() if lines else None
 
 
-def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """Return 1.0 if the last `Answer:` line equals an accepted answer (`same_math`), else -1.0.
+def compute_math_correctness(response: str, answers: str | Sequence[str]) -> float:
+    """Return 1.0 if the last `Answer:` line equals an accepted answer (`is_equivalent`), else -1.0.
 
     DAPO's reward (https://arxiv.org/abs/2503.14476). An abstention is never correct.
     """
-    answer = math_answer(response)
+    answer = extract_math_answer(response)
     answers = (answers,) if isinstance(answers, str) else answers
     if not answer or is_refusal(answer):
         return -1.0
-    return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
+    return 1.0 if any(is_equivalent(answer, truth) for truth in answers) else -1.0
 
 
-def same_math(answer: str, truth: str) -> bool:
+def is_equivalent(answer: str, truth: str) -> bool:
     r"""Return True if two answers are the same number, list of answers, or text.
 
     Numbers are integers, decimals or fractions (`1/2`, `\frac{1}{-2}`, `1\frac12`), may have
@@ -68,21 +68,21 @@ def same_math(answer: str, truth: str) -> bool:
     final period, `x =`, degrees, percent signs and common units are ignored: `50\%` is 50. Other
     answers are compared as text (NFC) without whitespace, so `\sqrt{4}` is not `2`.
     """
-    return value_equal(answer, truth) is True
+    return compare_values(answer, truth) is True
 
 
-def value_equal(answer: str, truth: str) -> bool | None:
-    """Compare two answers like `same_math`; return None if they may differ only in notation.
+def compare_values(answer: str, truth: str) -> bool | None:
+    """Compare two answers like `is_equivalent`; return None if they may differ only in notation.
 
     Returns False for two different numbers.
     """
     answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
-    given, wanted = _canonical_math(answer), _canonical_math(truth)
-    if "" in (given, wanted):  # text that is normally ignored may be the answer itself
+    value, expected = _canonicalize(answer), _canonicalize(truth)
+    if "" in (value, expected):  # text that is normally ignored may be the answer itself
         return answer.strip() == truth.strip() != ""
-    if given == wanted:
+    if value == expected:
         return True
-    are_numbers = isinstance(given, Fraction) and isinstance(wanted, Fraction)
+    are_numbers = isinstance(value, Fraction) and isinstance(expected, Fraction)
     return False if are_numbers else None
 
 
@@ -91,10 +91,10 @@ def join_thousands(text: str) -> str:
 
     A plain comma stays, since `(1,234)` is a list, and so does a mixed number, `2 100/300`.
     """
-    return _THOUSANDS.sub(_joined, text)
+    return _THOUSANDS.sub(_join_groups, text)
 
 
-def _joined(number: re.Match[str]) -> str:
+def _join_groups(number: re.Match[str]) -> str:
     first, by_commas, by_spaces, under = number.groups("")
     groups = re.findall(r"\d+", by_commas or by_spaces)
     if by_spaces and under and len(groups) == 1 and groups[0][0] != "0":
@@ -106,10 +106,10 @@ def _joined(number: re.Match[str]) -> str:
     return first + "".join(groups) + under
 
 
-def _canonical_math(text: str) -> Fraction | str | tuple:
+def _canonicalize(text: str) -> Fraction | str | tuple:
     """Return a canonical form of an answer; "" if nothing is left."""
     text = text.strip().rstrip(".")
-    boxed = last_boxed(text)
+    boxed = extract_last_boxed(text)
     text = (text if boxed is None else boxed).replace("−", "-")
     if len(text) > _MAX_MATH:
         return "".join(text.split())
@@ -125,20 +125,20 @@ def _canonical_math(text: str) -> Fraction | str | tuple:
     words = re.sub(r"(?<=\d)(?=[A-Za-z]{2})", " ", text).split(" ")
     while len(words) > 1 and _UNIT_POWER.sub("", words[-1].lower().rstrip(".")) in ("", *_UNITS):
         words.pop()
-    return _read_math(" ".join(words))
+    return _parse_math(" ".join(words))
 
 
-def _read_math(text: str) -> Fraction | str | tuple:
+def _parse_math(text: str) -> Fraction | str | tuple:
     text = text.strip()
-    number = _read_number(text)
+    number = _parse_number(text)
     if number is not None:
         return number
     if text[:1] in ("+", "-") and text[1:].lstrip()[:1] == "(":
-        size = _read_math(text[1:])
-        if isinstance(size, Fraction):
-            return -size if text[0] == "-" else size
+        magnitude = _parse_math(text[1:])
+        if isinstance(magnitude, Fraction):
+            return -magnitude if text[0] == "-" else magnitude
     opening, inner, closing = "", text, ""
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_bracketed(text):
         opening, inner, closing = text[0], text[1:-1], text[-1]
     items, depth = [""], 0
     for character in inner:
@@ -149,39 +149,39 @@ def _read_math(text: str) -> Fraction | str | tuple:
             items[-1] += character
     if len(items) == 1:
         if opening == "(" and closing == ")":
-            return _read_math(inner)
+            return _parse_math(inner)
         compact = "".join(text.split())
         return compact.casefold() if compact.isalpha() and len(compact) > 1 else compact
-    return (opening, *(_read_math(item) for item in items), closing)
+    return (opening, *(_parse_math(item) for item in items), closing)
 
 
-def _read_number(text: str) -> Fraction | None:
+def _parse_number(text: str) -> Fraction | None:
     """Parse a number, fraction or mixed number; return None for other text."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
-    sign, plain, whole, over, under, latex_whole, latex_over, latex_under = match.groups()
+    sign, decimal, whole, over, under, latex_whole, latex_over, latex_under = match.groups()
     whole, over, under = whole or latex_whole, over or latex_over, under or latex_under
-    if plain:
-        value = _fraction(plain)
-    elif (divisor := _fraction(under)) == 0:
+    if decimal:
+        value = _parse_fraction(decimal)
+    elif (divisor := _parse_fraction(under)) == 0:
         return None
     elif whole is None:
-        value = _fraction(over) / divisor
+        value = _parse_fraction(over) / divisor
     elif {*"+-("} & {*over, *under}:
         return None  # a sum or product, not a mixed number
     else:
-        value = _fraction(whole) + _fraction(over) / divisor
+        value = _parse_fraction(whole) + _parse_fraction(over) / divisor
     return -value if sign == "-" else value
 
 
-def _fraction(number: str) -> Fraction:
+def _parse_fraction(number: str) -> Fraction:
     """Parse a decimal number, which may have a sign and parentheses."""
     digits = number.replace(",", "").strip("()+- ").removesuffix(".")
     return -Fraction(digits) if "-" in number else Fraction(digits)
 
 
-def _is_one_bracket(text: str) -> bool:
+def _is_bracketed(text: str) -> bool:
     """Return True if a single pair of brackets encloses the text."""
     depth = 0
     for i, character in enumerate(text):

@@ -20,7 +20,7 @@ _BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped braces do not nest
 _UNKNOWN = ("i don't know", "i do not know")
 
 
-def search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
+def follows_search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
     """Return True if a response follows Search-R1's protocol.
 
     Outside closed think blocks, the tags must form any number of closed calls, each followed by a
@@ -30,14 +30,14 @@ def search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
         text: Response, including observations but not the prompt.
         tools: Names of the tools, which are also their tags.
     """
-    text = without_thoughts(text)
+    text = remove_think_blocks(text)
     names = "|".join(tools)
     tags = "".join(re.findall(rf"</?(?:think|{names}|information|answer)>", text))
-    good = rf"(?:<({names})></\1><information></information>)*<answer></answer>"
-    return text.endswith("</answer>") and re.fullmatch(good, tags) is not None
+    pattern = rf"(?:<({names})></\1><information></information>)*<answer></answer>"
+    return text.endswith("</answer>") and re.fullmatch(pattern, tags) is not None
 
 
-def without_thoughts(text: str) -> str:
+def remove_think_blocks(text: str) -> str:
     """Remove closed think blocks and the end markers `SPECIAL_TOKENS` from a response."""
     end = len(text.rstrip())
     while marker := next((t for t in SPECIAL_TOKENS if text.endswith(t, 0, end)), None):
@@ -60,38 +60,38 @@ def answer_reward(
     Args:
         answer: The model's answer.
         truth: An accepted answer. With several, take the maximum over them.
-        reward: Reward for an answer that is close to the truth; see `is_right_answer`.
+        reward: Reward for an answer that is close to the truth; see `is_close_answer`.
         exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """
-    answer, truth = _composed(answer), _composed(truth)
+    answer, truth = _normalize(answer), _normalize(truth)
     if answer and answer == truth:
         return exact_match_bonus
     if answer == NOT_FOUND:
         return not_found
-    return reward if is_right_answer(answer, truth) else 0.0
+    return reward if is_close_answer(answer, truth) else 0.0
 
 
-MAX_COMPARED = 400
+MAX_SIMILAR_CHARS = 400
 """Maximum length of texts compared by similarity, in characters without whitespace."""
 
 
-def is_right_answer(answer: str, truth: str) -> bool:
+def is_close_answer(answer: str, truth: str) -> bool:
     """Return True if an answer equals the truth or is close to it; `NOT_FOUND` must be equal.
 
     Close means a `SequenceMatcher` ratio of at least 0.5, ignoring whitespace and case. The ratio
-    is not symmetric. It takes cubic time, so texts longer than `MAX_COMPARED` must be equal.
+    is not symmetric. It takes cubic time, so texts longer than `MAX_SIMILAR_CHARS` must be equal.
     """
-    answer, truth = _composed(answer), _composed(truth)
+    answer, truth = _normalize(answer), _normalize(truth)
     if answer in ("", truth, NOT_FOUND):
         return answer != "" and answer == truth
     answer, truth = _squeeze(answer), _squeeze(truth)
-    if max(len(answer), len(truth)) > MAX_COMPARED:
+    if max(len(answer), len(truth)) > MAX_SIMILAR_CHARS:
         return answer == truth
     return SequenceMatcher(None, answer, truth, autojunk=False).ratio() >= 0.5
 
 
-def _composed(text: str) -> str:
+def _normalize(text: str) -> str:
     """Strip a text and compose its characters (NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
@@ -108,17 +108,17 @@ def is_refusal(answer: str) -> bool:
 
 def is_abstention(response: str) -> bool:
     """Return True if the first closed answer of a response says "I don't know"."""
-    span = _answer_span(response)
+    span = _first_answer(response)
     return span is not None and is_refusal(span)
 
 
-def _answer_span(response: str) -> str | None:
+def _first_answer(response: str) -> str | None:
     _, _, rest = response.partition("<answer>")
     span, close, _ = rest.partition("</answer>")
     return span if close else None
 
 
-def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
+def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
     """Return True if a response follows BAPO's protocol.
 
     As in BAPO's code (https://arxiv.org/abs/2601.11037), it needs at least one think block, with as
@@ -134,51 +134,51 @@ def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -
         return False
     if not response.count("<answer>") == response.count("</answer>") == 1:
         return False
-    span = _answer_span(response)
+    span = _first_answer(response)
     if span is None or "\\boxed{" not in span or "}" not in span:
         return False
     for tool in tools:
         position = 0
         while (start := response.find(f"<{tool}>", position)) >= 0:
-            marks = [response.find(tag, start) for tag in (f"</{tool}>", "<result>")]
-            marks.append(response.find("</result>", marks[-1]))
-            if -1 in marks or marks != sorted(marks):
+            positions = [response.find(tag, start) for tag in (f"</{tool}>", "<result>")]
+            positions.append(response.find("</result>", positions[-1]))
+            if -1 in positions or positions != sorted(positions):
                 return False
-            position = marks[-1]  # the next call comes after the result
+            position = positions[-1]  # the next call comes after the result
     return True
 
 
-def boxed_answer(response: str) -> str | None:
+def extract_boxed_answer(response: str) -> str | None:
     r"""Return the last balanced `\boxed{..}` in the first closed answer, or None."""
-    span = _answer_span(response)
-    return None if span is None else last_boxed(span)
+    span = _first_answer(response)
+    return None if span is None else extract_last_boxed(span)
 
 
-def last_boxed(text: str) -> str | None:
+def extract_last_boxed(text: str) -> str | None:
     r"""Return the content of the last balanced `\boxed{..}`, stripped; None if there is none."""
     # Start of the content of each open brace, negated if not boxed. Integers, because many tuples
     # would trigger the garbage collector.
-    opened: list[int] = []
+    open_braces: list[int] = []
     last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace[0] in ("{", "\\boxed{"):
-            opened.append(-brace.end() if brace[0] == "{" else brace.end())
-        elif brace[0] == "}" and opened:
-            start = opened.pop()
+            open_braces.append(-brace.end() if brace[0] == "{" else brace.end())
+        elif brace[0] == "}" and open_braces:
+            start = open_braces.pop()
             if start > 0 and (last is None or start > last[0]):
                 last = start, brace.start()
     return None if last is None else text[last[0] : last[1]].strip()
 
 
-def bapo_correctness(
+def compute_bapo_correctness(
     response: str, answers: str | Sequence[str], *, tools: Sequence[str] = ("search", "python")
 ) -> float:
     """Return the F1 of the boxed answer; -1.0 for a malformed response, 0.0 for an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037).
     """
-    answer = boxed_answer(response)
-    if answer is None or not bapo_format(response, tools=tools):
+    answer = extract_boxed_answer(response)
+    if answer is None or not follows_bapo_format(response, tools=tools):
         return -1.0
     return 0.0 if is_abstention(response) else f1(answer, answers)
 

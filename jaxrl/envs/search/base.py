@@ -19,7 +19,7 @@ class SearchEngine(Tool):
     argument = "query"
     description = "Searches a collection of documents and returns passages that fit a query."
 
-    asks_server: ClassVar[bool] = False
+    needs_health_check: ClassVar[bool] = False
     """True if a run sends a test query at startup to check that the server responds."""
 
 
@@ -39,7 +39,7 @@ class Document(NamedTuple):
     text: str
 
     @classmethod
-    def of_contents(cls, id: str, contents: str) -> Document:
+    def from_contents(cls, id: str, contents: str) -> Document:
         r"""Parse Search-R1's `contents`, `"title"\ntext`."""
         title, _, text = contents.partition("\n")
         title = " ".join(title.split())
@@ -111,12 +111,12 @@ class DocumentSearch(SearchEngine):
         ]
 
 
-def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     """Split queries into batches of at most `size`."""
     return (queries[start : start + size] for start in range(0, len(queries), size))
 
 
-class SkippedHits:
+class HitReader:
     """Parser of a server's hits that skips malformed ones and logs their growing number."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
@@ -124,8 +124,8 @@ class SkippedHits:
         self._server, self._log = server, log
         self._lock = threading.Lock()
 
-    def read(self, items: Iterable[Any], read_one: Callable[[Any], Hit]) -> list[Hit]:
-        """Parse the hits of one query, skipping those for which `read_one` raises a ValueError.
+    def read(self, items: Iterable[Any], parse_hit: Callable[[Any], Hit]) -> list[Hit]:
+        """Parse the hits of one query, skipping those for which `parse_hit` raises a ValueError.
 
         Raises:
             ValueError: There are hits, but none can be parsed.
@@ -134,7 +134,7 @@ class SkippedHits:
         errors: list[ValueError] = []
         for item in items:
             try:
-                hits.append(read_one(item))
+                hits.append(parse_hit(item))
             except ValueError as error:
                 errors.append(error)
         if errors and not hits:

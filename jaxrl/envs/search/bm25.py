@@ -23,15 +23,15 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import (
     CorpusDocuments,
-    Known,
+    IndexedPrefix,
+    build_index_once,
     check_corpus,
     check_unchanged,
-    corpus_digest,
-    file_digest,
-    id_hash,
-    index_folder,
-    longest_known,
-    make_once,
+    compute_corpus_digest,
+    find_longest_prefix,
+    get_index_folder,
+    hash_file,
+    hash_id,
     read_corpus,
 )
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
@@ -72,7 +72,7 @@ def tokenize(text: str) -> list[str]:
 
 
 # Scores are float32 sums in varying order, so equal scores may differ by this relative amount.
-_TIE = 1e-5
+_TIE_TOLERANCE = 1e-5
 
 
 MAX_QUERY_WORDS = 1_000
@@ -117,43 +117,43 @@ class LocalSearch(DocumentSearch):
             NotADirectoryError: `index` is a file.
             ValueError: The corpus is malformed or empty, the index damaged, or `topk` less than 1.
         """
-        corpus, index_dir = Path(corpus), index_folder(corpus, index)
+        corpus, index_dir = Path(corpus), get_index_folder(corpus, index)
         if topk < 1:
             raise ValueError(f"topk is {topk}; expected at least 1 document per query.")
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
         check_corpus(corpus, index_dir, section="search.local")
         # The folder's name depends on content and format, so a stale index is never opened.
-        digest = corpus_digest(corpus, index_dir)
-        folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
-        make_once(
+        digest = compute_corpus_digest(corpus, index_dir)
+        folder = index_dir / hashlib.sha256(f"{digest} {_index_format()}".encode()).hexdigest()[:32]
+        build_index_once(
             folder,
             lambda: _build_index(corpus, digest, folder, progress),
             lock=index_dir / "lock",
             corpus=corpus,
             section="search.local",
         )
-        with _named_damage(folder, ValueError):
+        with _convert_index_errors(folder, ValueError):
             _check_files(folder, digest)
-            opened = _open(folder)
-            self._searcher = opened.searcher()
-        self._folder, self._schema = folder, opened.schema
+            tantivy_index = _open_index(folder)
+            self._searcher = tantivy_index.searcher()
+        self._folder, self._schema = folder, tantivy_index.schema
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
         Tied documents get the score of the first of them.
         """
-        best = functools.partial(self._best, topk=topk)
+        best = functools.partial(self._search, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
 
-    def _best(self, query: str, topk: int) -> list[Hit]:
+    def _search(self, query: str, topk: int) -> list[Hit]:
         words = list(dict.fromkeys(tokenize(query)))[:MAX_QUERY_WORDS]
         if not words:
             return []
         best: list[Hit] = []
-        damaged = functools.partial(ToolError, is_permanent=True)
-        with _named_damage(self._folder, damaged):  # damaged after opening
+        make_error = functools.partial(ToolError, is_permanent=True)
+        with _convert_index_errors(self._folder, make_error):  # damaged after opening
             field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
             terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
             any_word = tantivy.Query.boolean_query(terms)
@@ -164,7 +164,7 @@ class LocalSearch(DocumentSearch):
                 groups: list[tuple[float, list[Any]]] = []
                 previous = float("inf")
                 for score, address in hits:
-                    if groups and previous - score <= _TIE * previous:
+                    if groups and previous - score <= _TIE_TOLERANCE * previous:
                         groups[-1][1].append(address)
                     else:
                         groups.append((score, [address]))
@@ -182,7 +182,7 @@ class LocalSearch(DocumentSearch):
 
 
 @contextlib.contextmanager
-def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
+def _convert_index_errors(folder: Path, make_error: Callable[[str], Exception]) -> Iterator[None]:
     """Convert tantivy's errors and panics about a damaged index to one-line errors."""
     try:
         yield
@@ -190,7 +190,7 @@ def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[No
         # A panic is a BaseException from a module that cannot be imported.
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
-        raise kind(
+        raise make_error(
             f"the index {folder} is damaged; delete that folder, and the next start rebuilds "
             f"it. ({' '.join(str(error).split())[:MAX_ERROR_CHARS]})"
         ) from error
@@ -204,28 +204,28 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
         ValueError: A file is missing or has changed, or the index belongs to another corpus.
     """
     try:
-        manifest = read_object(folder / _READ)
-        digests, made_of = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
+        manifest = read_object(folder / _MANIFEST_FILE)
+        digests, source = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{_READ} is missing or damaged") from error
-    if made_of != (corpus_sha256, _format()):
-        raise ValueError(f"{_READ} belongs to another corpus or index format")
-    for name, digest in _digests(folder, list(digests)).items():
+        raise ValueError(f"{_MANIFEST_FILE} is missing or damaged") from error
+    if source != (corpus_sha256, _index_format()):
+        raise ValueError(f"{_MANIFEST_FILE} belongs to another corpus or index format")
+    for name, digest in _hash_files(folder, list(digests)).items():
         if digest != digests[name]:
             what = "has changed since it was written" if digest else "is missing"
             raise ValueError(f"{name} {what}")
 
 
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of files by name; "" for missing files."""
 
     def digest(name: str) -> str:
-        return file_digest(folder / name) if (folder / name).exists() else ""
+        return hash_file(folder / name) if (folder / name).exists() else ""
 
     return dict(zip(names, parallel_map(digest, names, max_threads=_NUM_THREADS), strict=True))
 
 
-def _open(folder: Path) -> Any:
+def _open_index(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
     Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder,
@@ -236,14 +236,14 @@ def _open(folder: Path) -> Any:
     except ValueError as error:
         if "Lockfile" not in str(error):
             raise
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as links:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as link_folder:
         for part in folder.absolute().iterdir():
             if part.suffix != ".lock":
-                (Path(links) / part.name).symlink_to(part)
-        return tantivy.Index.open(links)
+                (Path(link_folder) / part.name).symlink_to(part)
+        return tantivy.Index.open(link_folder)
 
 
-def _format() -> str:
+def _index_format() -> str:
     """Return the index format: the versions of our tokenizer and of tantivy."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
@@ -263,17 +263,17 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
     try:
-        old, known = _known_part(corpus, folder.parent)
+        old_folder, prefix = _find_indexed_prefix(corpus, folder.parent)
         building.mkdir()
-        for part in old.iterdir() if old is not None else ():
-            if part.suffix != ".lock" and part.name not in (_READ, _IDS):
+        for part in old_folder.iterdir() if old_folder is not None else ():
+            if part.suffix != ".lock" and part.name not in (_MANIFEST_FILE, _IDS_FILE):
                 _link_or_copy(str(part), str(building / part.name))
-        ids = _write_index(corpus, building, known, progress)
-        (building / _IDS).write_bytes(ids.tobytes())
+        ids = _write_index(corpus, building, prefix, progress)
+        (building / _IDS_FILE).write_bytes(ids.tobytes())
         names = sorted(part.name for part in building.iterdir() if part.suffix != ".lock")
-        manifest = {"sha256": digest, "num_bytes": corpus.stat().st_size, "format": _format()}
-        manifest["files"] = _digests(building, names)
-        (building / _READ).write_text(json.dumps(manifest), encoding="utf-8")
+        manifest = {"sha256": digest, "num_bytes": corpus.stat().st_size, "format": _index_format()}
+        manifest["files"] = _hash_files(building, names)
+        (building / _MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
         for part in building.iterdir():  # tantivy lets only the owner read some files
             part.chmod(building.stat().st_mode & 0o666)
         check_unchanged(corpus, folder.parent, digest)
@@ -291,37 +291,41 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Files besides tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of every
+# Files besides tantivy's: a manifest with the SHA-256 of each file, and the `hash_id` of every
 # document, 8 bytes each, needed to extend the index to a longer corpus.
-_READ, _IDS = "corpus.json", "ids"
+_MANIFEST_FILE, _IDS_FILE = "corpus.json", "ids"
 
 
-def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
+def _find_indexed_prefix(corpus: Path, index_dir: Path) -> tuple[Path | None, IndexedPrefix]:
     """Find the index of the longest prefix of the corpus; return its folder and the prefix."""
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
-    for path in index_dir.glob(f"*/{_READ}"):
+    for path in index_dir.glob(f"*/{_MANIFEST_FILE}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = read_object(path)
-            if manifest["format"] == _format() and path.parent.name != "building":
+            if manifest["format"] == _index_format() and path.parent.name != "building":
                 sizes[manifest["sha256"]] = int(manifest["num_bytes"])
                 folders[manifest["sha256"]] = path.parent
-    digest, num_lines = longest_known(corpus, sizes)
+    digest, num_lines = find_longest_prefix(corpus, sizes)
     ids = array("Q")
     with contextlib.suppress(OSError, ValueError):  # a damaged or unreadable index is not extended
         if digest:
             folder = folders[digest]
-            with _named_damage(folder, ValueError):
+            with _convert_index_errors(folder, ValueError):
                 _check_files(folder, digest)
-                ids.frombytes((folder / _IDS).read_bytes())
-                if _open(folder).searcher().num_docs == len(ids):
-                    return folder, Known(num_bytes=sizes[digest], num_lines=num_lines, ids=ids)
-    return None, Known()
+                ids.frombytes((folder / _IDS_FILE).read_bytes())
+                if _open_index(folder).searcher().num_docs == len(ids):
+                    return folder, IndexedPrefix(
+                        num_bytes=sizes[digest], num_lines=num_lines, ids=ids
+                    )
+    return None, IndexedPrefix()
 
 
-def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -> array[int]:
-    """Index the documents after the known prefix; return the `id_hash` of all documents."""
-    if known.ids:
+def _write_index(
+    corpus: Path, folder: Path, prefix: IndexedPrefix, progress: Progress
+) -> array[int]:
+    """Index the documents after the known prefix; return the `hash_id` of all documents."""
+    if prefix.ids:
         index = tantivy.Index.open(str(folder))
     else:
         schema = (
@@ -331,16 +335,16 @@ def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -
             .build()
         )
         index = tantivy.Index(schema, path=str(folder))
-    ids = array("Q", known.ids)
+    ids = array("Q", prefix.ids)
     # One thread and one commit; otherwise the order of tied documents varies between builds.
     # Leaving the block commits and waits for tantivy's threads.
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
-        for document in read_corpus(corpus, known):
+        for document in read_corpus(corpus, prefix):
             title = tokenize(document.title)
             tokens = " ".join(title + title + tokenize(document.text))
             record = json.dumps(document).encode()
             writer.add_document(tantivy.Document(tokens=tokens, record=record))
-            ids.append(id_hash(document.id))
+            ids.append(hash_id(document.id))
             if len(ids) % 1000 == 0:
                 progress(len(ids))
         progress(len(ids))

@@ -26,13 +26,13 @@ from jaxrl.utils.paths import suggest_path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class IndexedPrefix:
     """The prefix of a corpus that is already indexed.
 
     Attributes:
         num_bytes: Size of the prefix in bytes.
         num_lines: Number of lines, including blank ones.
-        ids: `id_hash` of each document's id.
+        ids: `hash_id` of each document's id.
     """
 
     num_bytes: int = 0
@@ -40,12 +40,12 @@ class Known:
     ids: Sequence[int] = ()
 
 
-def id_hash(document_id: str) -> int:
+def hash_id(document_id: str) -> int:
     """Return a 64-bit hash of a document id, the same in every process."""
     return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
 
 
-def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
+def read_corpus(path: Path, prefix: IndexedPrefix | None = None) -> Iterator[Document]:
     r"""Stream the documents of a JSONL corpus, skipping blank lines.
 
     A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` with `contents` equal
@@ -53,20 +53,22 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
 
     Args:
         path: JSONL file.
-        known: Prefix to skip. Ids in it must not occur again.
+        prefix: Prefix to skip. Ids in it must not occur again.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: A line is malformed or repeats an id, or a document is blank, or there is none.
     """
-    known = known or Known()
-    seen = set(known.ids)
-    for fields, place in read_objects(path, skip_bytes=known.num_bytes, skip_lines=known.num_lines):
-        document = parse_document(fields, place)
-        key = id_hash(document.id)
+    prefix = prefix or IndexedPrefix()
+    seen = set(prefix.ids)
+    for fields, location in read_objects(
+        path, skip_bytes=prefix.num_bytes, skip_lines=prefix.num_lines
+    ):
+        document = parse_document(fields, location)
+        key = hash_id(document.id)
         if key in seen:
             raise ValueError(
-                f"{place}: the id {document.id!r} is already used by an earlier line; give "
+                f"{location}: the id {document.id!r} is already used by an earlier line; give "
                 "every document a unique id."
             )
         seen.add(key)
@@ -75,25 +77,25 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
         raise ValueError(f"the corpus {path} has no documents; expected one JSON object per line.")
 
 
-def parse_document(fields: dict[str, Any], place: str) -> Document:
+def parse_document(fields: dict[str, Any], location: str) -> Document:
     """Convert the fields of a corpus line to a document.
 
     Raises:
-        ValueError: The line is malformed or the document blank. The message starts with `place`.
+        ValueError: The line is malformed or the document blank. The message starts with `location`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
             document = Document(str(key), " ".join(title.split()), text.strip())
         case {"id": str() | int() as key, "contents": str() as contents}:
-            document = Document.of_contents(str(key), contents)
+            document = Document.from_contents(str(key), contents)
         case _:
             raise ValueError(
-                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of '
+                f'{location}: expected "id", "title" and "text", or "id" and "contents", all of '
                 f"them strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
             )
     if not (document.title or document.text):
         raise ValueError(
-            f"{place}: the document {document.id!r} has neither title nor text; remove it."
+            f"{location}: the document {document.id!r} has neither title nor text; remove it."
         )
     return document
 
@@ -105,20 +107,20 @@ class CorpusDocuments:
         self,
         corpus: Path,
         offsets: Sequence[int] | None = None,
-        checks: Sequence[int] | None = None,
+        checksums: Sequence[int] | None = None,
     ) -> None:
         """Store the arguments. The file is opened on first use.
 
         Args:
             corpus: JSONL file, which must not change.
             offsets: Byte offset of each document's line; None to compute them on first use.
-            checks: `line_check` of each document's line; None to skip the check.
+            checksums: `line_checksum` of each document's line; None to skip the check.
         """
-        self._path, self._known, self._checks = corpus, offsets, checks
+        self._path, self._given_offsets, self._checksums = corpus, offsets, checksums
 
     @functools.cached_property
     def _offsets(self) -> Sequence[int]:
-        return line_starts(self._path) if self._known is None else self._known
+        return find_line_offsets(self._path) if self._given_offsets is None else self._given_offsets
 
     @functools.cached_property
     def _file(self) -> FileIO:
@@ -138,7 +140,7 @@ class CorpusDocuments:
         end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[index + 1])
         # Blank lines may follow the document's line.
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
-        if self._checks is not None and line_check(line) != int(self._checks[index]):
+        if self._checksums is not None and line_checksum(line) != int(self._checksums[index]):
             raise ToolError(
                 f"{self._path}, byte {begin}: this line differs from the one that was indexed. The "
                 "file has changed, or the index is damaged; start the run again, and if that does "
@@ -147,50 +149,50 @@ class CorpusDocuments:
         return parse_document(json.loads(line.decode("utf-8-sig")), f"{self._path}, byte {begin}")
 
 
-def line_check(line: bytes) -> int:
+def line_checksum(line: bytes) -> int:
     """Return the CRC-32 of a line without its newline."""
     return zlib.crc32(line.removesuffix(b"\n"))
 
 
-def line_starts(path: Path) -> Sequence[int]:
+def find_line_offsets(path: Path) -> Sequence[int]:
     """Return the byte offsets of a file's nonblank lines."""
-    starts, begin = array("Q"), 0
+    offsets, begin = array("Q"), 0
     with open(path, "rb") as lines:
         for line in lines:
             if line.strip():
-                starts.append(begin)
+                offsets.append(begin)
             begin += len(line)
-    return starts
+    return offsets
 
 
-def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
+def get_index_folder(corpus: str | Path, index: str | Path = "") -> Path:
     """Return the folder for indexes of a corpus, by default `index` next to it."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
-def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
+def find_longest_prefix(path: Path, sizes: Mapping[str, int]) -> tuple[str, int]:
     """Find the longest of several known prefixes of a corpus.
 
     A prefix that ends within a line does not count, since that line has changed.
 
     Args:
         path: JSONL file.
-        parts: Size of each known prefix in bytes, by SHA-256.
+        sizes: Size of each known prefix in bytes, by SHA-256.
 
     Returns:
         SHA-256 and number of lines of the longest prefix; "" and 0 if none matches.
     """
     longest, hasher = ("", 0), hashlib.sha256()
-    done, num_lines, ends_line = 0, 0, False
-    with open(path, "rb") as content:
-        for digest, size in sorted(parts.items(), key=lambda part: part[1]):
-            while done < size and (chunk := content.read(min(2**20, size - done))):
+    num_read, num_lines, ends_line = 0, 0, False
+    with open(path, "rb") as stream:
+        for digest, size in sorted(sizes.items(), key=lambda part: part[1]):
+            while num_read < size and (chunk := stream.read(min(2**20, size - num_read))):
                 hasher.update(chunk)
-                done += len(chunk)
+                num_read += len(chunk)
                 num_lines += chunk.count(b"\n")
                 ends_line = chunk.endswith(b"\n")
-            is_there = done == size and hasher.hexdigest() == digest
-            if is_there and (ends_line or content.peek(1)[:1] in (b"\n", b"\r")):
+            is_match = num_read == size and hasher.hexdigest() == digest
+            if is_match and (ends_line or stream.peek(1)[:1] in (b"\n", b"\r")):
                 longest = digest, num_lines
     return longest
 
@@ -211,14 +213,14 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
         raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
 
 
-def make_once(
-    folder: Path, make: Callable[[], None], *, lock: Path, corpus: Path, section: str
+def build_index_once(
+    folder: Path, build: Callable[[], None], *, lock: Path, corpus: Path, section: str
 ) -> None:
     """Build an index if it is missing, in one process while the others wait.
 
     Args:
         folder: Folder of the index.
-        make: Function that builds the index.
+        build: Function that builds the index.
         lock: Lock file next to the folder. The system releases the lock when the process dies.
         corpus: JSONL file, for messages.
         section: Config section of the engine, for messages.
@@ -230,7 +232,7 @@ def make_once(
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        held = lock.open("w")
+        lock_file = lock.open("w")
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
@@ -238,10 +240,10 @@ def make_once(
             f"{folder.parent}, where the index of {corpus} belongs, is not writable: "
             f"{error.strerror}; set config.{section}.index to another folder."
         ) from error
-    with held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not folder.is_dir():
-            make()
+            build()
 
 
 def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
@@ -250,19 +252,19 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     Raises:
         ValueError: The corpus no longer has this digest.
     """
-    if corpus_digest(corpus, index_dir) != digest:
+    if compute_corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
             f"{corpus} changed while it was indexed; run the same command again when no "
             "process is writing to it."
         )
 
 
-_DIGESTS = "digests.json"
+_DIGEST_CACHE = "digests.json"
 
-_SETTLED_NS = 2 * 10**9  # some file systems round modification times to two seconds
+_MTIME_RESOLUTION_NS = 2 * 10**9  # some file systems round modification times to two seconds
 
 
-def corpus_digest(corpus: Path, index_dir: Path) -> str:
+def compute_corpus_digest(corpus: Path, index_dir: Path) -> str:
     """Return the SHA-256 of a corpus.
 
     Cached in the index folder by file name, size and modification time, so both may be moved. A
@@ -273,28 +275,28 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"
     cache: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        cache = read_object(index_dir / _DIGESTS)
-    is_settled = now_ns - stat.st_mtime_ns > _SETTLED_NS
-    if is_settled and isinstance(cache.get(key), str):
+        cache = read_object(index_dir / _DIGEST_CACHE)
+    is_stable = now_ns - stat.st_mtime_ns > _MTIME_RESOLUTION_NS
+    if is_stable and isinstance(cache.get(key), str):
         return cache[key]
-    digest = file_digest(corpus)
-    if is_settled:
+    digest = hash_file(corpus)
+    if is_stable:
         with contextlib.suppress(OSError):  # the folder may be read-only, or the disk full
             index_dir.mkdir(parents=True, exist_ok=True)
-            unfinished = index_dir / f".{_DIGESTS}.{os.getpid()}"
-            unfinished.write_text(json.dumps(cache | {key: digest}, indent=1), encoding="utf-8")
-            unfinished.replace(index_dir / _DIGESTS)
+            temp_path = index_dir / f".{_DIGEST_CACHE}.{os.getpid()}"
+            temp_path.write_text(json.dumps(cache | {key: digest}, indent=1), encoding="utf-8")
+            temp_path.replace(index_dir / _DIGEST_CACHE)
     return digest
 
 
 def is_indexed(corpus: Path, index_dir: Path) -> bool:
     """Return True if an index of the current corpus exists."""
-    made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
-    digest = corpus_digest(corpus, index_dir) if made_of else ""
-    return any(digest in path.read_text("utf-8", "replace") for path in made_of)
+    manifests = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
+    digest = compute_corpus_digest(corpus, index_dir) if manifests else ""
+    return any(digest in path.read_text("utf-8", "replace") for path in manifests)
 
 
-def file_digest(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Return the SHA-256 of a file."""
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, SkippedHits, batches
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
     JsonClient,
@@ -39,7 +39,7 @@ class HttpRetriever(DocumentSearch):
     documents is a `ToolError`. A failed request is a `ToolError` for each of its queries.
     """
 
-    asks_server = True
+    needs_health_check = True
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HttpRetriever(DocumentSearch):
         if protocol == "flashrag" and path.rstrip("/").endswith("/search"):
             self._protocol = "flashrag_single"
         self._batch_size = 1 if self._protocol == "flashrag_single" else max(batch_size, 1)
-        self._skipped = SkippedHits(redact_url(self._url), log)
+        self._hit_reader = HitReader(redact_url(self._url), log)
         self._client = JsonClient(
             ClientLimits(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -92,43 +92,45 @@ class HttpRetriever(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the server's documents for each query, or its error."""
-        groups = [list(b) for b in batches(list(map(fix_surrogates, queries)), self._batch_size)]
-        requests = [Request(url=self._url, body=self._body(group, topk)) for group in groups]
+        groups = [
+            list(b) for b in split_batches(list(map(fix_surrogates, queries)), self._batch_size)
+        ]
+        requests = [Request(url=self._url, body=self._make_body(group, topk)) for group in groups]
         results: list[list[Hit] | ToolError] = []
-        for group, answer in zip(groups, self._client.send_all(requests), strict=True):
-            if isinstance(answer, ToolError):
-                results += [answer] * len(group)
+        for group, response in zip(groups, self._client.send_all(requests), strict=True):
+            if isinstance(response, ToolError):
+                results += [response] * len(group)
                 continue
             try:
-                parts = split_answer(answer, self._protocol, len(group))
+                parts = split_response(response, self._protocol, len(group))
             except ValueError as error:
-                results += [self._error(error)] * len(group)
+                results += [self._make_error(error)] * len(group)
                 continue
-            results += [self._hits(part, topk) for part in parts]
+            results += [self._parse_result(part, topk) for part in parts]
         return results
 
-    def _body(self, queries: list[str], topk: int) -> dict[str, Any]:
+    def _make_body(self, queries: list[str], topk: int) -> dict[str, Any]:
         # Always request scores: Search-R1's published server fails otherwise.
         if self._protocol == "search_r1":
             return {"queries": queries, "topk": topk, "return_scores": True}
         query = queries[0] if self._protocol == "flashrag_single" else queries
         return {"query": query, "top_n": topk, "return_score": True}
 
-    def _hits(self, result: Any, topk: int) -> list[Hit] | ToolError:
+    def _parse_result(self, result: Any, topk: int) -> list[Hit] | ToolError:
         try:
-            return read_hits(result, self._skipped)[:topk]
+            return parse_hits(result, self._hit_reader)[:topk]
         except ValueError as error:
-            return self._error(error)
+            return self._make_error(error)
 
-    def _error(self, error: ValueError) -> ToolError:
+    def _make_error(self, error: ValueError) -> ToolError:
         return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
-def _invalid(value: Any, expected: str) -> ValueError:
+def _make_value_error(value: Any, expected: str) -> ValueError:
     return ValueError(f"{value!r:.200}; expected {expected}")
 
 
-def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
+def split_response(response: Any, protocol: str, count: int) -> list[Any]:
     """Split a response into one result for each of `count` queries.
 
     A result is a list of documents or a tuple of documents and scores, not validated yet.
@@ -136,11 +138,11 @@ def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
     Raises:
         ValueError: The response has an unexpected format.
     """
-    match protocol, answer:
+    match protocol, response:
         case "flashrag_single", [list() as documents, list() as scores]:
             return [(documents, scores)]
         case "flashrag_single", _:
-            return [answer]
+            return [response]
         case "search_r1", {"result": list() as results} if len(results) == count:
             return results
         case "flashrag", [list() as documents, list() as scores] if len(documents) == count:
@@ -148,13 +150,13 @@ def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
             kinds = {type(item) for item in (*documents, *scores)}
             if list in kinds and dict not in kinds and len(scores) == count:
                 return list(zip(documents, scores, strict=True))
-    if protocol == "flashrag" and isinstance(answer, list) and len(answer) == count:
-        return answer
+    if protocol == "flashrag" and isinstance(response, list) and len(response) == count:
+        return response
     form = 'an object with "result", ' if protocol == "search_r1" else ""
-    raise _invalid(answer, f"{form}a list for each of {count} queries")
+    raise _make_value_error(response, f"{form}a list for each of {count} queries")
 
 
-def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
+def parse_hits(result: Any, hit_reader: HitReader) -> list[Hit]:
     """Parse the documents of one query.
 
     Raises:
@@ -162,14 +164,16 @@ def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
     """
     match result:
         case list():
-            return skipped.read(result, _hit)
+            return hit_reader.read(result, _parse_hit)
         case [list() as documents, list() as scores] if len(documents) == len(scores):
             pairs = zip(documents, scores, strict=True)
-            return skipped.read(({"document": d, "score": score} for d, score in pairs), _hit)
-    raise _invalid(result, "a list of documents, or documents and as many scores")
+            return hit_reader.read(
+                ({"document": d, "score": score} for d, score in pairs), _parse_hit
+            )
+    raise _make_value_error(result, "a list of documents, or documents and as many scores")
 
 
-def _hit(item: Any) -> Hit:
+def _parse_hit(item: Any) -> Hit:
     """Parse one document, alone or with its score.
 
     Raises:
@@ -181,7 +185,7 @@ def _hit(item: Any) -> Hit:
             key, score = fields.get("id"), item.get("score")
             match fields:
                 case {"contents": str() as contents}:
-                    document = Document.of_contents("", fix_surrogates(contents[:MAX_TEXT]))
+                    document = Document.from_contents("", fix_surrogates(contents[:MAX_TEXT]))
                 case {"text": str() as text, **rest} if isinstance(rest.get("title") or "", str):
                     title, text = rest.get("title") or "", text[:MAX_TEXT]
                     document = Document(
@@ -192,7 +196,7 @@ def _hit(item: Any) -> Hit:
         score, int | float | None
     )
     if document is None or not (document.title or document.text) or not are_scalars:
-        raise _invalid(item, 'a document with "contents", or with "title" and "text"')
+        raise _make_value_error(item, 'a document with "contents", or with "title" and "text"')
     return Hit(
         document._replace(id="" if key is None else fix_surrogates(str(key))),
         to_finite_float(score),

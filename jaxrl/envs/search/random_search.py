@@ -27,11 +27,11 @@ class RandomSearch(DocumentSearch):
         """Sample `topk` distinct documents for each query."""
         size, results = len(self._documents), []
         for query in queries:
-            drawn: dict[int, None] = {}  # an ordered set
-            for number in itertools.count():
-                if len(drawn) == min(topk, size):
+            indices: dict[int, None] = {}  # an ordered set
+            for counter in itertools.count():
+                if len(indices) == min(topk, size):
                     break
-                data = f"{self._seed} {number} {query}".encode("utf-8", errors="surrogatepass")
-                drawn[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
-            results.append([Hit(self._documents[index], None) for index in drawn])
+                data = f"{self._seed} {counter} {query}".encode("utf-8", errors="surrogatepass")
+                indices[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
+            results.append([Hit(self._documents[index], None) for index in indices])
         return results

@@ -46,28 +46,28 @@ class Recording:
             log: Callback for warnings about damaged lines.
         """
         self._engine = json.dumps(dict(engine), sort_keys=True, ensure_ascii=False)
-        self.folder = folder / _digest(self._engine)[:16]
-        self._own = self.folder / f"process_{process}.jsonl"
-        self._places: dict[str, tuple[Path, int, int]] = {}  # by key: file, first byte, bytes
+        self.folder = folder / _hash_text(self._engine)[:16]
+        self._write_path = self.folder / f"process_{process}.jsonl"
+        self._positions: dict[str, tuple[Path, int, int]] = {}  # by key: file, first byte, bytes
         self._lock = threading.Lock()
         paths = self.folder.glob("process_*.jsonl")
-        for path in sorted(paths, key=lambda path: (path != self._own, path)):
-            num_bad = start = 0
+        for path in sorted(paths, key=lambda path: (path != self._write_path, path)):
+            num_damaged = start = 0
             with path.open("rb") as file:
                 for data in file:
-                    if entry := _read_line(data):
-                        self._places.setdefault(entry[0], (path, start, len(data)))
+                    if entry := _parse_line(data):
+                        self._positions.setdefault(entry[0], (path, start, len(data)))
                     elif data.strip():
-                        num_bad += 1
+                        num_damaged += 1
                     start += len(data)
-            if num_bad:
+            if num_damaged:
                 log(
-                    f"warning: {path} has damaged lines ({num_bad}), which are ignored; a "
+                    f"warning: {path} has damaged lines ({num_damaged}), which are ignored; a "
                     "killed process may have truncated them"
                 )
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def get(self, query: str) -> str | None:
         """Return the result of a query, or None.
@@ -75,19 +75,19 @@ class Recording:
         Raises:
             OSError: The file cannot be read.
         """
-        key = self._key(query)
+        key = self._make_key(query)
         with self._lock:
-            place = self._places.get(key)
-        if place is None:
+            position = self._positions.get(key)
+        if position is None:
             return None
-        path, start, size = place
+        path, start, size = position
         with path.open("rb") as file:
             file.seek(start)
-            entry = _read_line(file.read(size))
+            entry = _parse_line(file.read(size))
         if entry and entry[0] == key:
             return entry[1]
         with self._lock:  # the file has changed
-            self._places.pop(key, None)
+            self._positions.pop(key, None)
         return None
 
     def add(self, query: str, result: str) -> None:
@@ -96,33 +96,33 @@ class Recording:
         Raises:
             OSError: The result could not be written.
         """
-        key = self._key(query)
-        digest = _digest(f"{key}\n{result}")
+        key = self._make_key(query)
+        digest = _hash_text(f"{key}\n{result}")
         line = {"key": key, "query": query, "result": result, "digest": digest}
         try:
             data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:  # half of a surrogate pair
             data = json.dumps(line).encode() + b"\n"
         with self._lock:
-            if key in self._places:
+            if key in self._positions:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._own.exists():
+            if not self._write_path.exists():
                 (self.folder / "engine.json").write_text(self._engine + "\n", encoding="utf-8")
-            with self._own.open("a+b", buffering=0) as file:
+            with self._write_path.open("a+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # a kill truncated the last line
                         file.write(b"\n")
                 if file.write(data) != len(data):
-                    raise OSError(f"{self._own}: a result could not be written completely")
-                self._places[key] = (self._own, file.tell() - len(data), len(data))
+                    raise OSError(f"{self._write_path}: a result could not be written completely")
+                self._positions[key] = (self._write_path, file.tell() - len(data), len(data))
 
-    def _key(self, query: str) -> str:
-        return _digest(f"{self._engine}\n{query}")
+    def _make_key(self, query: str) -> str:
+        return _hash_text(f"{self._engine}\n{query}")
 
 
-def recorded_engines(folder: Path) -> list[dict[str, Any]]:
+def list_recorded_engines(folder: Path) -> list[dict[str, Any]]:
     """Return the engine and settings of each recording in a folder; skip unreadable ones."""
     engines = []
     for path in sorted(folder.glob("*/engine.json")):
@@ -131,16 +131,16 @@ def recorded_engines(folder: Path) -> list[dict[str, Any]]:
     return [engine for engine in engines if isinstance(engine.get("settings", {}), dict)]
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _read_line(data: bytes) -> tuple[str, str] | None:
+def _parse_line(data: bytes) -> tuple[str, str] | None:
     """Return the key and result of a line, or None if it is damaged."""
     with contextlib.suppress(ValueError):
         match parse_json(data, "a line"):
             case {"key": str() as key, "result": str() as result, **rest}:
-                is_old = rest.keys() == {"query"}  # written before lines had digests
-                if is_old or rest.get("digest") == _digest(f"{key}\n{result}"):
+                is_legacy = rest.keys() == {"query"}  # written before lines had digests
+                if is_legacy or rest.get("digest") == _hash_text(f"{key}\n{result}"):
                     return key, result
     return None

@@ -29,9 +29,9 @@ from cachetools import LRUCache
 
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import SearchEngine
-from jaxrl.envs.tools.base import Answer, Tool, run_one, run_together
+from jaxrl.envs.tools.base import CallResult, Tool, run_as_batch, run_call
 from jaxrl.utils.concurrency import parallel_map, run_in_thread
-from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, bounded_wait_s
+from jaxrl.utils.rate_limit import CircuitBreaker, RateLimiter, clip_wait_s
 
 if TYPE_CHECKING:
     from jaxrl.envs.search.recording import Recording
@@ -42,12 +42,12 @@ MAX_BACKOFF_S = 30.0
 MAX_HANGING = 128
 """Maximum number of calls (one thread each) that have passed their deadline without returning."""
 
-_WHAT_TO_DO = (
+_OUTAGE_REMEDY = (
     "Finished work is saved; once it responds, run the same command again. With "
     "config.search.on_outage='empty', a run continues without results."
 )
 
-_ENTRY_BYTES = 200  # approximate overhead of a cache entry
+_ENTRY_OVERHEAD_BYTES = 200  # approximate overhead of a cache entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ class ReplayOnly(Tool):
         raise ToolError("only recorded results are available")
 
 
-PROBE = "test"
+PROBE_QUERY = "test"
 """Query sent to a server before a run starts."""
 
 
 def health_check(
-    engine: Tool, policy: RetryConfig, *, place: str, log: Callable[[str], None]
+    engine: Tool, config: RetryConfig, *, url_key: str, log: Callable[[str], None]
 ) -> None:
     """Send one query before any long work, so that a wrong URL fails immediately.
 
@@ -90,32 +90,32 @@ def health_check(
 
     Args:
         engine: Client of the server.
-        policy: Limits and deadlines of the run.
-        place: Config key of the server's URL, for messages.
+        config: Limits and deadlines of the run.
+        url_key: Config key of the server's URL, for messages.
         log: Callback for warnings.
 
     Raises:
         ValueError: The server rejects the query, for example because of a wrong path or key.
-        OutageError: The server did not respond within `policy.outage_deadline_s`.
+        OutageError: The server did not respond within `config.outage_deadline_s`.
     """
-    probing = replace(policy, cache_mib=0.0, breaker_failures=max(policy.breaker_failures, 2))
-    if policy.on_outage == "empty":
-        probing = replace(probing, outage_deadline_s=0.0, retries=0)
-        search = ResilientSearch(engine, probing)
+    probe_config = replace(config, cache_mib=0.0, breaker_failures=max(config.breaker_failures, 2))
+    if config.on_outage == "empty":
+        probe_config = replace(probe_config, outage_deadline_s=0.0, retries=0)
+        search = ResilientSearch(engine, probe_config)
     else:
         search = ResilientSearch(
-            engine, probing, log=lambda line: log(f"{line} ({place})"), warn_after_s=0.0
+            engine, probe_config, log=lambda line: log(f"{line} ({url_key})"), warn_after_s=0.0
         )
-    [result] = search.run_batch([PROBE])
+    [result] = search.run_batch([PROBE_QUERY])
     if isinstance(result, OutageError) and result.fallback is None:
-        raise OutageError(f"{result} The server is set by {place}.")
+        raise OutageError(f"{result} The server is set by {url_key}.")
     if isinstance(result, OutageError):
         log(
-            f"warning: a test query to the server in {place} failed: {result}. Episodes "
+            f"warning: a test query to the server in {url_key} failed: {result}. Episodes "
             "with a search end as environment errors until it responds"
         )
     elif isinstance(result, ToolError):
-        raise ValueError(f"the server in {place} rejects a test query: {result}.")
+        raise ValueError(f"the server in {url_key} rejects a test query: {result}.")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,18 +123,18 @@ class _Miss:
     """A query that is not in the cache, in flight to the engine."""
 
     query: str
-    started: float
-    settled: Future[Answer] = field(default_factory=Future)
+    started_at: float
+    future: Future[CallResult] = field(default_factory=Future)
     attempts: int = 0
-    num_counted: int = 0  # failures while the engine answered other queries
-    since: float = 0.0  # time of the previous failure, or the start
+    num_query_failures: int = 0  # failures while the engine answered other queries
+    last_failure_at: float = 0.0  # time of the previous failure, or the start
     error: ToolError = field(default_factory=lambda: ToolError("no attempt was made"))
 
 
 class ResilientSearch(SearchEngine):
     """Search engine wrapper with the stages listed in the module docstring."""
 
-    what: ClassVar[str] = "the search engine"
+    label: ClassVar[str] = "the search engine"
     """Name of the engine in messages."""
 
     section: ClassVar[str] = "config.search"
@@ -143,7 +143,7 @@ class ResilientSearch(SearchEngine):
     def __init__(
         self,
         engine: Tool,
-        policy: RetryConfig,
+        config: RetryConfig,
         *,
         recording: Recording | None = None,
         is_replay: bool = False,
@@ -154,7 +154,7 @@ class ResilientSearch(SearchEngine):
 
         Args:
             engine: Tool with the name `search`.
-            policy: Limits and deadlines.
+            config: Limits and deadlines.
             recording: Recorded results, to which new ones are added; None to record nothing.
             is_replay: True to return recorded results only.
             log: Callback for warnings about outages.
@@ -162,26 +162,26 @@ class ResilientSearch(SearchEngine):
         """
         self.engine = engine
         self.blank = engine.blank
-        self._policy, self._log, self._warn_after_s = policy, log, warn_after_s
+        self._config, self._log, self._warn_after_s = config, log, warn_after_s
         self._recording, self._is_replay = recording, is_replay
-        self._max_running = policy.max_concurrent or engine.max_threads
+        self._max_running = config.max_concurrent or engine.max_threads
         self._takes_batches = type(engine).run_batch is not Tool.run_batch
         self._lock = threading.Lock()  # guards the cache and the queries in flight
         # Query to result, time and size in bytes.
         self._cache: LRUCache[str, tuple[str, float, int]] = LRUCache(
-            policy.cache_mib * 2**20, getsizeof=lambda entry: entry[2]
+            config.cache_mib * 2**20, getsizeof=lambda entry: entry[2]
         )
         self._in_flight: dict[str, _Miss] = {}
-        self._turn = threading.Condition()  # guards everything below
-        self._limit = RateLimiter(policy.queries_per_second) if policy.queries_per_second else None
+        self._condition = threading.Condition()  # guards everything below
+        self._limit = RateLimiter(config.queries_per_second) if config.queries_per_second else None
         self._breaker = CircuitBreaker(
-            max_failures=policy.breaker_failures,
-            cooldown_s=policy.breaker_rest_s,
-            patience_s=policy.outage_deadline_s,
+            max_failures=config.breaker_failures,
+            cooldown_s=config.breaker_rest_s,
+            patience_s=config.outage_deadline_s,
         )
         self._num_running = self._num_hanging = 0
-        self._is_told = False  # True once the current outage is logged
-        self._answered_query: str | None = None  # the most recent one
+        self._is_outage_logged = False  # True once the current outage is logged
+        self._last_good_query: str | None = None  # the most recent one
 
     def run(self, query: str, /) -> str:
         """Return the text for one query."""
@@ -192,82 +192,86 @@ class ResilientSearch(SearchEngine):
 
     def run_batch(self, queries: Sequence[str], /) -> list[str | ToolError]:
         """Return the text for each query, or its error."""
-        return [answer.found for answer in self.answer_all(queries)]
+        return [call_result.result for call_result in self.answer_all(queries)]
 
-    def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
+    def answer_all(self, calls: Sequence[str], /) -> list[CallResult]:
         """Return the text or error of each query, with a record of the call."""
         # Sort the distinct queries into cached, in flight for another episode, and new.
-        started = time.monotonic()
+        started_at = time.monotonic()
         cached: dict[str, str] = {}
         misses: dict[str, _Miss] = {}
         shared: dict[str, _Miss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
-                text, cached_at, _ = self._cache.get(query, (None, started, 0))
-                ttl_s = self._policy.cache_ttl_s
-                if text is not None and not (ttl_s and started - cached_at > ttl_s):
+                text, cached_at, _ = self._cache.get(query, (None, started_at, 0))
+                ttl_s = self._config.cache_ttl_s
+                if text is not None and not (ttl_s and started_at - cached_at > ttl_s):
                     cached[query] = text
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
                 else:
-                    miss = _Miss(query=query, started=started, since=started)
+                    miss = _Miss(query=query, started_at=started_at, last_failure_at=started_at)
                     self._in_flight[query] = misses[query] = miss
         try:
-            unknown = [miss for miss in misses.values() if not self._recall(miss)]
+            unresolved = [miss for miss in misses.values() if not self._replay(miss)]
             # One at a time, or in batches as large as the rate limit admits at once.
-            size = max(len(unknown) if self._takes_batches else 1, 1)
+            size = max(len(unresolved) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
-            pieces = [unknown[start : start + size] for start in range(0, len(unknown), size)]
-            if len(pieces) == 1:
-                self._play(pieces[0])
-            elif pieces:
-                parallel_map(self._play, pieces, max_threads=self._max_running)
+            batches = [
+                unresolved[start : start + size] for start in range(0, len(unresolved), size)
+            ]
+            if len(batches) == 1:
+                self._send_with_retries(batches[0])
+            elif batches:
+                parallel_map(self._send_with_retries, batches, max_threads=self._max_running)
         finally:  # other threads may be waiting for the misses
             for miss in misses.values():
-                self._settle(miss, miss.error)
-        wait_for([miss.settled for miss in shared.values()])
+                self._set_result(miss, miss.error)
+        wait_for([miss.future for miss in shared.values()])
         # Return results in the order of the calls. Of several equal queries, the first is a call.
-        answers = []
+        results = []
         for query in calls:
             if query in cached:
-                answers.append(self._answer(query, cached[query], "cache", started))
+                results.append(self._make_result(query, cached[query], "cache", started_at))
             elif query in misses:
-                answers.append(misses[query].settled.result())
+                results.append(misses[query].future.result())
                 shared.setdefault(query, misses.pop(query))  # repeated queries share the result
             else:
-                result = shared[query].settled.result().found
-                answers.append(self._answer(query, result, "shared", started))
-        return answers
+                result = shared[query].future.result().result
+                results.append(self._make_result(query, result, "shared", started_at))
+        return results
 
-    def _answer(
-        self, query: str, result: str | ToolError, source: str, started: float, attempts: int = 0
-    ) -> Answer:
+    def _make_result(
+        self, query: str, result: str | ToolError, source: str, started_at: float, attempts: int = 0
+    ) -> CallResult:
         if isinstance(result, OutageError) and result.fallback is not None:
             source = "fallback"
-        waited_s = time.monotonic() - started
+        waited_s = time.monotonic() - started_at
         record = {"source": source, "waited_s": waited_s, "attempts": attempts}
-        return Answer.of(self, query, result, **record)
+        return CallResult.build(self, query, result, **record)
 
-    def _settle(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
+    def _set_result(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
         """Set the result of a query, unless it has one already, and cache its text."""
         with self._lock:
-            if miss.settled.done():
+            if miss.future.done():
                 return
             if isinstance(result, str):
-                size = len(miss.query) + len(result) + _ENTRY_BYTES
+                size = len(miss.query) + len(result) + _ENTRY_OVERHEAD_BYTES
                 if size <= self._cache.maxsize:
                     self._cache[miss.query] = (result, time.monotonic(), size)
             self._in_flight.pop(miss.query, None)
-            answer = self._answer(miss.query, result, source, miss.started, miss.attempts)
-            miss.settled.set_result(answer)
+            call_result = self._make_result(
+                miss.query, result, source, miss.started_at, miss.attempts
+            )
+            miss.future.set_result(call_result)
 
-    def _recall(self, miss: _Miss) -> bool:
+    def _replay(self, miss: _Miss) -> bool:
         """Set the result of a query from the recording; return True if it was set."""
         if self._recording is None:
             return False
         result: str | ToolError | None = self._recording.get(miss.query)
         if result is None and self._is_replay:
-            result = self._outage(
+            result = self._make_outage_error(
                 miss,
                 f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
                 f"the query {miss.query!r:.200}",
@@ -275,10 +279,10 @@ class ResilientSearch(SearchEngine):
                 "called for missing results.",
             )
         if result is not None:
-            self._settle(miss, result, "replay")
+            self._set_result(miss, result, "replay")
         return result is not None
 
-    def _play(self, misses: list[_Miss]) -> None:
+    def _send_with_retries(self, misses: list[_Miss]) -> None:
         """Send queries as a batch, with retries, until each has a result.
 
         The last attempt sends each query separately, so that one query cannot fail the others.
@@ -286,64 +290,66 @@ class ResilientSearch(SearchEngine):
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
             if results is None:
-                down_s = self._breaker.outage_s(time.monotonic())
+                duration_s = self._breaker.outage_s(time.monotonic())
                 for miss in misses:
-                    why = (
-                        f"{self.what} has not answered for {down_s:.1f} s "
+                    reason = (
+                        f"{self.label} has not answered for {duration_s:.1f} s "
                         f"({self.section}.outage_deadline_s); the last error: {miss.error}"
                     )
-                    self._settle(miss, self._outage(miss, why))
+                    self._set_result(miss, self._make_outage_error(miss, reason))
                 return
             misses = [m for m, r in zip(misses, results, strict=True) if self._needs_retry(m, r)]
             if not misses:
                 return
             # Exponential backoff with jitter, capped at the outage deadline.
-            most = max(miss.attempts for miss in misses)
-            doublings = min(most - 1, self._policy.retries, 10)
-            wait_s = min(self._policy.backoff_s * 2**doublings, MAX_BACKOFF_S)
-            patience_s = self._breaker.patience_s(time.monotonic())
+            max_attempts = max(miss.attempts for miss in misses)
+            num_doublings = min(max_attempts - 1, self._config.retries, 10)
+            wait_s = min(self._config.backoff_s * 2**num_doublings, MAX_BACKOFF_S)
+            patience_s = self._breaker.remaining_patience_s(time.monotonic())
             time.sleep(max(min(wait_s * random.uniform(0.75, 1.25), patience_s), 0.0))
-            if len(misses) > 1 and most >= self._policy.retries:
-                parallel_map(lambda m: self._play([m]), misses, max_threads=self._max_running)
+            if len(misses) > 1 and max_attempts >= self._config.retries:
+                parallel_map(
+                    lambda m: self._send_with_retries([m]), misses, max_threads=self._max_running
+                )
                 return
 
     def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
         """Set the result of a query, or return True if the query must be retried."""
         if isinstance(result, str):
-            self._settle(miss, self._recorded(miss.query, result))
+            self._set_result(miss, self._record(miss.query, result))
             return False
-        with self._turn:
-            answered_others = self._breaker.last_success_at > miss.since
-            refuses_all = self._breaker.refuses_all
-        miss.since, miss.error = time.monotonic(), result
-        miss.num_counted += answered_others
-        if result.is_permanent and refuses_all and not self._answers_another(miss, is_forced=True):
-            why = f"{self.what} rejects every call: {result}"
-            self._settle(miss, self._outage(miss, why))
-        elif result.is_permanent or miss.num_counted > self._policy.retries:
-            self._settle(miss, result)
-        elif not answered_others and miss.attempts > self._policy.retries:
+        with self._condition:
+            answered_others = self._breaker.last_success_at > miss.last_failure_at
+            rejects_all = self._breaker.rejects_all
+        miss.last_failure_at, miss.error = time.monotonic(), result
+        miss.num_query_failures += answered_others
+        if result.is_permanent and rejects_all and not self._probe_engine(miss, is_forced=True):
+            reason = f"{self.label} rejects every call: {result}"
+            self._set_result(miss, self._make_outage_error(miss, reason))
+        elif result.is_permanent or miss.num_query_failures > self._config.retries:
+            self._set_result(miss, result)
+        elif not answered_others and miss.attempts > self._config.retries:
             # Determine whether the engine or this query fails. If the engine answers another query,
             # further failures of this query count as retries.
-            self._answers_another(miss)
-        return not miss.settled.done()
+            self._probe_engine(miss)
+        return not miss.future.done()
 
-    def _recorded(self, query: str, result: str) -> str | ToolError:
+    def _record(self, query: str, result: str) -> str | ToolError:
         """Record a result and return the recorded one, which may be earlier."""
         if self._recording is None:
             return result
         try:
             self._recording.add(query, result)
         except OSError as error:
-            return OutageError(f"a result of {self.what} could not be recorded: {error}")
+            return OutageError(f"a result of {self.label} could not be recorded: {error}")
         return self._recording.get(query) or result
 
-    def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
+    def _probe_engine(self, miss: _Miss, *, is_forced: bool = False) -> bool:
         """Repeat the last query that succeeded; return True if it succeeds again.
 
         `is_forced` bypasses the breaker, which still records the outcome.
         """
-        query = self._answered_query
+        query = self._last_good_query
         if query is None:
             return False
         results = self._attempt([query], [miss], is_forced=is_forced)
@@ -354,75 +360,80 @@ class ResilientSearch(SearchEngine):
     ) -> list[str | ToolError] | None:
         """Call the engine once; return None if the outage has lasted too long."""
         is_new = not any(miss.attempts for miss in misses)
-        if not self._enter(is_new=is_new, is_forced=is_forced):
+        if not self._acquire_slot(is_new=is_new, is_forced=is_forced):
             return None
-        began = time.monotonic()
+        started_at = time.monotonic()
         results: list[str | ToolError] = []
         try:
             if self._limit:
-                with self._turn:
-                    start = self._limit.reserve(len(queries), began)
-                time.sleep(max(start - began, 0.0))
-                began = time.monotonic()
+                with self._condition:
+                    start = self._limit.reserve(len(queries), started_at)
+                time.sleep(max(start - started_at, 0.0))
+                started_at = time.monotonic()
             for miss in misses:
                 miss.attempts += 1
-            results = self._call(queries, began)
+            results = self._call_engine(queries, started_at)
         finally:
-            self._leave(queries, results, began)
+            self._release_slot(queries, results, started_at)
         return results
 
-    def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
+    def _call_engine(self, queries: list[str], started_at: float) -> list[str | ToolError]:
         """Call the engine once and wait for the result until the deadline."""
-        with self._turn:
-            is_down = self._breaker.outage_s(began) > 0
-            patience_s = self._breaker.patience_s(began)
+        with self._condition:
+            is_down = self._breaker.outage_s(started_at) > 0
+            patience_s = self._breaker.remaining_patience_s(started_at)
             if self._num_hanging >= MAX_HANGING:
-                text = f"{MAX_HANGING} calls to {self.what} hang; it needs a timeout"
+                text = f"{MAX_HANGING} calls to {self.label} hang; it needs a timeout"
                 return [ToolError(text)] * len(queries)
-        limit_s = self._policy.deadline_s
+        limit_s = self._config.deadline_s
         if is_down and 0 < patience_s < limit_s:
             limit_s = patience_s
         if len(queries) == 1 and not self._takes_batches:
-            call = run_in_thread(lambda: [run_one(self.engine, queries[0])])
+            call = run_in_thread(lambda: [run_call(self.engine, queries[0])])
         else:
-            call = run_in_thread(lambda: run_together(self.engine, queries))
+            call = run_in_thread(lambda: run_as_batch(self.engine, queries))
         if wait_for([call], timeout=limit_s).done:
             return call.result()
 
-        def returned_late(_: Future[list[str | ToolError]]) -> None:
-            with self._turn:
+        def on_late_return(_: Future[list[str | ToolError]]) -> None:
+            with self._condition:
                 self._num_hanging -= 1
 
-        with self._turn:
+        with self._condition:
             self._num_hanging += 1
-        call.add_done_callback(returned_late)
+        call.add_done_callback(on_late_return)
         text = f"no answer within {limit_s:g} s ({self.section}.deadline_s)"
         return [ToolError(text)] * len(queries)
 
-    def _enter(self, *, is_new: bool, is_forced: bool) -> bool:
+    def _acquire_slot(self, *, is_new: bool, is_forced: bool) -> bool:
         """Wait for a slot to call the engine; return False if the outage has lasted too long.
 
         Even then, a new query may be tried once if the breaker admits it.
         """
-        with self._turn:
+        with self._condition:
             while True:
                 now = time.monotonic()
-                is_given_up = self._breaker.patience_s(now) <= 0 and not is_forced
-                if is_given_up and not is_new:
+                is_permanent_outage = self._breaker.remaining_patience_s(now) <= 0 and not is_forced
+                if is_permanent_outage and not is_new:
                     return False
-                has_room = self._num_running < self._max_running
-                if has_room and (is_forced or self._breaker.allows_call(now)):
+                has_slot = self._num_running < self._max_running
+                if has_slot and (is_forced or self._breaker.allows_call(now)):
                     self._num_running += 1
                     return True
-                if is_given_up:
+                if is_permanent_outage:
                     return False
                 is_new = False
-                waits = [self._breaker.cooldown_s(now) or 1.0, self._breaker.patience_s(now)]
-                self._turn.wait(max(min(waits), 0.0) + 1e-3)
+                waits = [
+                    self._breaker.cooldown_s(now) or 1.0,
+                    self._breaker.remaining_patience_s(now),
+                ]
+                self._condition.wait(max(min(waits), 0.0) + 1e-3)
 
-    def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
+    def _release_slot(
+        self, queries: list[str], results: list[str | ToolError], started_at: float
+    ) -> None:
         """Free the slot of a call and record the outcome."""
-        with self._turn:
+        with self._condition:
             now = time.monotonic()
             self._num_running -= 1
             failed = [result for result in results if isinstance(result, ToolError)]
@@ -430,33 +441,35 @@ class ResilientSearch(SearchEngine):
                 are_permanent = all(error.is_permanent for error in failed)
                 self._breaker.record_failure(
                     now,
-                    began=began,
-                    retry_after_s=max([bounded_wait_s(e.retry_after_s) for e in failed], default=0),
+                    started_at=started_at,
+                    retry_after_s=max([clip_wait_s(e.retry_after_s) for e in failed], default=0),
                     num_permanent=len(failed) if are_permanent else 0,
                 )
-                if not self._is_told and self._breaker.outage_s(now) > self._warn_after_s:
-                    self._is_told = True
-                    patience_s = max(self._breaker.patience_s(now), 0.0)
+                if not self._is_outage_logged and self._breaker.outage_s(now) > self._warn_after_s:
+                    self._is_outage_logged = True
+                    patience_s = max(self._breaker.remaining_patience_s(now), 0.0)
                     self._log(
-                        f"warning: {self.what} does not answer; it is retried for "
+                        f"warning: {self.label} does not answer; it is retried for "
                         f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
                         f"{failed[-1] if failed else 'none'}"
                     )
             texts = [q for q, r in zip(queries, results, strict=False) if isinstance(r, str)]
             if texts:
-                if self._is_told:
-                    self._is_told = False
+                if self._is_outage_logged:
+                    self._is_outage_logged = False
                     self._log(
-                        f"{self.what} answers again, after {self._breaker.outage_s(now):.1f} s"
+                        f"{self.label} answers again, after {self._breaker.outage_s(now):.1f} s"
                     )
                 self._breaker.record_success(now)
-                self._answered_query = texts[-1]
-            self._turn.notify_all()
+                self._last_good_query = texts[-1]
+            self._condition.notify_all()
 
-    def _outage(self, miss: _Miss, why: str, remedy: str = _WHAT_TO_DO) -> OutageError:
+    def _make_outage_error(
+        self, miss: _Miss, reason: str, remedy: str = _OUTAGE_REMEDY
+    ) -> OutageError:
         """Build a query's error during an outage, with a fallback text if the run continues."""
-        if self._policy.on_outage == "stop":
-            return OutageError(f"{why}. {remedy}")
+        if self._config.on_outage == "stop":
+            return OutageError(f"{reason}. {remedy}")
         with self._lock:
             stale = self._cache.get(miss.query)
-        return OutageError(why, fallback=stale[0] if stale else self.blank)
+        return OutageError(reason, fallback=stale[0] if stale else self.blank)

@@ -54,7 +54,7 @@ class Tool(abc.ABC):
         texts = {self.argument: {"type": "string"}}
         return {"type": "object", "properties": texts, "required": [self.argument]}
 
-    def call_of(self, arguments: str | Mapping[str, Any]) -> str:
+    def encode_call(self, arguments: str | Mapping[str, Any]) -> str:
         """Convert plain text or JSON arguments to the `call` string of `run`.
 
         Raises:
@@ -62,7 +62,7 @@ class Tool(abc.ABC):
         """
         if isinstance(arguments, str):
             return arguments
-        check_names(arguments, [self.argument], [self.argument])
+        check_argument_names(arguments, [self.argument], [self.argument])
         text = arguments[self.argument]
         if not isinstance(text, str):  # report the JSON type
             kinds = {bool: "a boolean", list: "an array", dict: "an object", type(None): "null"}
@@ -86,33 +86,35 @@ class Tool(abc.ABC):
 
         An override that cannot tell which call failed raises; each call is then repeated alone.
         """
-        return parallel_map(functools.partial(run_one, self), calls, max_threads=self.max_threads)
+        return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
-    def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
+    def answer_all(self, calls: Sequence[str], /) -> list[CallResult]:
         """Run calls and record each one. Retry failed calls once, each alone.
 
         Retries run concurrently; otherwise, a dead server would cost one timeout per call.
         Permanent failures are not retried.
         """
         start = time.perf_counter()
-        results = run_together(self, calls)
+        results = run_as_batch(self, calls)
         failed = [
             i for i, a in enumerate(results) if isinstance(a, ToolError) and not a.is_permanent
         ]
-        again = parallel_map(
-            lambda i: run_one(self, calls[i]), failed, max_threads=self.max_threads
+        retry_results = parallel_map(
+            lambda i: run_call(self, calls[i]), failed, max_threads=self.max_threads
         )
-        for i, answer in zip(failed, again, strict=True):
+        for i, answer in zip(failed, retry_results, strict=True):
             results[i] = answer
         waited_s = time.perf_counter() - start
         attempts = [1 + (i in failed) for i in range(len(calls))]
         return [
-            Answer.of(self, call, one, attempts=count, waited_s=waited_s)
-            for call, one, count in zip(calls, results, attempts, strict=True)
+            CallResult.build(self, call, result, attempts=count, waited_s=waited_s)
+            for call, result, count in zip(calls, results, attempts, strict=True)
         ]
 
 
-def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
+def check_argument_names(
+    arguments: Mapping[str, Any], known: Sequence[str], required: Sequence[str]
+) -> None:
     """Check argument names.
 
     Raises:
@@ -122,12 +124,12 @@ def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequ
     for name in arguments:
         if name not in known:
             raise CallError(f"unknown argument '{name[:100]}'; {takes}")
-    for name in needed:
+    for name in required:
         if name not in arguments:
             raise CallError(f"argument '{name}' is missing; {takes}")
 
 
-def chat_schema(tool: Tool) -> dict[str, Any]:
+def build_chat_schema(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of a tool for chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
@@ -160,11 +162,11 @@ class JsonTool(Tool):
     def _text_argument(self) -> str | None:
         """Name of the only required argument if it is a string, or None."""
         properties = self.parameters["properties"]
-        needed = self.parameters["required"] or list(properties)
-        kinds = [properties.get(name, {}).get("type") for name in needed]
-        return needed[0] if kinds == ["string"] else None
+        required = self.parameters["required"] or list(properties)
+        kinds = [properties.get(name, {}).get("type") for name in required]
+        return required[0] if kinds == ["string"] else None
 
-    def call_of(self, arguments: str | Mapping[str, Any]) -> str:
+    def encode_call(self, arguments: str | Mapping[str, Any]) -> str:
         """Return the arguments as JSON.
 
         Raises:
@@ -179,47 +181,51 @@ class JsonTool(Tool):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CallResult:
     """Result of a tool call, with a record of the call."""
 
-    found: str | ToolError
+    result: str | ToolError
     record: CallRecord
 
     @classmethod
-    def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """Wrap a tool's result. `took` holds the other fields of its `CallRecord`."""
-        error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
+    def build(
+        cls, tool: Tool, call: str, result: str | ToolError, **record_fields: Any
+    ) -> CallResult:
+        """Wrap a tool's result. `record_fields` holds the other fields of its `CallRecord`."""
+        error = str(result) or type(result).__name__ if isinstance(result, ToolError) else None
         name = None if tool.name == "search" else tool.name
-        return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
+        return cls(
+            result=result, record=CallRecord(call=call, tool=name, error=error, **record_fields)
+        )
 
 
-def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
+def run_as_batch(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
     """Run calls as a batch. Any exception becomes a ToolError for every call."""
     try:
-        answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
+        answers = [_validate_result(tool, answer) for answer in tool.run_batch(calls)]
         if len(answers) != len(calls):
             raise ToolError(f"{len(calls)} calls of {tool.name} returned {len(answers)} results")
         return answers
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return [_as_tool_error(error)] * len(calls)
+        return [_to_tool_error(error)] * len(calls)
 
 
-def run_one(tool: Tool, call: str) -> str | ToolError:
+def run_call(tool: Tool, call: str) -> str | ToolError:
     """Run one call. Any exception becomes a ToolError."""
     try:
-        return _text_or_error(tool, tool.run(call))
+        return _validate_result(tool, tool.run(call))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may raise anything
-        return _as_tool_error(error)
+        return _to_tool_error(error)
 
 
-def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
+def _validate_result(tool: Tool, answer: object) -> str | ToolError:
     """Return a redacted result, or a ToolError if it is not text."""
     if isinstance(answer, ToolError):
-        return _as_tool_error(answer)
+        return _to_tool_error(answer)
     if isinstance(answer, Pictured):
         if tool.name != "search":
             return Pictured(redact(answer), answer.images)
@@ -228,7 +234,7 @@ def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
     return ToolError(f"{tool.name} returned {type(answer).__name__}; expected text")
 
 
-def _as_tool_error(error: BaseException) -> ToolError:
+def _to_tool_error(error: BaseException) -> ToolError:
     """Convert an exception to a redacted ToolError."""
     if isinstance(error, ToolError):
         error.args = redact(error.args)

@@ -11,7 +11,7 @@ SEARCH = "search"
 """Tool name of the search engine; a `CallRecord` uses None instead."""
 
 
-def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
+def get_call_records(turn: Turn) -> tuple[CallRecord, ...]:
     """Return the call records of a turn; if it has none, build one from its call."""
     if turn.records or turn.tool_call is None:
         return turn.records
@@ -38,6 +38,6 @@ class Budget:
         """Return True if the episode can afford one more call of each of these tools."""
         if not self.max_cost:
             return True
-        past = [call.tool or SEARCH for turn in episode.turns for call in calls_of(turn)]
+        past = [call.tool or SEARCH for turn in episode.turns for call in get_call_records(turn)]
         cost = sum(self.prices.get(name, 0.0) for name in (*past, *tools))
         return cost <= self.max_cost * (1 + 1e-9)  # ten calls at 0.1 are within 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.tools.base import CallError, JsonTool, check_names
+from jaxrl.envs.tools.base import CallError, JsonTool, check_argument_names
 from jaxrl.utils.concurrency import DeadlineError, call_with_deadline, run_with_deadline
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
@@ -44,7 +44,7 @@ class FunctionTool(JsonTool):
         self.name = function.__name__
         self._function, self._deadline_s = function, deadline_s
         try:
-            self._schema = _schema(function)
+            self._schema = _build_schema(function)
             hints = typing.get_type_hints(function, include_extras=True)
             self._types = {
                 name: self._pydantic.TypeAdapter(hints[name]) for name in self._schema["properties"]
@@ -71,10 +71,10 @@ class FunctionTool(JsonTool):
         Raises:
             CallError: A name is unknown or missing, or a value has the wrong type.
         """
-        self._values(arguments)
+        self._parse_arguments(arguments)
 
-    def _values(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        check_names(arguments, list(self._types), self._schema["required"])
+    def _parse_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        check_argument_names(arguments, list(self._types), self._schema["required"])
         values = {}
         for name, value in arguments.items():
             try:
@@ -94,7 +94,7 @@ class FunctionTool(JsonTool):
             ToolError: The call took too long, or the result is not JSON.
         """
         try:
-            values = self._values(json.loads(call))
+            values = self._parse_arguments(json.loads(call))
             if inspect.iscoroutinefunction(self._function):
                 result = run_with_deadline(self._deadline_s, self._function(**values))
             else:
@@ -116,7 +116,7 @@ class FunctionTool(JsonTool):
             ) from error
 
 
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+def _build_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the function's description and the JSON schema of its parameters."""
     with quiet_transformers():
         from transformers.utils import get_json_schema

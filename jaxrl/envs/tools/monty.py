@@ -53,7 +53,7 @@ class MontyTool(Tool):
             ) from error
         self._max_output = max_output
         self._limits = {"max_feed_duration_secs": timeout_s, "max_memory": max_memory}
-        self._policy = {
+        self._os_policy = {
             "datetime": datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC),
             "sleep": "zero",
             "random_start": {"seed": 0},
@@ -75,27 +75,27 @@ class MontyTool(Tool):
         """
         try:
             for _ in range(2):
-                with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
-                    printed = self._monty.CollectString(self._max_output)
+                with self._pool.checkout(limits=self._limits, os_policy=self._os_policy) as session:
+                    stdout = self._monty.CollectString(self._max_output)
                     try:
-                        session.feed_run(code, print_callback=printed)
+                        session.feed_run(code, print_callback=stdout)
                     except self._monty.MontyCrashedError as error:
                         if error.timed_out:
                             return _TIMEOUT
                     except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
                         # Omit the traceback, which repeats long lines of code.
-                        message = _shortened(error.display("type-msg")).rstrip()
+                        message = _truncate(error.display("type-msg")).rstrip()
                         # Monty's messages contain measurements, which are not reproducible.
-                        fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
-                        return fixed.get(message.partition(":")[0], message)
+                        fixed_messages = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
+                        return fixed_messages.get(message.partition(":")[0], message)
                     else:
-                        return printed.output.strip("\n") or self.blank
+                        return stdout.output.strip("\n") or self.blank
         except (self._monty.MontyError, RuntimeError, OSError) as error:
-            raise ToolError(f"the Python sandbox failed: {_shortened(str(error))}") from error
+            raise ToolError(f"the Python sandbox failed: {_truncate(str(error))}") from error
         return "SystemError: the interpreter crashed"
 
 
-def _shortened(error: str) -> str:
+def _truncate(error: str) -> str:
     return error if len(error) <= MAX_ERROR else error[:MAX_ERROR] + " .."
 
 

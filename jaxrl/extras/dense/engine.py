@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
-from jaxrl.envs.search.corpus import CorpusDocuments, corpus_digest, index_folder
+from jaxrl.envs.search.corpus import CorpusDocuments, compute_corpus_digest, get_index_folder
 from jaxrl.extras.dense.encoder import Encoder, compute_folder_digest
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, read_prebuilt
@@ -81,11 +81,11 @@ class DenseSearch(DocumentSearch):
         search_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
         self._encoder = Encoder(model, encoder, search_devices, dtype=encoder_dtype)
         # The folder name contains a hash of everything that the vectors depend on.
-        index_dir = index_folder(corpus, index)
+        index_dir = get_index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
             read_prebuilt(Path(embeddings))  # before the digest, so that errors name the key
-            settings = {"embeddings": corpus_digest(Path(embeddings), index_dir)}
+            settings = {"embeddings": compute_corpus_digest(Path(embeddings), index_dir)}
         else:
             settings = asdict(model)
             del settings["model"], settings["query_prefix"]

@@ -29,13 +29,13 @@ import numpy as np
 from jaxrl.envs.search.base import Progress
 from jaxrl.envs.search.corpus import (
     CorpusDocuments,
+    build_index_once,
     check_corpus,
     check_unchanged,
-    corpus_digest,
-    file_digest,
-    line_check,
-    longest_known,
-    make_once,
+    compute_corpus_digest,
+    find_longest_prefix,
+    hash_file,
+    line_checksum,
     read_corpus,
 )
 from jaxrl.utils.files import open_atomic
@@ -83,7 +83,9 @@ class IndexSpec:
     @property
     def folder(self) -> Path:
         """Path of the index folder."""
-        key = json.dumps([self.inputs, corpus_digest(self.corpus, self.index_dir)], sort_keys=True)
+        key = json.dumps(
+            [self.inputs, compute_corpus_digest(self.corpus, self.index_dir)], sort_keys=True
+        )
         return self.index_dir / f"dense-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
@@ -114,7 +116,7 @@ def open_index(
     """
     check_corpus(spec.corpus, spec.index_dir, section="search.dense")
     folder = spec.folder
-    make_once(
+    build_index_once(
         folder,
         lambda: _build(spec, folder, make_reader, progress),
         lock=spec.index_dir / f".{folder.name}.lock",
@@ -147,7 +149,7 @@ def _open_verified(spec: IndexSpec, folder: Path) -> VectorFiles:
 
 
 def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
-    if manifest["lines"] != file_digest(folder / _LINES):
+    if manifest["lines"] != hash_file(folder / _LINES):
         raise ValueError(f"{_LINES} does not match its digest")
     return np.load(folder / _LINES, mmap_mode="r")
 
@@ -178,7 +180,7 @@ def _build(
     """Build an index in a temporary folder, then rename it to `folder`."""
     # Resume an unfinished build if `lines.npy` is intact, else start over.
     build_folder = folder.with_name(f"{folder.name}.building")
-    digest = corpus_digest(spec.corpus, spec.index_dir)
+    digest = compute_corpus_digest(spec.corpus, spec.index_dir)
     try:
         manifest = read_object(build_folder / _MANIFEST)
         lines = _read_lines(build_folder, manifest)
@@ -189,7 +191,7 @@ def _build(
         np.save(build_folder / _LINES, lines)
         corpus = {"digest": digest, "bytes": spec.corpus.stat().st_size}
         manifest = {**spec.inputs, "corpus": corpus, "chunks": []}
-        manifest["lines"] = file_digest(build_folder / _LINES)
+        manifest["lines"] = hash_file(build_folder / _LINES)
         _write_manifest(build_folder, manifest)
     # Keep intact chunks. Copy vectors from an index of an earlier, shorter version of the corpus.
     shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
@@ -224,7 +226,7 @@ def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
         for number, line in enumerate(lines):
             if line.strip():
                 next(documents)
-                yield offset, line_check(line)
+                yield offset, line_checksum(line)
             offset += len(line)
             if number % 10_000 == 9_999:
                 progress(0)
@@ -261,7 +263,7 @@ def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
                 corpus = manifest["corpus"]
                 folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
     sizes = {digest: size for digest, (_, size) in folders.items()}
-    digest, _ = longest_known(spec.corpus, sizes)
+    digest, _ = find_longest_prefix(spec.corpus, sizes)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
         return _open_verified(spec, folders[digest][0]).vectors
     return np.empty((0, spec.width), FILE_DTYPES[spec.dtype])

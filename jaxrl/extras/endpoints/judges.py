@@ -19,9 +19,9 @@ import regex
 
 from jaxrl.config.keys import REPLAY, Key, refuse
 from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
-from jaxrl.envs.rewards.combiner import Call, Measured
+from jaxrl.envs.rewards.combiner import PartCall, PartResult
 from jaxrl.envs.search.resilient import ResilientSearch
-from jaxrl.envs.tools.base import Answer
+from jaxrl.envs.tools.base import CallResult
 from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
 from jaxrl.utils.http_client import check_url, fix_surrogates
 
@@ -223,14 +223,14 @@ class Judge:
             log=log_with_name,
         )
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
         """Return one judge call per episode."""
         judge_calls = [_JudgeCall(judge=self, prompt=self.prompt(episode)) for episode in group]
         return [
-            Call(
+            PartCall(
                 members=(index,),
-                make=judge_call.make,
-                read=lambda score: [Measured(score=score)],
+                invoke=judge_call.invoke,
+                parse=lambda score: [PartResult(score=score)],
                 records=judge_call.records,
             )
             for index, judge_call in enumerate(judge_calls)
@@ -253,7 +253,7 @@ class Judge:
         }
         return _PLACEHOLDER.sub(lambda match: texts[match[1]], self.settings.prompt)
 
-    def send_request(self, prompt: str) -> Answer:
+    def send_request(self, prompt: str) -> CallResult:
         """Request the reply to a prompt; return it or the error, with the call's record."""
         assert self._resilient is not None, "open comes first"
         [result] = self._resilient.answer_all([prompt])
@@ -267,9 +267,9 @@ class _JudgeCall:
     judge: Judge
     prompt: str
     started_at: float | None = None  # time.monotonic()
-    result: Answer | None = None
+    result: CallResult | None = None
 
-    def make(self) -> float:
+    def invoke(self) -> float:
         """Call the judge and return its score, from 0 to 1.
 
         Raises:
@@ -277,9 +277,11 @@ class _JudgeCall:
         """
         self.started_at = time.monotonic()
         self.result = self.judge.send_request(self.prompt)
-        if isinstance(self.result.found, ToolError):
-            raise ToolError(f"the judge {self.judge.name!r} returned no score: {self.result.found}")
-        return parse_score(self.result.found, self.judge.settings)
+        if isinstance(self.result.result, ToolError):
+            raise ToolError(
+                f"the judge {self.judge.name!r} returned no score: {self.result.result}"
+            )
+        return parse_score(self.result.result, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
         """Return the call's record; an abandoned call counts as one attempt if it was sent."""
@@ -299,4 +301,4 @@ class _JudgeCall:
 class _ResilientJudge(ResilientSearch):
     """Resilient wrapper of a judge's endpoint."""
 
-    what, section = "the judge", "config.reward.judges[..]"
+    label, section = "the judge", "config.reward.judges[..]"

@@ -25,7 +25,7 @@ from typing import Any
 from jaxrl.data.chat_template import parts_of
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
-from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
+from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.keys import KEYS
@@ -142,9 +142,9 @@ class ChatModel:
         [response] = self._resilient.answer_all([Pictured(json.dumps(body), images)])
         if isinstance(self._resilient.engine, _ChatEndpoint) and self._resilient.engine.fatal_error:
             raise OutageError(self._resilient.engine.fatal_error)
-        if isinstance(response.found, ToolError):
-            raise ToolError(f"the model behind config.policy.openai: {response.found}")
-        reply = json.loads(response.found)
+        if isinstance(response.result, ToolError):
+            raise ToolError(f"the model behind config.policy.openai: {response.result}")
+        reply = json.loads(response.result)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
         if response.record.source != "replay":  # a replay costs nothing
             tokens, settings = _count_tokens(reply), self.settings
@@ -186,7 +186,7 @@ class _ChatEndpoint(Endpoint):
         if self.fatal_error:
             raise ToolError(self.fatal_error, is_permanent=True)
         request = json.loads(call)
-        urls = {image.digest: make_data_url(image) for image in images_behind(call)}
+        urls = {image.digest: make_data_url(image) for image in attached_images(call)}
         for message in request["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image_url":
@@ -208,7 +208,7 @@ class _ChatEndpoint(Endpoint):
 class _ResilientModel(ResilientSearch):
     """Resilient wrapper of the model's endpoint."""
 
-    what, section = "the model's endpoint", "config.policy.openai"
+    label, section = "the model's endpoint", "config.policy.openai"
 
 
 def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
@@ -345,7 +345,7 @@ class ChatRollout(BaseRollout):
                 output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
-            except (ToolError, StartError, UnreadableError) as error:
+            except (ToolError, StartError, UnreadableImageError) as error:
                 turn = Turn(text="", error=replace_surrogates(str(error))[:MAX_ERROR_CHARS])
                 self._end_episode(sample, turn, Outcome.ENVIRONMENT_ERROR)
                 return

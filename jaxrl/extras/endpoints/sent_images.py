@@ -7,7 +7,7 @@ import io
 
 import PIL.Image
 
-from jaxrl.envs.image_decoding import opened, orientation, reading, upright
+from jaxrl.envs.image_decoding import load_upright, open_image, read_orientation, wrap_image_errors
 from jaxrl.envs.images import Picture
 
 _FORMATS = ("PNG", "JPEG")
@@ -24,10 +24,10 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     Raises:
         UnreadableError: The file is damaged or not an image.
     """
-    with reading(picture), opened(picture) as image:
-        if not is_blank and image.format in _FORMATS and orientation(image) in (None, 1):
+    with wrap_image_errors(picture), open_image(picture) as image:
+        if not is_blank and image.format in _FORMATS and read_orientation(image) in (None, 1):
             return Picture(data=picture.read())
-        rotated = upright(image)
+        rotated = load_upright(image)
     file = io.BytesIO()
     (PIL.Image.new("RGB", rotated.size, _GRAY) if is_blank else rotated).save(file, "PNG")
     return Picture(data=file.getvalue())

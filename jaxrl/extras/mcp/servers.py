@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 from jaxrl.config.keys import refuse
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, Pictured
-from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_names
+from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_argument_names
 from jaxrl.utils.concurrency import (
     MAX_ERROR_CHARS,
     DeadlineError,
@@ -391,7 +391,9 @@ class McpTool(JsonTool):
             ToolError: The schema is invalid, for example because a definition is missing.
         """
         if not self._schema.get("additionalProperties"):  # most servers leave it out
-            check_names(arguments, list(self._schema["properties"]), self._schema["required"])
+            check_argument_names(
+                arguments, list(self._schema["properties"]), self._schema["required"]
+            )
         if is_too_deep(json.dumps(arguments), arguments):
             raise CallError("the call is nested too deeply")
         try:

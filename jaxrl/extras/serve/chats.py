@@ -22,7 +22,7 @@ from cachetools import LRUCache
 
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.envs.protocol import Asked, Unreadable, mask_calls, read_tool_calls
+from jaxrl.envs.protocol import MalformedCall, ParsedCall, mask_calls, parse_tool_calls
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.utils.json_io import is_too_deep, parse_json, to_finite_float
 from jaxrl.utils.text import replace_surrogates
@@ -133,7 +133,7 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
     If a call cannot be parsed, or a client could not send it back unchanged, all calls stay text.
     """
-    calls = [_sendable_call(call) for call in read_tool_calls(text).calls] if has_tools else []
+    calls = [_sendable_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
     sendable = tuple(call for call in calls if call is not None)
     if calls and len(sendable) == len(calls):
         # Ignore calls inside thoughts, and tags inside the JSON of calls.
@@ -143,9 +143,9 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     return ChatMessage(role="assistant", content=text)
 
 
-def _sendable_call(call: Asked | Unreadable) -> ToolCall | None:
+def _sendable_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
     """Convert a parsed call for clients, or return None if they could not send it back."""
-    if not isinstance(call, Asked):
+    if not isinstance(call, ParsedCall):
         return None
     try:
         arguments = map_json(readable, call.arguments)

@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from jaxrl.envs.base import ScoredEpisode, Task
-from jaxrl.envs.rewards.combiner import Call, Measured
-from jaxrl.envs.rewards.math_answers import join_thousands, value_equal
-from jaxrl.envs.rewards.rules import last_boxed
+from jaxrl.envs.rewards.combiner import PartCall, PartResult
+from jaxrl.envs.rewards.math_answers import compare_values, join_thousands
+from jaxrl.envs.rewards.rules import extract_last_boxed
 from jaxrl.extras.symbolic_math.worker import equals_any
 
 MAX_ANSWER_CHARS = 2000
@@ -64,10 +64,12 @@ class MathVerify:
         self._lock = threading.Lock()
         self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
 
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
         """Return one scoring call per episode."""
         return [
-            Call(members=(index,), make=partial(self.measure, sample), read=lambda value: [value])
+            PartCall(
+                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
+            )
             for index, sample in enumerate(group)
         ]
 
@@ -75,11 +77,11 @@ class MathVerify:
         """Return `["answers"]` if the task has no accepted answers, else []."""
         return [] if task.answers else ["answers"]
 
-    def measure(self, sample: ScoredEpisode) -> Measured:
+    def measure(self, sample: ScoredEpisode) -> PartResult:
         """Score the final answer of an episode."""
         answer = "" if sample.reward.is_abstention else sample.reward.final_answer.strip()
         equal = self.is_equal(answer, sample.episode.task.answers) if answer else False
-        return Measured(score=float(equal is True), others={"undecided": float(equal is None)})
+        return PartResult(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
         """Return True if an answer equals an accepted one, or None if a limit was exceeded.
@@ -87,7 +89,7 @@ class MathVerify:
         Raises:
             WorkerLostError: A worker cannot be started or does not respond.
         """
-        verdicts = [value_equal(answer, truth) for truth in truths]
+        verdicts = [compare_values(answer, truth) for truth in truths]
         if True in verdicts:
             return True
         undecided = tuple(
@@ -141,7 +143,7 @@ class MathVerify:
 
 def _strip_notation(text: str) -> str:
     r"""Strip `\boxed{}`, dollar signs, a final period and thousands separators."""
-    boxed = last_boxed(text)
+    boxed = extract_last_boxed(text)
     text = (text if boxed is None else boxed).strip().rstrip(".")
     for mark in ("$$", "$"):
         if len(text) >= 2 * len(mark) and text.startswith(mark) and text.endswith(mark):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl.config.schema import default_config, flatten
 from jaxrl.extras.view.reader import Evaluation, RunReader, as_dict, as_list
-from jaxrl.logs.results import SUITE_LABELS, paid_reward, pays_exact_match_only
+from jaxrl.logs.results import SUITE_LABELS, compute_weighted_reward, is_exact_match_only
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import to_finite_float
 
@@ -188,8 +188,8 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
             weights |= suite_weights
             for data_set, means in as_dict(evaluation.summary[suite]).items():
                 values = {name: to_finite_float(mean) for name, mean in as_dict(means).items()}
-                if not pays_exact_match_only(suite_weights):
-                    values = {"reward": paid_reward(values, suite_weights), **values}
+                if not is_exact_match_only(suite_weights):
+                    values = {"reward": compute_weighted_reward(values, suite_weights), **values}
                 for measure, value in values.items():
                     if value is None or measure in COUNTS:
                         continue

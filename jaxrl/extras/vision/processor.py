@@ -19,8 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.image_decoding import TURNED, opened, orientation, reading, upright
-from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.image_decoding import (
+    TRANSPOSED_ORIENTATIONS,
+    load_upright,
+    open_image,
+    read_orientation,
+    wrap_image_errors,
+)
+from jaxrl.envs.images import Picture, UnreadableImageError
 from jaxrl.types import Group
 from jaxrl.utils.quiet_transformers import quiet_transformers
 
@@ -90,9 +96,9 @@ class HFImageProcessor:
         Raises:
             UnreadableError: The file is not an image.
         """
-        with reading(picture), opened(picture) as image:
+        with wrap_image_errors(picture), open_image(picture) as image:
             width, height = image.size
-            if orientation(image) in TURNED:
+            if read_orientation(image) in TRANSPOSED_ORIENTATIONS:
                 width, height = height, width
         limits = {
             "min_pixels": self._size["shortest_edge"],
@@ -101,7 +107,7 @@ class HFImageProcessor:
         try:
             count = self._processor.get_number_of_image_patches(height, width, limits)
         except ValueError as error:  # extreme aspect ratio
-            raise UnreadableError(
+            raise UnreadableImageError(
                 f"{picture.name} has {width} x {height} pixels: {error}"
             ) from error
         return int(count) // self.patches_per_token
@@ -120,15 +126,15 @@ class HFImageProcessor:
         Raises:
             UnreadableError: The file is damaged or not an image.
         """
-        with reading(picture):
+        with wrap_image_errors(picture):
             digest = picture.digest
         with self._lock:
             if digest in self._cache:
                 self._cache.move_to_end(digest)
                 return self._cache[digest]
-        with reading(picture):
-            with opened(picture) as image:
-                upright_image = upright(image)
+        with wrap_image_errors(picture):
+            with open_image(picture) as image:
+                upright_image = load_upright(image)
             fields = self._processor(upright_image, size=self._size, return_tensors="np")
         t, h, w = (int(n) for n in fields["image_grid_thw"][0])
         processed = Image(patches=np.asarray(fields["pixel_values"], np.float32), grid=(t, h, w))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, DocumentSearch, Hit, SkippedHits
+from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader
 from jaxrl.utils.http_client import (
     ClientLimits,
     JsonClient,
@@ -51,7 +51,7 @@ class Provider:
     results: Callable[[Mapping[str, Any]], list[Any]]
     read_one: Callable[[Any], Hit]
 
-    def read(self, answer: Any, skipped: SkippedHits) -> list[Hit]:
+    def read(self, answer: Any, skipped: HitReader) -> list[Hit]:
         """Parse a response into hits.
 
         Raises:
@@ -112,7 +112,7 @@ class WebSearch(DocumentSearch):
         self.topk = topk
         self._url = (url or self._provider.url).rstrip("/")
         check_url("search.web.url", self._url)
-        self._skipped = SkippedHits(redact_url(self._url), log)
+        self._skipped = HitReader(redact_url(self._url), log)
         variable = key_env or self._provider.key_env
         key = read_api_key("search.web.key_env", variable) if variable else ""
         bounds = ClientLimits(

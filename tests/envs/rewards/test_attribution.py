@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from jaxrl.envs.base import NO_INFORMATION, CallRecord, Episode, Prompt, Task, Turn
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.rewards.attribution import Attribution, attribute, occurs, results_of
+from jaxrl.envs.rewards.attribution import (
+    Attribution,
+    attribute_answers,
+    occurs_in,
+    split_documents,
+)
 from jaxrl.envs.search.base import Document, SearchEngine, render_documents
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
@@ -55,26 +60,28 @@ ANSWER = Turn(text="<answer>x</answer>")
 def test_an_answer_in_results(answer, is_there):
     for protocol in PROTOCOLS:
         turn = search("q", KERR, MILL, DALE, protocol=protocol)
-        assert occurs(answer, turn.observation) == is_there
-        assert attribute([turn, ANSWER], ["no such", answer]).has_evidence == is_there
+        assert occurs_in(answer, turn.observation) == is_there
+        assert attribute_answers([turn, ANSWER], ["no such", answer]).has_evidence == is_there
 
 
 def test_results_that_were_cut_hold_what_is_left():
     whole = search("q", KERR).observation
     cut = whole[: whole.index("Kerr")] + "</information>"
     turn = Turn(text="", tool_call="q", observation=cut)
-    assert attribute([turn], ["Ada"]).has_evidence
-    assert not attribute([turn], ["Ada Kerr"]).has_evidence
+    assert attribute_answers([turn], ["Ada"]).has_evidence
+    assert not attribute_answers([turn], ["Ada Kerr"]).has_evidence
 
 
 def test_the_results_of_an_observation():
     titles = [
-        result.partition(")")[0] for result in results_of(search("q", KERR, MILL).observation)
+        result.partition(")")[0] for result in split_documents(search("q", KERR, MILL).observation)
     ]
     assert titles == ["Avington Bridge", "Mill"]
-    assert results_of("<information>27 degrees\nand rain</information>") == ["27 degrees and rain"]
-    assert results_of(f"<result>{NO_INFORMATION}</result>") == []
-    assert results_of("") == []
+    assert split_documents("<information>27 degrees\nand rain</information>") == [
+        "27 degrees and rain"
+    ]
+    assert split_documents(f"<result>{NO_INFORMATION}</result>") == []
+    assert split_documents("") == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_the_results_of_an_observation():
     ],
 )
 def test_redundant_searches(turns, count):
-    assert attribute(turns, []).num_redundant == count
+    assert attribute_answers(turns, []).num_redundant == count
 
 
 def test_a_result_seen_whole_before_is_known_when_it_is_cut():
@@ -101,32 +108,32 @@ def test_a_result_seen_whole_before_is_known_when_it_is_cut():
     first, second = (
         Turn(text="", tool_call=q, observation=o) for q, o in (("a", whole), ("b", cut))
     )
-    assert attribute([first, second], []).num_redundant == 1
-    assert attribute([second, first], []).num_redundant == 0  # the rest is new
+    assert attribute_answers([first, second], []).num_redundant == 1
+    assert attribute_answers([second, first], []).num_redundant == 0  # the rest is new
 
 
 def test_calls_of_other_tools_are_no_searches():
     calls = [Turn(text="", tool_call="2-1", tool="python", observation="<result>1</result>")] * 2
-    assert attribute(calls, ["1"]) == Attribution(has_evidence=False, num_redundant=0)
+    assert attribute_answers(calls, ["1"]) == Attribution(has_evidence=False, num_redundant=0)
 
 
 def test_several_searches_of_a_turn():
     records = tuple(CallRecord(call=query) for query in ("a", "b", "A"))
     turn = Turn(text="", tool_call="a", records=records, observation=search("", KERR).observation)
-    assert attribute([turn], []).num_redundant == 1
+    assert attribute_answers([turn], []).num_redundant == 1
     again = Turn(text="", records=(CallRecord(call="c"),) * 2, observation=turn.observation)
-    assert attribute([turn, again], []).num_redundant == 3
+    assert attribute_answers([turn, again], []).num_redundant == 3
 
 
 @given(st.lists(st.text(max_size=20), max_size=4), st.text(max_size=60))
 def test_any_text_can_be_read(answers, text):
     turn = Turn(text=text, tool_call="", observation=text)
-    found = attribute([turn, turn], answers)
+    found = attribute_answers([turn, turn], answers)
     assert 1 <= found.num_redundant <= 2
-    is_shown = bool(results_of(text)) and any(occurs(answer, text) for answer in answers)
+    is_shown = bool(split_documents(text)) and any(occurs_in(answer, text) for answer in answers)
     assert found.has_evidence == is_shown
     echo = Turn(text=text, tool_call=text, observation=text)
-    assert not attribute([echo], answers).has_evidence
+    assert not attribute_answers([echo], answers).has_evidence
 
 
 class Echo(SearchEngine):
@@ -170,7 +177,7 @@ GUESSES = [
 
 def has_evidence(turns, answers=("Ada Kerr",)):
     """Whether turns show an answer, which all that reads results agrees on."""
-    evidence = attribute(turns, answers).has_evidence
+    evidence = attribute_answers(turns, answers).has_evidence
     assert sum(first_occurrence(turns, answers)) == evidence
     task = Task(id="t", question="Who?", answers=answers)
     trajectory = dataclasses.replace(make_trajectory(turns=tuple(turns)), task=task)
@@ -305,7 +312,7 @@ def test_spellings_of_an_answer_in_the_query_are_the_answer(query, answer):
     ],
 )
 def test_an_answer_in_results_of_any_script(answer, text, is_there):
-    assert occurs(answer, text) == is_there
+    assert occurs_in(answer, text) == is_there
 
 
 def test_a_call_of_several_arguments_is_read_whole():

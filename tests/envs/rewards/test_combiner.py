@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import RewardCombiner
-from jaxrl.envs.rewards.functions import RewardFunction, kind_of
+from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS, DeadlineError, format_error_report
 
 TASKS = [Task(id=f"t{i}", question="?", answers=("Paris",)) for i in range(2)]
@@ -26,7 +26,7 @@ def finished(text, task=TASKS[0], reward=MEASURED):
 def payment(weights, *functions, **settings):
     names = [function.__name__ for function in functions]
     parts = {
-        name: RewardFunction(name=name, function=function, kind=kind_of(function))
+        name: RewardFunction(name=name, function=function, kind=detect_kind(function))
         for name, function in zip(names, functions, strict=True)
     }
     return RewardCombiner(weights=weights, custom_parts=parts, **settings)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, Turn
-from jaxrl.envs.rewards.combiner import Measured
-from jaxrl.envs.rewards.functions import KINDS, RewardFunction, kind_of
+from jaxrl.envs.rewards.combiner import PartResult
+from jaxrl.envs.rewards.functions import KINDS, RewardFunction, detect_kind
 
 QUESTION = Task(
     id="q1", question="Where?", answers=("Paris", "Lutetia"), data_source="nq", metadata={"hop": 2}
@@ -40,7 +40,7 @@ def finished(task=QUESTION, turns=TURNS, ids=(5, 6, 7), opener=""):
 
 def part(function, answer_is_text=False, **settings):
     return RewardFunction(
-        name="mine", function=function, kind=kind_of(function), settings=settings,
+        name="mine", function=function, kind=detect_kind(function), settings=settings,
         answer_is_text=answer_is_text,
     )  # fmt: skip
 
@@ -57,7 +57,10 @@ def ours(response, answers):
 
 def test_ours_is_called_for_each_response():
     other = finished(turns=[Turn(text="no")])
-    assert measured(ours, [finished(), other]) == ([Measured(score=1.0), Measured(score=0.0)], 2)
+    assert measured(ours, [finished(), other]) == (
+        [PartResult(score=1.0), PartResult(score=0.0)],
+        2,
+    )
 
 
 def test_verl_gets_the_response_alone_and_the_ground_truth():
@@ -69,7 +72,7 @@ def test_verl_gets_the_response_alone_and_the_ground_truth():
         return np.float32(0.5)
 
     group = [finished(opener="<think>"), finished(task=CHAT, turns=[Turn(text="It is 42.")])]
-    assert measured(compute_score, group, scale=2.0) == ([Measured(score=0.5)] * 2, 2)
+    assert measured(compute_score, group, scale=2.0) == ([PartResult(score=0.5)] * 2, 2)
     response = "".join(turn.text + (turn.observation or "") for turn in TURNS)
     targets = {"target": ["Paris", "Lutetia"]}
     assert seen == [
@@ -109,7 +112,7 @@ def test_trl_is_called_once_for_the_group_by_keyword():
         return [None, 2]
 
     group = [finished(), finished(turns=[Turn(text="no")], ids=(8,))]
-    assert measured(score, group) == ([Measured(score=None), Measured(score=2.0)], 1)
+    assert measured(score, group) == ([PartResult(score=None), PartResult(score=2.0)], 1)
     assert seen.pop("completions") == ["".join(t.text + (t.observation or "") for t in TURNS), "no"]
     assert seen == {
         "prompts": ["Where?"] * 2, "ids": [[5, 6, 7], [8]], "hop": [2, 2], "id": ["q1"] * 2,
@@ -130,7 +133,7 @@ def test_trl_reads_chats_where_the_task_is_one():
         ]
         return np.array([len(reward_model)])
 
-    assert measured(score, [finished(task=CHAT, opener="<think>")])[0] == [Measured(score=1.0)]
+    assert measured(score, [finished(task=CHAT, opener="<think>")])[0] == [PartResult(score=1.0)]
 
 
 class Judge:
@@ -174,7 +177,7 @@ def test_async_functions_are_known(function, is_async):
     ],
 )
 def test_the_signature_is_told_by_names(function, kind):
-    assert kind_of(function) is KINDS.get(kind)
+    assert detect_kind(function) is KINDS.get(kind)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.envs.rewards.math_answers import join_thousands, math_answer, math_correctness, same_math
-from jaxrl.envs.rewards.rules import last_boxed
+from jaxrl.envs.rewards.math_answers import (
+    compute_math_correctness,
+    extract_math_answer,
+    is_equivalent,
+    join_thousands,
+)
+from jaxrl.envs.rewards.rules import extract_last_boxed
 
 SAME = [
     # the same number
@@ -147,20 +152,20 @@ SIGNED = (
 def test_a_sign_counts_wherever_it_stands(form, signs, over, under):
     text = form.format(signs[0], f"{signs[1]}{over}", f"{signs[2]}{under}")
     is_negative = sum(sign[:1] in ("-", "−") for sign in signs if sign) % 2
-    assert same_math(text, f"{'-' * is_negative}{over}/{under}"), text
-    assert not same_math(text, f"{'-' * (1 - is_negative)}{over}/{under}"), text
+    assert is_equivalent(text, f"{'-' * is_negative}{over}/{under}"), text
+    assert not is_equivalent(text, f"{'-' * (1 - is_negative)}{over}/{under}"), text
 
 
 @pytest.mark.parametrize(("answer", "truth"), SAME)
 def test_same(answer, truth):
-    assert same_math(answer, truth)
-    assert same_math(truth, answer)
+    assert is_equivalent(answer, truth)
+    assert is_equivalent(truth, answer)
 
 
 @pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
 def test_different(answer, truth):
-    assert not same_math(answer, truth)
-    assert not same_math(truth, answer)
+    assert not is_equivalent(answer, truth)
+    assert not is_equivalent(truth, answer)
 
 
 numbers = st.fractions(-5000, 5000, max_denominator=60)
@@ -185,8 +190,8 @@ styles = st.sampled_from(["slash", "latex", "mixed", "boxed", "commas", "zeros"]
 @settings(max_examples=200)
 @given(numbers, numbers, styles, styles)
 def test_numbers_are_compared_by_value(one, other, style, other_style):
-    assert same_math(spell(one, style), spell(one, other_style))
-    assert same_math(spell(one, style), spell(other, other_style)) == (one == other)
+    assert is_equivalent(spell(one, style), spell(one, other_style))
+    assert is_equivalent(spell(one, style), spell(other, other_style)) == (one == other)
 
 
 THOUSANDS = [
@@ -202,35 +207,35 @@ wholes = st.one_of(st.integers(0, 10**7), st.integers(0, 10**15))
 @given(wholes, wholes, *[st.sampled_from(THOUSANDS)] * 2, *[st.sampled_from(AROUND)] * 2)
 def test_thousands_are_one_number_in_all_spellings(one, other, left, right, around, other_around):
     spelt = around.format(f"{one:,}".replace(",", left))
-    assert same_math(spelt, str(one)), spelt
-    assert same_math(str(one), spelt), spelt
-    assert same_math("-" + f"{one:,}".replace(",", left), str(-one))
+    assert is_equivalent(spelt, str(one)), spelt
+    assert is_equivalent(str(one), spelt), spelt
+    assert is_equivalent("-" + f"{one:,}".replace(",", left), str(-one))
     again = other_around.format(f"{one:,}".replace(",", right))
-    assert same_math(spelt, again), (spelt, again)
+    assert is_equivalent(spelt, again), (spelt, again)
     differs = other_around.format(f"{other:,}".replace(",", right))
-    assert same_math(spelt, differs) == (one == other), (spelt, differs)
+    assert is_equivalent(spelt, differs) == (one == other), (spelt, differs)
 
 
 @given(st.integers(1000, 10**12), st.sampled_from(THOUSANDS), st.sampled_from([", ", ",\\ ", "; "]))
 def test_a_list_is_no_number_with_thousands(number, separator, between):
     pieces = f"{number:,}".split(",")
     for listed in (between.join(pieces), between.join(str(int(piece)) for piece in pieces)):
-        assert not same_math(listed, f"{number:,}".replace(",", separator))
-        assert not same_math(listed, str(number))
+        assert not is_equivalent(listed, f"{number:,}".replace(",", separator))
+        assert not is_equivalent(listed, str(number))
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(0, 6))
 def test_decimals_are_exact(digits, places):
     value = Fraction(digits, 10**places)
     text = f"{digits:+,}" if places == 0 else f"{digits / 10**places:.{places}f}"
-    assert same_math(text, f"{value.numerator}/{value.denominator}")
+    assert is_equivalent(text, f"{value.numerator}/{value.denominator}")
 
 
 @settings(max_examples=300)
 @given(st.text("()[]{},\\boxedfrac0123/.-+=%$^ \ncm", max_size=40))
 def test_no_text_breaks_it_and_all_text_equals_itself(text):
-    again = same_math(text, text)
-    assert again or not same_math(text, "5")
+    again = is_equivalent(text, text)
+    assert again or not is_equivalent(text, "5")
 
 
 def test_what_a_broken_model_writes_is_read_fast():
@@ -252,20 +257,20 @@ def test_what_a_broken_model_writes_is_read_fast():
         "1{,}234",
     ):
         text = piece * (200_000 // len(piece))
-        last_boxed(text)
-        math_answer(text)
-        same_math(text, "5")
+        extract_last_boxed(text)
+        extract_math_answer(text)
+        is_equivalent(text, "5")
         join_thousands(text)
-        same_math(piece * (200 // len(piece)), "5")
+        is_equivalent(piece * (200 // len(piece)), "5")
     assert time.process_time() - start < 5
 
 
 def test_answer_lines():
-    assert math_answer("Answer: 3 \nAnswer: 4 apples\nend") == "4 apples"
-    assert math_answer("My ANSWER:\n\n 4") == "4"
-    assert math_answer("Answer:") == ""
-    assert math_answer("The answers: 4") is None
-    assert math_answer("4") is None
+    assert extract_math_answer("Answer: 3 \nAnswer: 4 apples\nend") == "4 apples"
+    assert extract_math_answer("My ANSWER:\n\n 4") == "4"
+    assert extract_math_answer("Answer:") == ""
+    assert extract_math_answer("The answers: 4") is None
+    assert extract_math_answer("4") is None
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,6 @@ def test_answer_lines():
     ],
 )
 def test_math_correctness(response, score):
-    assert math_correctness(response, "34") == score
-    assert math_correctness(response, ("7", "34")) == score
-    assert math_correctness(response, ()) == -1.0
+    assert compute_math_correctness(response, "34") == score
+    assert compute_math_correctness(response, ("7", "34")) == score
+    assert compute_math_correctness(response, ()) == -1.0

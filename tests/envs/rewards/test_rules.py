@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from jaxrl.envs.rewards.rules import (
     answer_reward,
-    bapo_correctness,
-    bapo_format,
-    boxed_answer,
     check_weights,
+    compute_bapo_correctness,
+    extract_boxed_answer,
+    follows_bapo_format,
+    follows_search_r1_format,
     is_abstention,
-    is_right_answer,
-    search_r1_format,
+    is_close_answer,
 )
 
 SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
@@ -34,7 +34,7 @@ ANSWER = "<answer>A</answer>"
     ],
 )
 def test_good_format(text):
-    assert search_r1_format(text)
+    assert follows_search_r1_format(text)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_good_format(text):
     ],
 )
 def test_bad_format(text):
-    assert not search_r1_format(text)
+    assert not follows_search_r1_format(text)
 
 
 @given(st.integers(0, 4), st.sampled_from(["", " some text ", "<think>hm</think>"]))
 def test_any_number_of_searches_is_good_until_one_tag_is_lost(num_searches, between):
     text = between.join([SEARCH] * num_searches + [ANSWER])
-    assert search_r1_format(text)
+    assert follows_search_r1_format(text)
     for tag in ("<search>", "</search>", "<information>", "</information>", "<answer>"):
         if tag in text:
-            assert not search_r1_format(text.replace(tag, "", 1))
+            assert not follows_search_r1_format(text.replace(tag, "", 1))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_equivalent_characters_are_the_same():
     for answer, truth in ((composed, decomposed), (decomposed, composed)):
         assert answer_reward(answer, truth) == 2.0
         assert answer_reward(f"{answer}!", truth) == 1.0
-        assert is_right_answer(answer * 200, truth * 200)  # too long to be close
+        assert is_close_answer(answer * 200, truth * 200)  # too long to be close
 
 
 def test_long_answers_are_compared_without_the_junk_heuristic():
@@ -123,9 +123,9 @@ def test_a_comparison_has_an_end():
     # Each letter that both have in common is looked up in every place again.
     spaced = "".join(f"a{chr(0x4E00 + i)}" for i in range(2_000))
     start = time.process_time()
-    assert not is_right_answer("a" * 2_000, spaced)
-    assert is_right_answer(f" {spaced.upper()} ", spaced[:1_000] + "\n" + spaced[1_000:])
-    assert is_right_answer("a" * 200, spaced[:400])  # the longest that are compared
+    assert not is_close_answer("a" * 2_000, spaced)
+    assert is_close_answer(f" {spaced.upper()} ", spaced[:1_000] + "\n" + spaced[1_000:])
+    assert is_close_answer("a" * 200, spaced[:400])  # the longest that are compared
     assert time.process_time() - start < 5
 
 
@@ -172,7 +172,7 @@ COMPUTE = f"<python>print(1)</python>{RESULT}"
     ],
 )
 def test_good_bapo_format(response):
-    assert bapo_format(response)
+    assert follows_bapo_format(response)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_good_bapo_format(response):
     ],
 )
 def test_bad_bapo_format(response):
-    assert not bapo_format(response)
+    assert not follows_bapo_format(response)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_bad_bapo_format(response):
     ],
 )
 def test_boxed_answer(content, answer):
-    assert boxed_answer(f"<answer>{content}</answer>") == answer
-    assert boxed_answer(content) is None
+    assert extract_boxed_answer(f"<answer>{content}</answer>") == answer
+    assert extract_boxed_answer(content) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_boxed_answer(content, answer):
 )
 def test_bapo_correctness(response, score):
     answers = ("Paris", "City of Light")
-    assert bapo_correctness(response, answers) == pytest.approx(score)
+    assert compute_bapo_correctness(response, answers) == pytest.approx(score)
 
 
 # Weights

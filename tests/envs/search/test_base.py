@@ -52,7 +52,7 @@ def test_found_documents_are_rendered_and_failures_told():
 @pytest.mark.parametrize("text", ["one line", '"a"\n\n"b"', ""])
 def test_contents_and_back(title, text):
     document = Document("7", title, text)
-    assert Document.of_contents("7", document.contents) == document
+    assert Document.from_contents("7", document.contents) == document
 
 
 class Numbered(Cities):

@@ -21,7 +21,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search import bm25 as bm25_index
 from jaxrl.envs.search.base import Document
 from jaxrl.envs.search.bm25 import LocalSearch, tokenize
-from jaxrl.envs.tools.base import run_one
+from jaxrl.envs.tools.base import run_call
 from tests.helpers import as_nobody, no_file_beyond
 
 CITIES = [
@@ -598,7 +598,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_tool(tmp_path):
     [store] = (tmp_path / "index").glob("*/*.store")
     with open(store, "r+b") as file:  # of which the search has a map
         file.write(b"\xff" * (store.stat().st_size - 64))
-    found = run_one(engine, "city 7")
+    found = run_call(engine, "city 7")
     assert isinstance(found, ToolError)
     assert found.is_permanent
     assert f"the index {store.parent} is damaged; delete that folder" in str(found)

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.search.base import Document, Hit, SkippedHits
+from jaxrl.envs.search.base import Document, Hit, HitReader
 from jaxrl.envs.search.http_retriever import (
     MAX_TEXT,
     PATHS,
     HttpRetriever,
-    read_hits,
-    split_answer,
+    parse_hits,
+    split_response,
 )
 from tests.servers import Reply, Retriever, served
 
@@ -270,14 +270,14 @@ def test_whatever_arrives_is_hits_or_a_failure(answer, protocol, count):
     forms = [answer, {"result": answer}, [answer], [[answer]], [[titled]], [[PASSAGES], [answer]]]
     for form in [*forms, {"result": [[answer]]}, {"result": [[scored, titled]]}]:
         try:
-            results = split_answer(form, protocol, count)
+            results = split_response(form, protocol, count)
         except ValueError:
             continue
         assert len(results) == count
         hits = []
         for result in results:
             with contextlib.suppress(ValueError):
-                hits += read_hits(result, SkippedHits("server", print))
+                hits += parse_hits(result, HitReader("server", print))
         for hit in hits:
             assert all(isinstance(text, str) for text in hit.document)
             assert hit.score is None or isinstance(hit.score, float)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxrl.config import default_config
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.search.base import EmptySearch, SearchEngine
-from jaxrl.envs.search.recording import Recording, recorded_engines
+from jaxrl.envs.search.recording import Recording, list_recorded_engines
 from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
 
 ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3}}
@@ -48,7 +48,7 @@ def test_another_engine_or_other_settings_are_another_recording(tmp_path):
     assert Recording(tmp_path, {**ENGINE, "engine": "web"}).get("q") is None
     Recording(tmp_path, other).add("q", "more")
     assert Recording(tmp_path, ENGINE).get("q") == "found"
-    assert len(recorded_engines(tmp_path)) == 2
+    assert len(list_recorded_engines(tmp_path)) == 2
 
 
 @settings(
@@ -118,7 +118,7 @@ def test_what_is_recorded_is_not_asked_again_and_needs_no_engine(tmp_path):
         EmptySearch(), settings, recording=Recording(tmp_path, ENGINE), is_replay=True
     )
     answers = replay.answer_all(["b", "a"])
-    assert [answer.found for answer in answers] == [found[1], found[0]]
+    assert [answer.result for answer in answers] == [found[1], found[0]]
     assert [answer.record.source for answer in answers] == ["replay", "replay"]
     [missing] = replay.run_batch(["bad"])
     assert isinstance(missing, OutageError)

@@ -18,7 +18,7 @@ from jaxrl.envs.search.http_retriever import HttpRetriever
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import (
     MAX_HANGING,
-    PROBE,
+    PROBE_QUERY,
     ResilientSearch,
     RetryConfig,
     health_check,
@@ -88,7 +88,7 @@ def test_the_cache_answers_what_was_found_before():
     search = ResilientSearch(engine, policy())
     assert search.run("a") == search.run("a") == "about a"
     again = search.answer_all(["a", "b", "a"])
-    assert [answer.found for answer in again] == ["about a", "about b", "about a"]
+    assert [answer.result for answer in again] == ["about a", "about b", "about a"]
     assert told(again) == [("cache", 0, None), ("tool", 1, None), ("cache", 0, None)]
     assert engine.asked == ["a", "b"]
 
@@ -126,7 +126,7 @@ def test_a_failure_is_never_kept(calls):
             assert (answer.record.source, len(engine.asked)) == ("cache", before)
         else:
             assert len(engine.asked) > before
-            assert isinstance(answer.found, str) == is_up
+            assert isinstance(answer.result, str) == is_up
             known |= {query} if is_up else set()
 
 
@@ -147,7 +147,7 @@ def test_the_same_query_is_asked_once_at_a_time():
     assert told(one.result()) == [("tool", 1, None), ("shared", 0, None)]
     assert told(other.result()) == [("shared", 0, None)] * 2
     assert search.engine.asked == ["a"]
-    assert {a.found for a in one.result() + other.result()} == {"about a"}
+    assert {a.result for a in one.result() + other.result()} == {"about a"}
 
 
 def test_misses_of_a_batch_go_to_the_engine_as_one_and_failures_alone_again():
@@ -163,8 +163,8 @@ def test_a_query_that_breaks_its_batch_costs_no_other():
     engine = Batches(lambda query, count: ConnectionError("no") if query == "bad" else query)
     search = ResilientSearch(engine, policy(retries=2, breaker_failures=0))
     found = search.answer_all(["a", "bad", "b"])
-    assert [f.found for f in found[::2]] == ["a", "b"]
-    assert str(found[1].found) == "ConnectionError: no"
+    assert [f.result for f in found[::2]] == ["a", "b"]
+    assert str(found[1].result) == "ConnectionError: no"
     assert engine.batches[:2] == [["a", "bad", "b"]] * 2
     assert sorted(map(len, engine.batches[2:])) == [1] * len(engine.batches[2:])
     assert told(found)[0] == ("tool", 3, None)
@@ -173,15 +173,15 @@ def test_a_query_that_breaks_its_batch_costs_no_other():
 def test_a_query_is_asked_again_while_the_engine_answers_others():
     search = ResilientSearch(Engine(first(3)), policy(retries=3))
     [answer] = search.answer_all(["a"])
-    assert (answer.found, answer.record.attempts) == ("about a", 4)
+    assert (answer.result, answer.record.attempts) == ("about a", 4)
     # One that always fails ends after so many tries that another query was answered between.
     engine = Engine(lambda query, _: ToolError("wrong") if query == "bad" else query)
     search = ResilientSearch(engine, policy(retries=2))
     assert search.run("good") == "good"
     started = time.monotonic()
     [answer] = search.answer_all(["bad"])
-    assert str(answer.found) == "wrong"
-    assert not isinstance(answer.found, OutageError)
+    assert str(answer.result) == "wrong"
+    assert not isinstance(answer.result, OutageError)
     assert time.monotonic() - started < 4.0
     # Each query that the engine got counts, also those that told whether it is up.
     assert answer.record.attempts == len(engine.asked) - 1
@@ -256,7 +256,7 @@ def test_an_open_breaker_lets_one_call_try():
     search = ResilientSearch(Engine(reply), policy(breaker_failures=3, breaker_rest_s=0.2))
     threading.Timer(0.5, is_up.set).start()
     found = search.answer_all(list("abcdefgh"))
-    assert [answer.found for answer in found] == list("abcdefgh")
+    assert [answer.result for answer in found] == list("abcdefgh")
     # At first as many as there are threads; then one after each rest.
     tries = [t for t in times if t > times[0] + 0.15]
     assert 1 <= len(tries) <= 3
@@ -275,7 +275,7 @@ def test_calls_wait_for_an_engine_that_comes_back():
     engine = Batches(answer)
     search = ResilientSearch(engine, policy(retries=1, breaker_failures=2))
     found = search.answer_all(["a", "b", "c"])
-    assert [answer.found for answer in found] == ["a", "b", "c"]
+    assert [answer.result for answer in found] == ["a", "b", "c"]
     assert all(answer.record.waited_s >= 0.5 for answer in found)
     assert sum(answer.record.attempts for answer in found) == len(engine.asked)
 
@@ -308,10 +308,10 @@ def test_with_empty_an_old_result_or_none_stands_in():
     time.sleep(0.02)
     is_up.clear()
     known, new = search.answer_all(["known", "new"])
-    assert (known.found.fallback, new.found.fallback) == ("known", NO_INFORMATION)
+    assert (known.result.fallback, new.result.fallback) == ("known", NO_INFORMATION)
     assert [answer.record.source for answer in (known, new)] == ["fallback"] * 2
     is_up.set()
-    wait_until(lambda: search.answer_all(["new"])[0].found == "new")
+    wait_until(lambda: search.answer_all(["new"])[0].result == "new")
 
 
 def test_no_call_waits_beyond_its_deadline_and_hanging_threads_are_bounded():
@@ -325,12 +325,12 @@ def test_no_call_waits_beyond_its_deadline_and_hanging_threads_are_bounded():
     found = search.answer_all([f"q{i}" for i in range(400)])
     waited_s = time.monotonic() - started
     assert waited_s < 0.6 + 0.1 + 4.0
-    assert all(isinstance(answer.found, OutageError) for answer in found)
+    assert all(isinstance(answer.result, OutageError) for answer in found)
     assert threading.active_count() - before <= MAX_HANGING + 64
     for_ever.set()
     wait_until(lambda: threading.active_count() <= before + 1)
     assert search._num_hanging == 0
-    wait_until(lambda: isinstance(search.answer_all(["good"])[0].found, str))
+    wait_until(lambda: isinstance(search.answer_all(["good"])[0].result, str))
 
 
 @pytest.mark.parametrize("kind", [Engine, Batches])
@@ -433,7 +433,7 @@ def test_against_a_server_that_fails_in_every_way():
         assert {*server.asked} == {*queries}
         assert all(answer.record.waited_s < 30 for answer in answers)
         for answer in answers:
-            assert f"A document about {answer.record.call}" in answer.found
+            assert f"A document about {answer.record.call}" in answer.result
 
 
 PLACE = "config.search.http.url"
@@ -442,7 +442,7 @@ PLACE = "config.search.http.url"
 def asked_first(engine, **changes):
     """What is told of a first query."""
     lines = []
-    health_check(engine, policy(**changes), place=PLACE, log=lines.append)
+    health_check(engine, policy(**changes), url_key=PLACE, log=lines.append)
     return lines
 
 
@@ -452,7 +452,7 @@ def test_a_server_that_comes_up_soon_is_waited_for():
     assert down.startswith("warning: the search engine does not answer; it is retried for ")
     assert down.endswith(f" The last error: busy ({PLACE})")
     assert up.startswith("the search engine answers again")
-    assert engine.asked == [PROBE] * 4
+    assert engine.asked == [PROBE_QUERY] * 4
 
 
 def test_a_server_that_stays_away_ends_the_start():
@@ -469,7 +469,7 @@ def test_a_server_that_refuses_a_first_query_is_not_waited_for():
     for changes in ({}, {"on_outage": "empty"}):
         with pytest.raises(ValueError, match=rf"{PLACE} rejects a test query: .*404"):
             asked_first(engine, **changes)
-    assert engine.asked == [PROBE] * 2
+    assert engine.asked == [PROBE_QUERY] * 2
     later = Engine(lambda _, count: ToolError("no such path", is_permanent=count > 2))
     with pytest.raises(ValueError, match="rejects a test query: no such path"):
         asked_first(later)
@@ -481,7 +481,7 @@ def test_with_empty_a_dead_server_is_told_and_not_waited_for():
     assert line.endswith(
         "error: busy. Episodes with a search end as environment errors until it answers"
     )
-    assert engine.asked == [PROBE]
+    assert engine.asked == [PROBE_QUERY]
 
 
 def test_an_outage_is_told_once_and_its_end():

@@ -73,7 +73,7 @@ def test_what_would_fail_alike_is_not_called_again():
             )
 
     answers = Locked().answer_all(["a", "b"])
-    busy, locked = (answer.found for answer in answers)
+    busy, locked = (answer.result for answer in answers)
     assert [answer.record.attempts for answer in answers] == [2, 1]
     assert [(a.record.call, a.record.tool, a.record.error) for a in answers] == [
         ("a", "python", "busy"),

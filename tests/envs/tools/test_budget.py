@@ -3,7 +3,7 @@
 from jaxrl.envs.base import CallRecord, Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
-from jaxrl.envs.tools.budget import Budget, calls_of
+from jaxrl.envs.tools.budget import Budget, get_call_records
 from tests.servers import KeywordSearch
 
 ASKED = Turn(text="<search>q</search>", tool_call="q", observation="found", latency_s=0.5)
@@ -19,15 +19,17 @@ class Echo(Tool):
 
 def test_calls_of_a_turn():
     records = (CallRecord(call="a"), CallRecord(call="b", tool="echo", source="cache", attempts=0))
-    assert calls_of(Turn(text="x", tool_call="a", records=records)) == records
+    assert get_call_records(Turn(text="x", tool_call="a", records=records)) == records
     # An environment of one's own need not keep any.
-    assert calls_of(ASKED) == (CallRecord(call="q", waited_s=0.5),)
+    assert get_call_records(ASKED) == (CallRecord(call="q", waited_s=0.5),)
     failed = Turn(text="x", tool_call="q", tool="echo", error="down")
-    assert calls_of(failed) == (CallRecord(call="q", tool="echo", error="down"),)
+    assert get_call_records(failed) == (CallRecord(call="q", tool="echo", error="down"),)
     # A reward that failed later is no failure of the call.
-    [call] = calls_of(Turn(text="x", tool_call="q", observation="found", error="score: broken"))
+    [call] = get_call_records(
+        Turn(text="x", tool_call="q", observation="found", error="score: broken")
+    )
     assert call.error is None
-    assert calls_of(Turn(text="<answer>x</answer>")) == ()
+    assert get_call_records(Turn(text="<answer>x</answer>")) == ()
 
 
 def test_a_budget_counts_each_call_once_whoever_answered_it():

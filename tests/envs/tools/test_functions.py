@@ -13,7 +13,7 @@ from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import CallError, chat_schema, run_one
+from jaxrl.envs.tools.base import CallError, build_chat_schema, run_call
 from jaxrl.envs.tools.functions import FunctionTool
 
 
@@ -57,7 +57,7 @@ async def wait(seconds: float) -> float:
 
 
 def test_hints_and_docstring_make_the_schema():
-    function = chat_schema(FunctionTool(add))["function"]
+    function = build_chat_schema(FunctionTool(add))["function"]
     assert function["name"] == "add"
     assert function["description"] == "Adds numbers.\n\nAll of them."
     assert function["parameters"] == {
@@ -100,10 +100,10 @@ def test_hints_and_docstring_make_the_schema():
 def test_arguments_are_of_the_types_that_the_hints_name(arguments, answer):
     tool = FunctionTool(add)
     if answer[0].isdigit():
-        assert tool.run(tool.call_of(arguments)) == answer
+        assert tool.run(tool.encode_call(arguments)) == answer
     else:
         with pytest.raises(CallError) as raised:
-            tool.call_of(arguments)
+            tool.encode_call(arguments)
         assert str(raised.value) == answer
 
 
@@ -134,7 +134,8 @@ def test_what_a_function_raises_is_its_failure_but_a_call_error():
 
     tool = FunctionTool(fail)
     ours, slow, odd, theirs = (
-        run_one(tool, tool.call_of({"why": w})) for w in ("ours", "slow server", "odd", "theirs")
+        run_call(tool, tool.encode_call({"why": w}))
+        for w in ("ours", "slow server", "odd", "theirs")
     )
     assert theirs == "error: no such thing"
     assert str(ours) == "ZeroDivisionError: division by zero"
@@ -187,11 +188,11 @@ def test_a_coroutine_that_does_not_end_holds_up_nobody_for_ever(how, told):
     RELEASE.clear()
     tool = FunctionTool(misbehave, deadline_s=0.2)
     begin = time.monotonic()
-    assert told in str(run_one(tool, f'{{"how": "{how}"}}'))
+    assert told in str(run_call(tool, f'{{"how": "{how}"}}'))
     assert time.monotonic() - begin < 5
     RELEASE.set()
     for _ in range(50):  # a loop that was blocked has to come back
-        if (answer := run_one(tool, '{"how": "well"}')) == "well":
+        if (answer := run_call(tool, '{"how": "well"}')) == "well":
             break
     assert answer == "well"
 

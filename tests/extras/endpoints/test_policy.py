@@ -22,7 +22,7 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.images import Picture, UnreadableImageError
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
@@ -515,7 +515,7 @@ def test_an_image_within_the_models_own_message_is_refused(processor):
 def test_a_folder_of_a_model_of_text_counts_no_images():
     images = (Picture(data=encoded(drawn())),)
     told = r"the model reads none.*Set config\.model\.path.*also counts for endpoints"
-    with pytest.raises(UnreadableError, match=told):
+    with pytest.raises(UnreadableImageError, match=told):
         look(lambda _: chosen("Answer: a"), images, processor=None)
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
-from jaxrl.envs.images import Picture, images_behind
+from jaxrl.envs.images import Picture, attached_images
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import CallError, run_one
+from jaxrl.envs.tools.base import CallError, run_call
 from jaxrl.extras.mcp.servers import McpServer, McpTool
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -54,9 +54,9 @@ def tools(request):
 
 
 def test_images_stand_behind_the_text(tools):
-    answer = run_one(tools["look"], "{}")
+    answer = run_call(tools["look"], "{}")
     assert answer == "a dot"
-    assert images_behind(answer) == (Picture(data=b"\x89PNG of a dot"),)
+    assert attached_images(answer) == (Picture(data=b"\x89PNG of a dot"),)
 
 
 def test_tools_are_listed_with_their_schemas(tools):
@@ -72,10 +72,10 @@ def test_tools_are_listed_with_their_schemas(tools):
 
 def test_calls_are_answered(tools):
     add = tools["add"]
-    assert add.run(add.call_of({"a": 1})) == "3"
-    calls = [add.call_of({"a": 1, "b": b}) for b in range(8)]
+    assert add.run(add.encode_call({"a": 1})) == "3"
+    calls = [add.encode_call({"a": 1, "b": b}) for b in range(8)]
     assert add.run_batch(calls) == [str(1 + b) for b in range(8)]
-    assert tools["shout"].run(tools["shout"].call_of("hey")) == "HEY"
+    assert tools["shout"].run(tools["shout"].encode_call("hey")) == "HEY"
     assert tools["several"].run("{}").split("\n")[:2] == ["a", "b"]
 
 
@@ -94,7 +94,7 @@ def test_a_missing_reference_is_an_error_of_the_server(reference):
     schema = {"type": "object", "properties": {"place": {"items": {"$ref": reference}}}}
     tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
     with pytest.raises(ToolError, match="the tool 'find' a schema that cannot be used"):
-        tool.call_of({"place": ["here"]})
+        tool.encode_call({"place": ["here"]})
 
 
 def test_references_within_a_schema_are_followed():
@@ -108,9 +108,9 @@ def test_references_within_a_schema_are_followed():
         "$defs": definitions,
     }
     tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
-    assert tool.call_of({"places": ["here"], "$ref": 1})
+    assert tool.encode_call({"places": ["here"], "$ref": 1})
     with pytest.raises(CallError, match=r"arguments\['places'\]\[0\]: 'nowhere' is not one of"):
-        tool.call_of({"places": ["nowhere"]})
+        tool.encode_call({"places": ["nowhere"]})
 
 
 def test_a_tree_of_arguments_is_checked_to_its_depth():
@@ -124,11 +124,11 @@ def test_a_tree_of_arguments_is_checked_to_its_depth():
             leaf = {"in": leaf}
         return {"q": leaf}
 
-    assert tool.call_of(tree(None))
+    assert tool.encode_call(tree(None))
     with pytest.raises(CallError, match=r"^arguments\['q'\]\['in'\]: "):
-        tool.call_of(tree(1))
+        tool.encode_call(tree(1))
     with pytest.raises(CallError, match="the call is nested too deeply"):
-        tool.call_of({"q": tree(tree(None))})
+        tool.encode_call({"q": tree(tree(None))})
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_tree_of_arguments_is_checked_to_its_depth():
 )
 def test_wrong_arguments_are_told_before_the_server_is_asked(stdio, arguments, message):
     with pytest.raises(CallError) as raised:
-        stdio["add"].call_of(arguments)
+        stdio["add"].encode_call(arguments)
     assert str(raised.value) == message
 
 
@@ -165,12 +165,12 @@ def test_a_call_that_takes_too_long_has_failed(tools):
 
 def test_a_server_that_dies_is_our_failure_and_is_started_again():
     tools = named(McpServer({"command": COMMAND}, deadline_s=60).tools())
-    answer = run_one(tools["die"], "{}")
+    answer = run_call(tools["die"], "{}")
     assert isinstance(answer, ToolError)
     assert "mcp_server.py': " in str(answer)
     assert tools["add"].run('{"a": 1}') == "3"
     [answer] = tools["die"].answer_all(["{}"])
-    assert (type(answer.found), answer.record.attempts) == (ToolError, 2)
+    assert (type(answer.result), answer.record.attempts) == (ToolError, 2)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, message, monkey
     monkeypatch.setenv("MCP_KEY", "sk-live-" + "0123456789abcdef" * 8)
     command = (sys.executable, "-c", SCRIPTED, str(code), message)
     [tool] = McpServer({"command": command, "env": ("MCP_KEY",)}, deadline_s=60).tools()
-    answer = str(run_one(tool, "{}"))
+    answer = str(run_call(tool, "{}"))
     assert message[:9] in answer
     assert "012345" not in answer
     if message.startswith("no"):

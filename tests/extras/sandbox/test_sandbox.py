@@ -21,7 +21,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.tools.base import run_one
+from jaxrl.envs.tools.base import run_call
 from jaxrl.envs.tools.monty import MontyTool
 from jaxrl.extras.sandbox import child as sandbox_child
 from jaxrl.extras.sandbox import tools as sandbox
@@ -557,7 +557,7 @@ def test_a_sandbox_that_does_not_work_is_refused_with_the_reason(monkeypatch):
 def test_a_sandbox_that_stops_working_is_a_failure_of_the_tool(tools, monkeypatch):
     tool = tools("bubblewrap")
     monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/bwrap")
-    answer = run_one(tool, "print(1)")
+    answer = run_call(tool, "print(1)")
     assert isinstance(answer, ToolError)
     assert str(answer).startswith("the Python sandbox failed: [Errno 2]")
 

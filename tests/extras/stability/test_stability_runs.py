@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl.builders.validation import validate
-from jaxrl.envs.rewards.attribution import occurs
+from jaxrl.envs.rewards.attribution import occurs_in
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.helpers import build, settings_of
@@ -82,7 +82,7 @@ def test_the_search_that_shows_the_answer_is_paid(workdir):
     for number in (1, 2):
         for line in trajectories(workdir, number):
             shows = [
-                any(occurs(answer, turn["observation"] or "") for answer in line["ground_truth"])
+                any(occurs_in(answer, turn["observation"] or "") for answer in line["ground_truth"])
                 for turn in line["turns"]
             ]
             assert line["reward_parts"]["first_occurrence"] == float(any(shows))
