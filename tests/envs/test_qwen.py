@@ -109,14 +109,14 @@ def test_calls_of_one_turn_are_answered_in_their_order():
 @pytest.mark.parametrize(
     ("turn", "answer"),
     [
-        ("<tool_call>{}</tool_call>", "error: the call is not a JSON object such as"),
+        ("<tool_call>{}</tool_call>", "error: the call is no JSON object as"),
         (
             '<tool_call>{"name": "double"}</tool_call>',
-            "error: the call is not a JSON object such as",
+            "error: the call is no JSON object as",
         ),
         (
             '<tool_call>{"name": "double", "arguments": "{}"}</tool_call>',
-            "error: the call is not a JSON object such as",
+            "error: the call is no JSON object as",
         ),
         ("<tool_call>{'name': 1}</tool_call>", "error: the call is not valid JSON: Expecting pro"),
         ('<tool_call>{"name": NaN}</tool_call>', "error: the call is not valid JSON: NaN is no J"),
