@@ -379,9 +379,9 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
         )
     if own := tokenizer.left_out_system:
         notes.append(
-            f"the chat template's default system message {own!r:.200} is left out of prompts "
-            "without one. To add a system message, set config.prompt.system or put it into the "
-            "chats"
+            f"the chat template's default system message {own!r:.200} is left out of "
+            "prompts without one. To add a system message, set config.prompt.system or put it into "
+            "the chats"
         )
     return notes
 
@@ -396,8 +396,8 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
     foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
     if foreign:
         raise ValueError(
-            f"{path}/generation_config.json: eos_token_id names {foreign}, which the tokenizer's "
-            f"{tokenizer.num_tokens} ids do not hold."
+            f"{path}/generation_config.json: eos_token_id names {foreign}, which are "
+            f"not among the tokenizer's {tokenizer.num_tokens} ids."
         )
 
 
@@ -604,7 +604,7 @@ def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 def _fit_sources(
     tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `fit_prompts` to each source. Also return notes on dropped tasks and the mixture."""
+    """Apply `fit_prompts` to each source. Also return notes for the log."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)

@@ -73,7 +73,7 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 
 def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
-    """Hash the corpus and encoder files of the configured search engine; see `fingerprints`."""
+    """Hash the corpus and encoder files of the search engine; see `fingerprints`."""
     section = CORPORA.get(config.search.engine, "")
     if not section:
         return {}
@@ -171,7 +171,7 @@ def _digest(path: Path) -> str:
 
 
 def _sampled_digest(path: Path, *, header: int) -> str:
-    """Return the SHA-256 of a large file's size, its first `header` bytes and sampled blocks."""
+    """Return the SHA-256 of a large file's size, header and sampled blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

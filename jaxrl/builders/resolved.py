@@ -558,6 +558,6 @@ def _resolve_function(
 def _check_texts(key: str, name: str, field: str, texts: Any) -> None:
     if not isinstance(texts, tuple) or not all(isinstance(t, str) and t for t in texts):
         raise ValueError(
-            f"config.{key} names {name!r}, whose {field} is {texts!r}; expected a tuple of texts, "
-            "such as ('</answer>',)."
+            f"config.{key} names {name!r}, whose {field} is {texts!r}; expected a tuple "
+            "of strings, such as ('</answer>',)."
         )

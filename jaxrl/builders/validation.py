@@ -397,8 +397,8 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
         if c.stages != ("evaluate",):
             yield (
                 "policy.name",
-                f"{OWN_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has no "
-                "weights to train",
+                f"{OWN_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has "
+                "no weights to train",
             )
         if c.rollout.overlong_prompts == "truncate_left":
             yield (
@@ -471,8 +471,8 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
         if not least <= context.max_tokens <= rollout.max_total_tokens:
             yield (
                 length_key,
-                f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and at "
-                f"most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all "
+                f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and "
+                f"at most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all "
                 "contexts",
             )
         if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:

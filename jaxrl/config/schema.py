@@ -125,8 +125,8 @@ def _optimizer(section: str) -> dict[str, Key]:
 def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
     """Return the keys for the training tasks or the held-out tasks."""
     return {
-        f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
-            "name of a generated data set."),
+        f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, "
+            "or the name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
             "dotted name of your reader. Empty: by the source."),

@@ -127,8 +127,8 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
     answers = accepted_answers(value)
     if not answers:
         raise ValueError(
-            f"expected 'answers', a list of at least one text; found {_names(fields)} with the "
-            f"answers {value!r}; {OTHER_NAMES}"
+            f"expected 'answers', a list of at least one text; found {_names(fields)} with "
+            f"the answers {value!r}; {OTHER_NAMES}"
         )
     return answers
 
@@ -148,8 +148,8 @@ def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
     answers = accepted_answers(truth)
     if not answers:
         raise ValueError(
-            f"'reward_model' holds {_names(reward_model)}; expected 'ground_truth' with an answer, "
-            f"found {truth!r}."
+            f"'reward_model' holds {_names(reward_model)}; expected 'ground_truth' with an "
+            f"answer, found {truth!r}."
         )
     return answers
 
@@ -245,8 +245,8 @@ def read_chat(
         return chat, tuple(given)
     if marks.count(None) != len(given):
         raise ValueError(
-            f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks "
-            f"{IMAGE_TAG} for them; expected the same number, or no marks."
+            f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks {MARK} "
+            "for them; expected the same number, or no marks."
         )
     others = iter(given)
     return chat, tuple(image or next(others) for image in marks)
@@ -313,8 +313,8 @@ def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
         return text, None
     if kind not in ("image", "image_url") or others:
         raise ValueError(
-            f"a message has a part of the type {kind!r}, with {_names(fields)}; expected 'text' "
-            "with a text, or 'image', and no other fields."
+            f"a message has a part of the type {kind!r}, with {_names(fields)}; expected "
+            "'text' with a text, or 'image', and no other fields."
         )
     value = next((fields[name] for name in names if fields.get(name)), None)
     try:

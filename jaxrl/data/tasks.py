@@ -363,8 +363,8 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     task, other = both[0]
     text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
     return (
-        f"warning: {len(both)} of {len(held_out)} held-out questions are among the tasks trained "
-        f"on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
+        f"warning: {len(both)} of {len(held_out)} held-out questions are among the tasks "
+        f"trained on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
         f"config.tasks.eval and {other.id!r} of config.tasks.train"
     )
 

@@ -409,7 +409,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 
 @contextlib.contextmanager
 def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
-    """Convert library errors to one-line ValueErrors. Errors of types `ours` pass unchanged."""
+    """Convert library errors to one-line ValueErrors. Types `ours` pass unchanged."""
     try:
         yield
     except (KeyboardInterrupt, *ours):

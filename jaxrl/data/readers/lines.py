@@ -91,9 +91,9 @@ def csv_table(
 ) -> Reader:
     """Open CSV or TSV files with a header line.
 
-    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any JSON
-    or Python literal, as pandas writes it. Columns of answers are parsed by `_answers`. Empty cells
-    and columns without a name, such as the row numbers of pandas, are skipped.
+    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any
+    JSON or Python literal, as pandas writes it. `_answers` parses columns of answers. Empty
+    cells and columns without a name, such as the row numbers of pandas, are skipped.
 
     Args:
         source: Path of a file, a pattern, or a folder with .csv and .tsv files.
@@ -144,16 +144,16 @@ class _Csv(_Lines):
             if row:  # blank lines are skipped
                 if len(row) != len(self._names):
                     raise ValueError(
-                        f"{path}:{number} has {len(row)} cells, and {len(self._names)} columns "
-                        f"have names ({', '.join(self._names)}); is {self._delimiter!r} the "
-                        "delimiter?"
+                        f"{path}:{number} has {len(row)} cells, and {len(self._names)} "
+                        f"columns have names ({', '.join(self._names)}); is {self._delimiter!r} "
+                        "the delimiter?"
                     )
                 self._offsets.append(offset)
                 self._numbers.append(number)
             offset, number = self._at, self._number + 1
 
     def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
-        """Yield the rows from a byte offset onward. `number` is the number of lines before it."""
+        """Yield the rows from a byte offset onward, after `number` lines."""
         self._at, self._number = offset, number
         self._held.file.seek(offset)
         try:
