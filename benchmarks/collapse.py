@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks.common import table
 from benchmarks.jobs import Job, run_jobs
 from configs import collapse, collapse_stable
-from jaxrl.builders.components import build, run_settings
+from jaxrl.builders.components import build, build_run_settings
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -144,7 +144,7 @@ def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps:
     parts = build(resolved)
     if row.lag > 1:
         make_late(parts, row.lag)
-    run(run_settings(resolved), workdir, parts, Display())
+    run(build_run_settings(resolved), workdir, parts, Display())
 
 
 def make_late(parts: Any, lag: int) -> None:

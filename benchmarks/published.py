@@ -38,8 +38,8 @@ from jax.experimental import topologies
 
 from benchmarks import common, floors
 from benchmarks.common import table
-from jaxrl.builders.capacity import GIB, check_rows
-from jaxrl.builders.method import batch_shape
+from jaxrl.builders.capacity import GIB, check_row_counts
+from jaxrl.builders.method import compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.memory import Target, count_cache_pages, make_target_mesh, plan_rollout
 from jaxrl.models.attention.choice import resolve_kernel_name
@@ -89,7 +89,9 @@ class Case:
     def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
         """Return the configuration, with micro-batches that fit the devices, and the model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
-        check_rows(shipped[0], make_target_mesh(*shipped, self.target), self.target.num_processes)
+        check_row_counts(
+            shipped[0], make_target_mesh(*shipped, self.target), self.target.num_processes
+        )
         return shipped
 
 
@@ -280,7 +282,7 @@ class Step:
         kernels, _ = resolve_kernel_name(named, target.platform, model.head_dim, dtype)
         # Sizes of one call: a micro-batch, a chunk of decoding, a prefill.
         shards = num_batch_shards(mesh) if SHARES_PROMPTS[kernels] else 0
-        shape = batch_shape(config, "train", shards, own["context"], model)
+        shape = compute_batch_shape(config, "train", shards, own["context"], model)
         length, chunk = rollout.max_total_tokens, rollout.chunk_tokens
         tokens = shape.micro_rows * shape.row_tokens / num_pieces(mesh)
         sampling = target.num_devices // own["tensor"]

@@ -41,7 +41,7 @@ import jax
 from benchmarks import common
 from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
-from jaxrl.builders.method import batch_shape, build_method
+from jaxrl.builders.method import build_method, compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
@@ -111,7 +111,9 @@ class Steps:
         config = make_config(work, self.episodes.max_total_tokens, num_steps)
         method = self._method = build_method(config)
         policy = make_model(model, work, mesh)
-        self._shape = batch_shape(config, "train", policy.shards_with_prompts, policy.num_pieces)
+        self._shape = compute_batch_shape(
+            config, "train", policy.shards_with_prompts, policy.num_pieces
+        )
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.readers.base import Listed, Reader, blocks
+from jaxrl.data.readers.base import Reader, SequenceReader, split_range
 from jaxrl.data.records import parse_task
-from jaxrl.data.tasks import TaskSource, normalized_question, open_reader
+from jaxrl.data.tasks import TaskSource, normalize_question, open_reader
 from jaxrl.envs.base import Task
 from jaxrl.utils.files import open_atomic
 
@@ -176,8 +176,8 @@ def rows_of(source: str) -> Iterator[tuple[Row, str]]:
         ValueError: The file cannot be read.
     """
     reader = _reader_of(source)
-    for block in blocks(len(reader), 1000):
-        yield from zip(reader.read(block), map(reader.place, block), strict=True)
+    for block in split_range(len(reader), 1000):
+        yield from zip(reader.read(block), map(reader.location, block), strict=True)
 
 
 def _reader_of(source: str) -> Reader:
@@ -190,7 +190,7 @@ def _reader_of(source: str) -> Reader:
             raise ValueError(
                 f"{source} holds no array; expected an array, or an object with 'Data'."
             )
-        return Listed(rows, source, "--in")
+        return SequenceReader(rows, source, "--in")
     return open_reader(TaskSource(key="--in", source=source))
 
 
@@ -205,7 +205,7 @@ class Collapsed:
     def add(self, task: Task, own: str, data_source: str) -> None:
         """Add a task with the published id `own`, or merge its answers into an equal question."""
         chat = json.dumps(task.messages)
-        asked = chat if task.question is None else normalized_question(task.question)
+        asked = chat if task.question is None else normalize_question(task.question)
         if asked not in self.tasks:
             self.tasks[asked] = self._written(task, own, data_source)
             return
@@ -243,21 +243,21 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
         ValueError: The file cannot be read, or a row is malformed. The message gives its location.
     """
     collapsed = Collapsed()
-    for number, (row, place) in enumerate(rows_of(source)):
+    for number, (row, location) in enumerate(rows_of(source)):
         convert = flash_rag if "golden_answers" in row else BENCHMARKS[name]
         try:
             fields = convert(row)
-            task = parse_task(fields, place)
+            task = parse_task(fields, location)
         except LeftOutError as error:
             collapsed.left_out[str(error)] += 1
             continue
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{place} is not a row of {name}: {error!r}; it has {', '.join(row)}; expected "
+                f"{location} is not a row of {name}: {error!r}; it has {', '.join(row)}; expected "
                 f"{' '.join((convert.__doc__ or '').split())}"
             ) from error
         except ValueError as error:
-            raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
+            raise ValueError(f"{location}: {str(error).removeprefix(f'{location}: ')}") from error
         own = task.id if fields.get("id") is not None else str(number)
         collapsed.add(task, own, data_source or name)
     return collapsed

@@ -42,7 +42,7 @@ SUBCOMMANDS = {
 """Module of each command, and the arguments that precede the user's."""
 
 QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
-WORLD = Path("data/quickstart")
+WORLD_FOLDER = Path("data/quickstart")
 
 
 def find_bundle() -> Path:
@@ -66,10 +66,10 @@ def main() -> None:
     sys.path.append(str(find_bundle()))
     if command == "quickstart":
         # The file that is written last. If it is missing, generate the dataset, perhaps again.
-        has_world = (WORLD / "questions_eval.jsonl").is_file()
+        has_world = (WORLD_FOLDER / "questions_eval.jsonl").is_file()
         if not has_world and not {"-h", "--help", "--helpfull"} & {*arguments}:
             world = importlib.import_module("examples.quickstart_world")
-            world.main([f"--out={WORLD}", "--seed=0"])
+            world.main([f"--out={WORLD_FOLDER}", "--seed=0"])
         run("jaxrl.launch", [*QUICKSTART, *arguments])
     if command not in SUBCOMMANDS:
         sys.exit(f"error: jaxrl {command}: expected {', '.join(['quickstart', *SUBCOMMANDS])}.")

@@ -41,8 +41,8 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxrl.config import schema as configuration
-from jaxrl.config.keys import optional
-from jaxrl.config.loading import load_config_file, load_values, read_keys
+from jaxrl.config.keys import import_optional
+from jaxrl.config.loading import load_config_file, load_values, parse_overrides
 from jaxrl.runtime.preemption import stop_on_signals
 from jaxrl.utils.files import (
     REMEDIES,
@@ -146,7 +146,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         for name in ("absl", "jax._src.compilation_cache", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
-            show_plan = optional(SHOW_PLAN)
+            show_plan = import_optional(SHOW_PLAN)
             if show_plan is None:
                 raise ValueError("--plan: jaxrl/extras/plan is missing; restore the folder.")
             fits = show_plan(
@@ -281,8 +281,8 @@ def prepare_run(
         OutageError: The search engine's server does not respond.
     """
     from jaxrl.builders import validation
-    from jaxrl.builders.components import build, run_settings
-    from jaxrl.builders.fingerprints import check_alike, fingerprints
+    from jaxrl.builders.components import build, build_run_settings
+    from jaxrl.builders.fingerprints import check_processes_agree, compute_fingerprints
     from jaxrl.logs.trackers import check_trackers
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, resume
@@ -292,15 +292,15 @@ def prepare_run(
     # Cheap checks first, so that nothing is written or compiled for a run that cannot start.
     _check_workdir(config, workdir, accept_changes=accept_changes)
     if step is not None:
-        if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
+        if config.stages != ("evaluate",) or config.policy.name != configuration.LOCAL_MODEL:
             raise ValueError(
                 f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
                 "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
             )
         resume.check_checkpoint_exists(workdir / "checkpoints", step)
     check_trackers(config.log.wandb_project)
-    contents = fingerprints(config)
-    check_alike(config, workdir, contents)
+    contents = compute_fingerprints(config)
+    check_processes_agree(config, workdir, contents)
     begun, changes = _check_changes(config, workdir, contents, accept_changes=accept_changes)
     notes = validation.warnings(config)
     if begun is not None:
@@ -325,7 +325,7 @@ def prepare_run(
             resume.record_start(workdir, begun, changes, config, contents)
 
     def run_stages(should_stop: Callable[[], bool]) -> None:
-        run_args = (run_settings(config), workdir, components, display, should_stop, contents)
+        run_args = (build_run_settings(config), workdir, components, display, should_stop, contents)
         try:
             if step is None:
                 run(*run_args, record_start)
@@ -343,7 +343,7 @@ def _exit_with_code(error: Exception, code: int) -> NoReturn:
     from jaxrl.runtime import distributed
 
     if distributed.is_main():
-        print(f"error: {_message(error)}", file=sys.stderr)
+        print(f"error: {_format_message(error)}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -355,9 +355,9 @@ def _fit_memory(
     Raises:
         ValueError: The run does not fit, or it needs the memory plan and that extra is missing.
     """
-    if config.policy.name != configuration.OWN_MODEL:
+    if config.policy.name != configuration.LOCAL_MODEL:
         return []
-    fit = optional(FIT)
+    fit = import_optional(FIT_MEMORY)
     if fit is None:
         from jaxrl.builders.capacity import MICRO_ROWS
 
@@ -372,7 +372,7 @@ def _fit_memory(
     return notes
 
 
-FIT = "jaxrl.extras.plan.fitting:fit_memory"
+FIT_MEMORY = "jaxrl.extras.plan.fitting:fit_memory"
 """Function that chooses micro-batch sizes, and rejects a run that does not fit in memory."""
 
 SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
@@ -390,10 +390,10 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = 
             )
     begun, _ = _check_changes(config, workdir, accept_changes=accept_changes)
     if begun is not None:
-        from jaxrl.builders.resolved import fixed_keys
+        from jaxrl.builders.resolved import find_fixed_keys
         from jaxrl.runtime.resume import check_fixed_keys
 
-        fixed = fixed_keys(config, begun.config)
+        fixed = find_fixed_keys(config, begun.config)
         check_fixed_keys(workdir, begun, configuration.flatten(config), fixed)
 
 
@@ -427,7 +427,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     for argument in argv:
         key = argument.partition("=")[0].lstrip("-")
         if argument.startswith("-") and key in configuration.KEYS:
-            settings.append(argument)  # `read_keys` rejects keys without the --config prefix
+            settings.append(argument)  # `parse_overrides` rejects keys without the --config prefix
     try:
         others = flags.FLAGS([argument for argument in argv if argument not in settings])
     except flags.Error as error:
@@ -449,7 +449,7 @@ def _load_config(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     for folder in (workdir, *workdir.parents):
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"--workdir={workdir}: {folder} is a file; name a folder.")
-    keys = read_keys(argv[1:])
+    keys = parse_overrides(argv[1:])
     # The config file and dotted names may import user modules from the config's folder.
     sys.path.append(str(Path(_CONFIG.value.partition(":")[0]).absolute().parent))
     config = load_config_file(_CONFIG.value)
@@ -472,7 +472,7 @@ def _exit_with_error(error: Exception, remedy: str = "", place: Path | None = No
     full = find_disk_full_error(error)
     if full is not None and full.filename:  # otherwise `error` says more
         error = full
-    sys.exit(f"error: {_message(error, remedy, place)}")
+    sys.exit(f"error: {_format_message(error, remedy, place)}")
 
 
 def _is_system_error_in(error: Exception, folder: Path) -> bool:
@@ -482,7 +482,7 @@ def _is_system_error_in(error: Exception, folder: Path) -> bool:
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
-def _message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
+def _format_message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
     """Format an error in one line."""
     message = format_os_error(error, remedy, place) if isinstance(error, OSError) else None
     return escape_control_chars(" ".join((message or str(error)).split()))

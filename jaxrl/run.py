@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from jaxrl.builders.components import RunComponents
-from jaxrl.config.keys import optional
-from jaxrl.config.schema import flat_pairs
+from jaxrl.config.keys import import_optional
+from jaxrl.config.schema import flatten_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.tokens import make_token_logger
@@ -368,7 +368,7 @@ def apply_rollback(
 
 def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
     """Return the configuration and file fingerprints, which are compared on resume."""
-    return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
+    return {"config": dict(flatten_pairs(settings.values)), "contents": dict(contents)}
 
 
 def load_initial_params(run_state: RunState) -> Params:
@@ -408,7 +408,7 @@ def load_initial_params(run_state: RunState) -> Params:
 def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
     """Write `report.html`, from the main process only."""
     if distributed.is_main():
-        write = optional(REPORT)
+        write = import_optional(REPORT)
         if write is None:
             log("no report: jaxrl/extras/view is missing")
         else:

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jaxrl.builders.capacity import GIB
-from jaxrl.builders.method import batch_shape, build_method, optimizer_settings
-from jaxrl.builders.method import policy_architecture as architecture_of
+from jaxrl.builders.method import build_method, build_optimizer_settings, compute_batch_shape
+from jaxrl.builders.method import build_policy_architecture as architecture_of
 from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
@@ -195,7 +195,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
 
 def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
     """Shape of the mini-batches of the train stage."""
-    return batch_shape(
+    return compute_batch_shape(
         config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
     )
 
@@ -332,7 +332,7 @@ def compiled_bytes(program: Any, platform: str) -> int:
 
 def beside(config: ResolvedConfig, policy: Model) -> int:
     """Bytes beside the arguments of scoring or adding up gradients, on a device meanwhile."""
-    optimizer, trained = make_optimizer(optimizer_settings(config, "train")), policy.trained
+    optimizer, trained = make_optimizer(build_optimizer_settings(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
     if config.kl.coef and config.kl.anchor == "ref":

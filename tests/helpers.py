@@ -46,7 +46,7 @@ def build(config, *arguments, **options):
 
 def settings_of(config):
     """Return the run settings of a configuration, without task sources."""
-    return components.run_settings(resolved(config))
+    return components.build_run_settings(resolved(config))
 
 
 def resolved(config):

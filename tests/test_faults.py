@@ -80,7 +80,7 @@ def one_engine():
     made, make = {}, components.build_engine
 
     def kept(config, *given, **settings):
-        sizes = config.rollout.to_json(), *components.draw_kinds(config)
+        sizes = config.rollout.to_json(), *components.select_sampling_kinds(config)
         made[sizes] = made.get(sizes) or make(config, *given, **settings)
         return made[sizes]
 

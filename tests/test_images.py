@@ -23,7 +23,7 @@ from jaxrl.builders.components import _build_processor
 from jaxrl.config import default_config
 from jaxrl.data import serialization, tasks
 from jaxrl.data.records import parse_task
-from jaxrl.data.tasks import Tasks, TaskSource, overlap_note, read_tasks
+from jaxrl.data.tasks import Tasks, TaskSource, describe_overlap, read_tasks
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import (
     Episode,
@@ -150,7 +150,7 @@ class TestRecords:
             parse_task({"messages": CHAT, "answers": "x"} | changes, "t:1")
 
     def test_bytes_stay_in_the_file_where_they_are_many(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tasks, "HELD_BYTES", 2000)
+        monkeypatch.setattr(tasks, "MAX_CACHED_IMAGE_BYTES", 2000)
         rows = [
             {"question": f"{i}?", "answers": ["x"], "images": [{"bytes": encoded(drawn(seed=i))}]}
             for i in range(3)
@@ -181,8 +181,8 @@ class TestRecords:
             answers=("3",),
             images=(Picture(path=str(tmp_path / f"{name}.png")),),
         )
-        assert overlap_note([ask("a")], [ask("b")]) == ""
-        assert "1 of 1 held-out questions" in overlap_note([ask("a")], [ask("c")])
+        assert describe_overlap([ask("a")], [ask("b")]) == ""
+        assert "1 of 1 held-out questions" in describe_overlap([ask("a")], [ask("c")])
 
 
 class TestProcessor:

@@ -226,7 +226,7 @@ class TestModelFolder:
         with as_nobody(), pytest.raises(PermissionError) as raised:
             read(model)
         wanted = f"{model / name}: Permission denied; give this user permission (ls -l shows"
-        assert launch._message(raised.value).startswith(wanted)
+        assert launch._format_message(raised.value).startswith(wanted)
 
     def test_weights_that_are_damaged_or_missing(self, refusal, model):
         file = model / "model.safetensors"

@@ -13,7 +13,7 @@ import pytest
 from absl.testing import flagsaver
 
 from jaxrl import launch
-from jaxrl.builders.fingerprints import fingerprints
+from jaxrl.builders.fingerprints import compute_fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
@@ -55,7 +55,7 @@ def play(config, workdir, **arguments):
     workdir.mkdir(exist_ok=True)
     parts = build(config)
     write_config(workdir, config)
-    contents = fingerprints(resolve_names(config))
+    contents = compute_fingerprints(resolve_names(config))
     run(settings_of(config), workdir, parts, Display(), contents=contents, **arguments)
     return parts
 

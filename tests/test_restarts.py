@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxrl import run
-from jaxrl.builders.fingerprints import fingerprints
+from jaxrl.builders.fingerprints import compute_fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
@@ -131,7 +131,7 @@ def play(config, workdir, should_stop=lambda: False):
     """Runs in this process; True when it was not stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        parts, known = build(config), fingerprints(resolve_names(config))
+        parts, known = build(config), compute_fingerprints(resolve_names(config))
         given = settings_of(config)
         run.run(given, workdir, parts, Display(), should_stop, known)
     except Interrupted:

@@ -18,7 +18,7 @@ import pytest
 
 from jaxrl import run
 from jaxrl.builders import components
-from jaxrl.builders.fingerprints import fingerprints
+from jaxrl.builders.fingerprints import compute_fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.search.base import SearchEngine
@@ -70,7 +70,10 @@ def play(config, workdir, **parts):
     """Runs in this process, with some of the parts replaced."""
     workdir.mkdir(parents=True, exist_ok=True)
     made = build(config)
-    changed, contents = dataclasses.replace(made, **parts), fingerprints(resolve_names(config))
+    changed, contents = (
+        dataclasses.replace(made, **parts),
+        compute_fingerprints(resolve_names(config)),
+    )
     run.run(settings_of(config), workdir, changed, Display(), contents=contents)
     return made
 
@@ -135,7 +138,7 @@ def test_a_step_in_the_middle_is_evaluated_and_exported(base, tiny_world, tmp_pa
     config = run_settings(tiny_world, **BASE)
     config.stages = ("evaluate",)
     parts = build(config)
-    given, known = settings_of(config), fingerprints(resolve_names(config))
+    given, known = settings_of(config), compute_fingerprints(resolve_names(config))
     run.evaluate_step(given, workdir, parts, Display(), lambda: False, known, 43)
     new, old = (
         json.loads((workdir / "eval" / f"{name}.json").read_text())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.method import batch_shape
+from jaxrl.builders.method import compute_batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import EngineCounts
@@ -32,7 +32,7 @@ def minibatches(trajectories, **changes):
     config.update_from_flattened_dict(
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
-    shape, method = batch_shape(resolved(config), "train"), method_of(config)
+    shape, method = compute_batch_shape(resolved(config), "train"), method_of(config)
     groups = AdvantageEstimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
     return make_minibatches(groups, shape, method, controllers=Controllers())
 

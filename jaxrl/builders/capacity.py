@@ -15,13 +15,13 @@ from jaxrl.sampling.blocks import count_pages
 GIB = 2**30
 
 
-def gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a size in bytes as GiB, or as MiB below 1 GiB."""
-    unit, scale = unit_of(size)
+    unit, scale = choose_unit(size)
     return f"{size / scale:.2f} {unit}"
 
 
-def unit_of(size: int) -> tuple[str, int]:
+def choose_unit(size: int) -> tuple[str, int]:
     """Return the unit in which to display a size in bytes, and the unit's size in bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
@@ -30,21 +30,21 @@ MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"
 """Config key of the micro-batch size, by stage."""
 
 
-def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
+def check_row_counts(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
     """Check that the row counts of the configured stages divide evenly over the devices.
 
     Raises:
         ValueError: A row count does not divide evenly. The message names the key.
     """
     batch, shards = " * ".join(BATCH_AXES), num_batch_shards(mesh)
-    pieces = " * ".join(PIECE_AXES)
+    piece_axes = " * ".join(PIECE_AXES)
     if config.mesh.rollout_devices:
-        pieces = "rollout_devices / tensor, of all processes,"
-    sampling = sampling_shards(config, mesh, num_processes)
+        piece_axes = "rollout_devices / tensor, of all processes,"
+    sampling_shards = count_sampling_shards(config, mesh, num_processes)
     for key, stages, axes, count in (
         ("optimizer.micro_rows", {"train"}, batch, shards),
         ("sft.optimizer.micro_rows", {"sft"}, batch, shards),
-        ("rollout.max_num_seqs", {"train", "evaluate"}, pieces, sampling),
+        ("rollout.max_num_seqs", {"train", "evaluate"}, piece_axes, sampling_shards),
     ):
         value = config.config[key]
         if value % count and stages & set(config.stages):
@@ -54,7 +54,7 @@ def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
             )
 
 
-def check_length(config: ResolvedConfig, model: Architecture) -> None:
+def check_context_length(config: ResolvedConfig, model: Architecture) -> None:
     """Check that trajectories fit in the model's context window.
 
     Raises:
@@ -63,19 +63,19 @@ def check_length(config: ResolvedConfig, model: Architecture) -> None:
     length = config.context_tokens
     if length > model.max_positions:
         raise ValueError(
-            f"config.rollout.{_length_key(config)}={length} is beyond the "
+            f"config.rollout.{_context_length_key(config)}={length} is beyond the "
             f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
             "or what YaRN in rope_scaling makes of them)."
         )
 
 
-def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
+def count_sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
     """Return the number of sampler shards: devices, or groups of devices along `tensor`."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
-def samples_beside(config: ResolvedConfig) -> bool:
+def samples_during_update(config: ResolvedConfig) -> bool:
     """Return True if the same devices run sampling and the update concurrently."""
     return bool(config.rollout.async_level) and not config.mesh.rollout_devices
 
@@ -86,16 +86,16 @@ class CacheSizes:
 
     Attributes:
         rows: Number of trajectories decoded in parallel.
-        pages_each: Number of pages for a trajectory of maximum length.
+        pages_per_row: Number of pages for a trajectory of maximum length.
         page_bytes: Size of a page in bytes, summed over all layers.
     """
 
     rows: int
-    pages_each: int
+    pages_per_row: int
     page_bytes: int
 
     @classmethod
-    def of(
+    def compute(
         cls,
         config: ResolvedConfig,
         model: Architecture,
@@ -107,17 +107,17 @@ class CacheSizes:
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
-            rows=config.rollout.max_num_seqs // sampling_shards(config, mesh, num_processes),
-            pages_each=count_pages(config.context_tokens, page_tokens),
+            rows=config.rollout.max_num_seqs // count_sampling_shards(config, mesh, num_processes),
+            pages_per_row=count_pages(config.context_tokens, page_tokens),
             page_bytes=page_tokens * values * jnp.dtype(config.model.dtype).itemsize,
         )
 
     @property
-    def full(self) -> int:
+    def max_pages(self) -> int:
         """Number of pages that hold all rows at maximum length."""
-        return self.rows * self.pages_each
+        return self.rows * self.pages_per_row
 
-    def fixed_pages(self, config: ResolvedConfig, platform: str) -> int | None:
+    def fixed_num_pages(self, config: ResolvedConfig, platform: str) -> int | None:
         """Return the number of cache pages; None if it depends on the device's free memory.
 
         `rollout.cache_gib` sets the size. If it is 0, the cache holds all rows at maximum length on
@@ -128,17 +128,17 @@ class CacheSizes:
             ValueError: The configured cache is too small for one trajectory.
         """
         if not config.rollout.cache_gib:
-            return self.full if platform == "cpu" or samples_beside(config) else None
+            return self.max_pages if platform == "cpu" or samples_during_update(config) else None
         pages = int(config.rollout.cache_gib * GIB) // self.page_bytes
-        if pages < self.pages_each:
+        if pages < self.pages_per_row:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
                 f"of {config.context_tokens} tokens, which "
-                f"takes {gib(self.pages_each * self.page_bytes)} of each device; raise "
-                f"cache_gib or lower {_length_key(config)}."
+                f"takes {format_bytes(self.pages_per_row * self.page_bytes)} of each device; raise "
+                f"cache_gib or lower {_context_length_key(config)}."
             )
         return pages
 
 
-def _length_key(config: ResolvedConfig) -> str:
+def _context_length_key(config: ResolvedConfig) -> str:
     return "context.max_tokens" if config.has_contexts else "max_total_tokens"

@@ -26,19 +26,19 @@ from jaxrl.builders.environment import (
     check_documents,
 )
 from jaxrl.builders.method import (
-    batch_shape,
+    build_from_section,
     build_method,
-    from_section,
-    frozen_entries,
-    optimizer_settings,
-    policy_architecture,
+    build_optimizer_settings,
+    build_policy_architecture,
+    compute_batch_shape,
+    find_frozen_entries,
 )
 from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, probe_tools
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
-from jaxrl.config.keys import optional
-from jaxrl.config.schema import KEYS, OWN_MODEL
+from jaxrl.config.keys import import_optional
+from jaxrl.config.schema import KEYS, LOCAL_MODEL
 from jaxrl.data.stream import Mixture, Source
-from jaxrl.data.tasks import Tasks, check_data_sources, open_tasks, overlap_note
+from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.images import UnreadableImageError
@@ -110,11 +110,11 @@ def build(
     clear_cache_if_edited()
     mesh = make_mesh(**c.mesh)
     method = build_method(c)
-    external = _build_external(c, workdir, log)
+    external = _build_external_model(c, workdir, log)
     architecture, tokenizer = read_model_and_tokenizer(
         c, mesh, is_local=external is None, now=now, log=log
     )
-    policy = policy_architecture(c, architecture) if external is None else architecture
+    policy = build_policy_architecture(c, architecture) if external is None else architecture
     if policy.wrapper is not None:
         policy.wrapper.check()
     processor = _build_processor(c, tokenizer, architecture)
@@ -134,8 +134,10 @@ def build(
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks = _read_tasks(c, show)
     check_documents(c, show)
-    contexts = from_section(ContextRule, c.rollout.context) if c.has_contexts else None
-    limits = from_section(TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts)
+    contexts = build_from_section(ContextRule, c.rollout.context) if c.has_contexts else None
+    limits = build_from_section(
+        TokenLimits, c.rollout, max_image_tokens=c.image_tokens, context=contexts
+    )
     demonstrations: list[Demonstration] = []
     if "sft" in c.stages:
         names = [tool.name for tool in tools]
@@ -155,43 +157,48 @@ def build(
         engine = build_engine(c, policy, mesh, automaton, tokenizer, kind=kind)
     model = build_model(c, mesh, policy, tokenizer)
     stages = build_stages(c, model, method)
-    schedule = build_schedule(c, mesh.devices.flat[0].platform)
-    pay = build_rewards(c, workdir, log)
+    schedule = build_reply_schedule(c, mesh.devices.flat[0].platform)
+    reward_combiner = build_rewards(c, workdir, log)
     for split, mixture in (("train", tasks), ("eval", eval_tasks)):
         for source in mixture.sources:
-            pay.check(source.items[0], f"config.tasks.{split}.source")
+            reward_combiner.check(source.items[0], f"config.tasks.{split}.source")
             probe_rewards(c, control, source.items[0])
 
-    def local_rollout(env: Env, seen_by: Processor | None = processor) -> Any:
-        common = (tokenizer, limits, schedule, pay, seen_by)
+    def make_local_rollout(env: Env, image_processor: Processor | None = processor) -> Any:
+        arguments = (tokenizer, limits, schedule, reward_combiner, image_processor)
         if external is not None:
-            return external.rollout(env, *common)
+            return external.rollout(env, *arguments)
         if c.has_custom_rollout:
-            player: Any = env
-            return player.rollout(engine, *common, log=log)
+            custom_env: Any = env
+            return custom_env.rollout(engine, *arguments, log=log)
         assert engine is not None
-        return Rollout(engine, env, tokenizer, automaton, *common[1:])
+        return Rollout(engine, env, tokenizer, automaton, *arguments[1:])
 
-    def rollout_of(env: Env, seen_by: Processor | None = processor) -> SharedRollout:
+    def make_shared_rollout(
+        env: Env, image_processor: Processor | None = processor
+    ) -> SharedRollout:
         # Groups from other processes arrive without images, so the processor reloads them.
         return SharedRollout(
-            local_rollout(env, seen_by), restore=seen_by.with_images if seen_by else list
+            make_local_rollout(env, image_processor),
+            restore=image_processor.with_images if image_processor else list,
         )
 
     # Drop or reject tasks with overlong prompts.
-    control_rollout = local_rollout(control)
-    tasks, notes = _fit_sources(tasks, control_rollout, c, show)
-    eval_tasks, eval_notes = _fit_sources(eval_tasks, control_rollout, c, show)
-    notes += [*eval_notes, overlap_note(tasks, eval_tasks)]
+    control_rollout = make_local_rollout(control)
+    tasks, notes = _filter_sources(tasks, control_rollout, c, show)
+    eval_tasks, eval_notes = _filter_sources(eval_tasks, control_rollout, c, show)
+    notes += [*eval_notes, describe_overlap(tasks, eval_tasks)]
     if engine:
-        notes = [*template_notes(tokenizer), *notes]
+        notes = [*collect_template_notes(tokenizer), *notes]
     # The environment with the real search engine, and the rollouts of control suites.
-    env, controls = control, {"empty_search": rollout_of(control)}
-    if c.searches:
+    env, controls = control, {"empty_search": make_shared_rollout(control)}
+    if c.has_search:
         search = build_search(c, show, workdir, log)
         if "random_search" in c.suites:
             random_search = build_random_search(c, search)
-            controls["random_search"] = rollout_of(build_environment(c, random_search, tools))
+            controls["random_search"] = make_shared_rollout(
+                build_environment(c, random_search, tools)
+            )
         probe_tools(c, tools, search.engine)
         env = build_environment(c, search, tools)
     else:
@@ -202,7 +209,7 @@ def build(
                 "config.eval has the suite 'blank_images', but the model in config.model.path "
                 "does not support images; remove the suite."
             )
-        controls["blank_images"] = rollout_of(env, processor.blank())
+        controls["blank_images"] = make_shared_rollout(env, processor.blank())
     return RunComponents(
         mesh=mesh,
         model=model,
@@ -215,17 +222,17 @@ def build(
         demonstrations=demonstrations,
         sampler=engine,
         external=external.display_name if external else "",
-        rollout=rollout_of(env),
+        rollout=make_shared_rollout(env),
         controls=controls,
         reward_weights=c.reward_weights,
         prompt_time=tokenizer.now.isoformat() if tokenizer.reads_clock else "",
-        is_trigger=trigger_ids(tokenizer, c.shaping.trigger_words),
+        is_trigger=find_trigger_ids(tokenizer, c.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
         processor=processor,
     )
 
 
-def run_settings(c: ResolvedConfig) -> Settings:
+def build_run_settings(c: ResolvedConfig) -> Settings:
     """Extract the settings of the stages from the configuration."""
     # `depends_on` holds every value that affects evaluation results. Results are reused if it is
     # unchanged.
@@ -234,7 +241,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
     values, copied = c.to_dict(), c.to_dict()  # keys are removed from the copy
     depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
-    if c.policy.name != OWN_MODEL:
+    if c.policy.name != LOCAL_MODEL:
         depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
             del depends_on["policy"]["openai"][key]  # these do not affect completions
@@ -245,7 +252,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
         seed=c.seed,
         max_response_tokens=c.rollout.max_response_tokens,
         max_failed_steps=c.rollout.max_failed_steps,
-        evaluation=from_section(
+        evaluation=build_from_section(
             EvaluationSettings,
             c.eval,
             correct=c.reward.correct,
@@ -254,8 +261,8 @@ def run_settings(c: ResolvedConfig) -> Settings:
             section=c.eval.to_dict(),
             depends_on=depends_on,
         ),
-        checkpoint=from_section(CheckpointSettings, c.checkpoint),
-        ledger=from_section(LedgerSettings, c.ledger),
+        checkpoint=build_from_section(CheckpointSettings, c.checkpoint),
+        ledger=build_from_section(LedgerSettings, c.ledger),
         model_path=c.model.path,
         architecture=c.model.architecture,
         num_logged_trajectories=c.log.trajectories,
@@ -289,7 +296,9 @@ def _build_processor(
     return processor
 
 
-def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> ExternalModel | None:
+def _build_external_model(
+    c: ResolvedConfig, workdir: Path | None, log: Log
+) -> ExternalModel | None:
     """Create the client for a model behind an endpoint; None for a local model.
 
     Raises:
@@ -338,13 +347,13 @@ def read_model_and_tokenizer(
             ("freeze_tower", model.tower),
         ):
             if c.model[key] and not supported:
-                what = "reads no images" if key == "freeze_tower" else "has no experts"
+                problem = "reads no images" if key == "freeze_tower" else "has no experts"
                 raise ValueError(
                     f"config.model.{key} is {c.model[key]}, but the model of config.model.path "
-                    f"{what}; set it to {KEYS[f'model.{key}'].default}."
+                    f"{problem}; set it to {KEYS[f'model.{key}'].default}."
                 )
-        capacity.check_rows(c, mesh, jax.process_count())
-        capacity.check_length(c, model)
+        capacity.check_row_counts(c, mesh, jax.process_count())
+        capacity.check_context_length(c, model)
         check_offload(
             mesh,
             moments=c.optimizer.offload or c.sft.optimizer.offload,
@@ -363,7 +372,7 @@ def read_model_and_tokenizer(
     return model, tokenizer
 
 
-def template_notes(tokenizer: Tokenizer) -> list[str]:
+def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
     """Return notes and warnings about the chat template, given the prompts rendered so far."""
     notes = []
     if end := tokenizer.unknown_message_end:
@@ -377,9 +386,9 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
         notes.append(
             f"the chat template reads the time, which is fixed to {tokenizer.now:%Y-%m-%d %H:%M}"
         )
-    if own := tokenizer.left_out_system:
+    if default_system := tokenizer.dropped_system:
         notes.append(
-            f"the chat template's default system message {own!r:.200} is left out of "
+            f"the chat template's default system message {default_system!r:.200} is left out of "
             "prompts without one. To add a system message, set config.prompt.system or put it into "
             "the chats"
         )
@@ -393,10 +402,10 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
             f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
             f"{model.vocab_size} (vocab_size in config.json); they belong to two models."
         )
-    foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
-    if foreign:
+    invalid_ids = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
+    if invalid_ids:
         raise ValueError(
-            f"{path}/generation_config.json: eos_token_id names {foreign}, which are "
+            f"{path}/generation_config.json: eos_token_id names {invalid_ids}, which are "
             f"not among the tokenizer's {tokenizer.num_tokens} ids."
         )
 
@@ -434,7 +443,7 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
         remat=c.model.remat,
         scan_layers=c.model.scan_layers,
         logits_chunk_tokens=c.model.logits_chunk_tokens,
-        frozen=frozen_entries(c, policy),
+        frozen=find_frozen_entries(c, policy),
     )
 
 
@@ -462,7 +471,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
     losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
     stages = {}
     for name, num_steps in c.training_steps.items():
-        settings = optimizer_settings(c, name)
+        settings = build_optimizer_settings(c, name)
         probe_schedule(settings)
         optimizer, is_train = make_optimizer(settings), name == "train"
         stages[name] = Stage(
@@ -473,7 +482,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
             optimizer=optimizer,
             schedule=learning_rate(settings),
             settings=settings,
-            shape=batch_shape(
+            shape=compute_batch_shape(
                 c, name, model.shards_with_prompts, model.num_pieces, model.architecture
             ),
             update=UpdateStep(
@@ -494,7 +503,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
     return stages
 
 
-def build_schedule(c: ResolvedConfig, platform: str) -> ReplySchedule:
+def build_reply_schedule(c: ResolvedConfig, platform: str) -> ReplySchedule:
     """Create the schedule that decides when observations enter the sampler."""
     is_deterministic = c.rollout.deterministic
     return ReplySchedule(
@@ -516,16 +525,16 @@ def build_engine(
     """Create the sampling engine, of class `kind`."""
     # The cache has the configured size, or all memory that the plan leaves free.
     rollout, length = c.rollout, c.context_tokens
-    sampling = local_mesh(mesh, c.mesh.rollout_devices)
-    kernels = select_kernels(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
-    page_tokens, platform = kernels.page_tokens, sampling.devices.flat[0].platform
-    cache = capacity.CacheSizes.of(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
-    num_pages = cache.fixed_pages(c, platform)
+    sampling_mesh = local_mesh(mesh, c.mesh.rollout_devices)
+    kernels = select_kernels(c.model.attention, sampling_mesh, policy, check_dtype=c.model.dtype)
+    page_tokens, platform = kernels.page_tokens, sampling_mesh.devices.flat[0].platform
+    cache = capacity.CacheSizes.compute(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
+    num_pages = cache.fixed_num_pages(c, platform)
     if num_pages is None:
         num_pages = count_free_pages(c, policy.unwrapped, page_tokens)
     engine = kind(
-        policy.on_mesh(sampling, experts=c.model.experts, check_dtype=c.model.dtype),
-        sampling,
+        policy.on_mesh(sampling_mesh, experts=c.model.experts, check_dtype=c.model.dtype),
+        sampling_mesh,
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
@@ -544,7 +553,7 @@ def build_engine(
             platform,
             has_adapter=policy.wrapper is not None,
         ),
-        kinds=draw_kinds(c),
+        kinds=select_sampling_kinds(c),
     )
     if engine.recorded:
         engine.check()  # a custom architecture may not record the arrays that it declares
@@ -553,20 +562,20 @@ def build_engine(
 
 def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
     """Return the number of KV-cache pages that fit in the memory that the plan leaves free."""
-    plan = optional(PAGES_LEFT)
-    if plan is None:
+    page_counter = import_optional(PAGE_COUNTER)
+    if page_counter is None:
         raise ValueError(
             "config.rollout.cache_gib is 0, which leaves the size to the memory plan, but "
             "jaxrl/extras/plan is missing; set it to GiB per device."
         )
-    return int(plan(c, model, page_tokens))
+    return int(page_counter(c, model, page_tokens))
 
 
-PAGES_LEFT = "jaxrl.extras.plan.fitting:count_free_pages"
+PAGE_COUNTER = "jaxrl.extras.plan.fitting:count_free_pages"
 """Function that computes how many cache pages fit next to everything else on a device."""
 
 
-def draw_kinds(c: ResolvedConfig) -> list[str]:
+def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
     """Return the sampling kinds (`next_token`) that the stages need; without stages, for chat."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
@@ -591,20 +600,20 @@ def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
         eval_tasks = open_tasks(c.task_sources["eval"], show)
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         count = c.eval.max_tasks  # of each source; 0: all
-        cut = [
-            Source(items=items.only(np.arange(len(items)) < count), weight=s.weight, name=s.name)
+        truncated = [
+            Source(items=items.select(np.arange(len(items)) < count), weight=s.weight, name=s.name)
             if count and isinstance(items := s.items, Tasks)
             else s
             for s in eval_tasks.sources
         ]
-        eval_tasks = Mixture(cut)
+        eval_tasks = Mixture(truncated)
     return tasks, eval_tasks
 
 
-def _fit_sources(
+def _filter_sources(
     tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `fit_prompts` to each source. Also return notes for the log."""
+    """Apply `filter_overlong_prompts` to each source. Also return notes for the log."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -616,13 +625,13 @@ def _fit_sources(
         items = source.items
         show(f"measuring the prompts of {source.name}, tasks {len(items):,}")
         key = items.key if isinstance(items, Tasks) else "config.tasks"
-        fitting, note = fit_prompts(items, rollout, c, f"{key}.source")
-        sources.append(dataclasses.replace(source, items=fitting))
+        filtered, note = filter_overlong_prompts(items, rollout, c, f"{key}.source")
+        sources.append(dataclasses.replace(source, items=filtered))
         notes.append(note)
     return Mixture(sources), notes
 
 
-def fit_prompts(
+def filter_overlong_prompts(
     tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
     """Drop tasks with overlong prompts unless they are truncated. Also return a note, or "".
@@ -639,27 +648,27 @@ def fit_prompts(
     """
     limit = c.rollout.max_prompt_tokens
     try:
-        every = (_prompt_fits(tasks, index, task, rollout) for index, task in enumerate(tasks))
-        fits = np.fromiter(every, bool, len(tasks))
+        flags = (_prompt_fits(tasks, index, task, rollout) for index, task in enumerate(tasks))
+        fits = np.fromiter(flags, bool, len(tasks))
     except UnreadableImageError as error:
         raise ValueError(f"{key}: {error}.") from error
     count = len(tasks) - int(fits.sum())
     if count == 0:
         return tasks, ""
-    what = f"{count} of {len(tasks)} tasks have prompts of more than {limit} tokens"
+    problem = f"{count} of {len(tasks)} tasks have prompts of more than {limit} tokens"
     if c.rollout.max_image_tokens:
-        what += f", or {c.rollout.max_image_tokens} of images"
+        problem += f", or {c.rollout.max_image_tokens} of images"
     if c.rollout.overlong_prompts == "truncate_left":
-        return tasks, f"{key}: {what}; their last {limit} tokens are kept"
+        return tasks, f"{key}: {problem}; their last {limit} tokens are kept"
     if not fits.any():
         raise ValueError(
-            f"{key}: {what}, and config.rollout.overlong_prompts='drop' would leave none; raise "
+            f"{key}: {problem}, and config.rollout.overlong_prompts='drop' would leave none; raise "
             "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
         )
-    note = f"{key}: {what} and are left out"
+    note = f"{key}: {problem} and are left out"
     if isinstance(tasks, Tasks):
-        return tasks.only(fits), note
-    return [task for task, is_short in zip(tasks, fits, strict=True) if is_short], note
+        return tasks.select(fits), note
+    return [task for task, fits_limit in zip(tasks, fits, strict=True) if fits_limit], note
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
@@ -669,11 +678,11 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
     except UnreadableImageError:
         raise
     except ValueError as error:
-        place = tasks.place(index) if isinstance(tasks, Tasks) else f"task {task.id!r}"
-        raise ValueError(f"{place}: {error}") from error
+        location = tasks.location(index) if isinstance(tasks, Tasks) else f"task {task.id!r}"
+        raise ValueError(f"{location}: {error}") from error
 
 
-def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
+def find_trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
     """Return a bool [V] mask of the ids whose text is one of `words`; None without words.
 
     Case and surrounding whitespace are ignored.

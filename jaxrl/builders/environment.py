@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxrl.builders.method import from_section
+from jaxrl.builders.method import build_from_section
 from jaxrl.builders.recording import open_recording
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.registry import instantiate
@@ -73,10 +73,10 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
         correct_by=c.correct_by,
         budget=Budget(prices=c.ledger.prices, max_cost=c.rollout.max_cost),
     )
-    unmeasured = {*c.reward_weights} - {*env.reward_parts, *c.reward_parts}
-    if unmeasured:
+    unknown_parts = {*c.reward_weights} - {*env.reward_parts, *c.reward_parts}
+    if unknown_parts:
         raise ValueError(
-            f"config.reward.weights names {unmeasured.pop()!r}, which {c.env.name!r} does not "
+            f"config.reward.weights names {unknown_parts.pop()!r}, which {c.env.name!r} does not "
             f"measure; its reward_parts are {env.reward_parts!r}."
         )
     _check_prices(c, [SEARCH, *(tool.name for tool in tools)])
@@ -121,20 +121,20 @@ def build_search(
     Raises:
         OutageError: The engine's server does not respond.
     """
-    policy = from_section(RetryConfig, c.search)
+    retry_config = build_from_section(RetryConfig, c.search)
     recording = None if c.search.replay == "off" else open_recording(c, workdir, log)
     is_replay = c.search.replay == "only"
     engine = _build_engine(c, show, log)
     if getattr(engine, "needs_health_check", False) and not is_replay:
         key = "settings" if is_dotted_path(c.search.engine) else f"{c.search.engine}.url"
         show(f"connecting to the server of config.search.{key}")
-        health_check(engine, policy, url_key=f"config.search.{key}", log=log)
-    return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
+        health_check(engine, retry_config, url_key=f"config.search.{key}", log=log)
+    return ResilientSearch(engine, retry_config, recording=recording, is_replay=is_replay, log=log)
 
 
 def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> Tool:
     assert c.engine_class is not None
-    if not c.needs_engine:  # a recording answers all queries
+    if not c.needs_live_engine:  # a recording answers all queries
         stand_in = EmptySearch()
         stand_in.blank = c.engine_class.blank
         return stand_in

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxrl.builders.resolved import CORPORA, ResolvedConfig
+from jaxrl.builders.resolved import CORPUS_SECTIONS, ResolvedConfig
 from jaxrl.config.keys import CORPUS, MODEL
 from jaxrl.config.schema import KEYS, flatten
-from jaxrl.data.tasks import task_files
+from jaxrl.data.tasks import list_task_files
 from jaxrl.envs.search.corpus import compute_corpus_digest, get_index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
@@ -21,12 +21,12 @@ from jaxrl.utils.callables import is_dotted_path
 
 MAX_DIFFERENCES = 10  # listed in one message
 
-WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
+NUM_WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
+_MAX_HEADER_BYTES = 100_000_000  # bytes; the limit of safetensors
 
 
-def fingerprints(config: ResolvedConfig) -> dict[str, str]:
+def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hash the content of the files that the configured stages read.
 
     Keys of the result are config keys (`tasks.train.source`), for model files with the file name
@@ -35,28 +35,28 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
     Data, the corpus and small model files are hashed completely. Weights may have hundreds of
     gigabytes, so their hash covers the size, the header with all names and shapes, and
-    `WEIGHT_SAMPLES` evenly spaced blocks, nearly all of which change in training.
+    `NUM_WEIGHT_SAMPLES` evenly spaced blocks, nearly all of which change in training.
     """
-    digests = _model_digests("model.path", Path(config.model.path))
+    digests = _hash_model_files("model.path", Path(config.model.path))
     flat = flatten(config)
     for key, entry in KEYS.items():
         if entry.file and flat.get(key) and (file := Path(flat[key]) / entry.file).is_file():
-            digests[f"{key}/{entry.file}"] = _digest(file)
+            digests[f"{key}/{entry.file}"] = _hash_file(file)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
-        digests["sft.source"] = _data_digest(demonstrations)
+        digests["sft.source"] = _hash_data(demonstrations)
     # The tasks that the configured stages read.
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
     for kind in kinds:
-        for key, (files, extra) in task_files(config.task_sources[kind]).items():
+        for key, (files, extra) in list_task_files(config.task_sources[kind]).items():
             # A single path keeps its plain digest, which does not depend on the config.
-            parts = [*map(_data_digest, files), *([extra] if extra else [])]
+            parts = [*map(_hash_data, files), *([extra] if extra else [])]
             is_single = len(files) == 1 and not extra
-            whole = "\n".join(parts).encode()
-            digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
+            joined = "\n".join(parts).encode()
+            digests[key] = parts[0] if is_single else hashlib.sha256(joined).hexdigest()
     if config.corpus_section:
-        digests |= search_fingerprints(config)
+        digests |= compute_search_fingerprints(config)
     # Files with user code, without the modules that they import.
     names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
@@ -68,13 +68,13 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
             function = pkgutil.resolve_name(name)
             module = getattr(function, "__module__", "") or name.rpartition(".")[0]
             if path := getattr(sys.modules.get(module), "__file__", None):
-                digests[f"{key}{USER_CODE_SUFFIX}"] = _digest(Path(path))
+                digests[f"{key}{USER_CODE_SUFFIX}"] = _hash_file(Path(path))
     return dict(sorted(digests.items()))
 
 
-def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
-    """Hash the corpus and encoder files of the search engine; see `fingerprints`."""
-    section = CORPORA.get(config.search.engine, "")
+def compute_search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
+    """Hash the corpus and encoder files of the search engine; see `compute_fingerprints`."""
+    section = CORPUS_SECTIONS.get(config.search.engine, "")
     if not section:
         return {}
     settings, digests = config.search[section], dict[str, str]()
@@ -82,29 +82,31 @@ def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     for name, value in settings.items():
         key = f"search.{section}.{name}"
         if KEYS[key].holds == MODEL:
-            digests |= _model_digests(key, Path(value))
+            digests |= _hash_model_files(key, Path(value))
         elif KEYS[key].holds == CORPUS and Path(value).is_file():
             digests[key] = compute_corpus_digest(Path(value), folder)
     return digests
 
 
-def _model_digests(key: str, model: Path) -> dict[str, str]:
+def _hash_model_files(key: str, model: Path) -> dict[str, str]:
     """Hash the files of a model folder. Names in the result start with `key`."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
     digests = {
-        f"{key}/{path.relative_to(model).as_posix()}": _digest(path)
+        f"{key}/{path.relative_to(model).as_posix()}": _hash_file(path)
         for path in files
         if path.is_file()
     }
     for path in model.glob("*.safetensors"):
         # A safetensors file starts with an 8-byte length and that many bytes of JSON.
         with path.open("rb") as file:
-            header = 8 + int.from_bytes(file.read(8), "little")
-        digests[f"{key}/{path.name}"] = _sampled_digest(path, header=header)
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        digests[f"{key}/{path.name}"] = _hash_weights(path, header_bytes=header_bytes)
     return digests
 
 
-def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]) -> None:
+def check_processes_agree(
+    config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]
+) -> None:
     """Check that all processes of a job have the same settings and files.
 
     This is a collective operation: every process must call it.
@@ -112,7 +114,7 @@ def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, st
     Args:
         config: Configuration of this process.
         workdir: Workdir of this process.
-        contents: Result of `fingerprints` in this process.
+        contents: Result of `compute_fingerprints` in this process.
 
     Raises:
         ValueError: Processes differ. Every process raises the same error.
@@ -121,75 +123,79 @@ def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, st
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # hosts may keep their indexes in different folders
         settings.pop(f"config.search.{engine}.index", None)
-    differing = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
-    if differing:
-        rest = len(differing) - MAX_DIFFERENCES
+    found_differences = find_differences(
+        gather([settings, {f"config.{k}": v for k, v in contents.items()}])
+    )
+    if found_differences:
+        rest = len(found_differences) - MAX_DIFFERENCES
         more = f"; and {rest} more" if rest > 0 else ""
         raise ValueError(
-            f"the processes of the job differ: {'; '.join(differing[:MAX_DIFFERENCES])}"
+            f"the processes of the job differ: {'; '.join(found_differences[:MAX_DIFFERENCES])}"
             f"{more}. Start all of them with the same command and the same files."
         )
 
 
-def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     """Describe the settings and files in which any process differs from process 0.
 
     Args:
-        everyone: Settings and fingerprints of each process. A setting that names files is compared
-            by content only, because hosts may store files in different folders.
+        all_processes: Settings and fingerprints of each process. A setting that names files is
+            compared by content only, because hosts may store files in different folders.
     """
-    differing = []
-    paths = {name.partition("/")[0] for _, contents in everyone for name in contents}
+    found_differences = []
+    paths = {name.partition("/")[0] for _, contents in all_processes for name in contents}
     for is_content in (False, True):
-        values = [process[is_content] for process in everyone]
+        values = [process[is_content] for process in all_processes]
         for name in dict.fromkeys(name for process in values for name in process):
-            of_name = [process.get(name) for process in values]
-            other = next((i for i, value in enumerate(of_name) if value != of_name[0]), None)
+            process_values = [process.get(name) for process in values]
+            other = next(
+                (i for i, value in enumerate(process_values) if value != process_values[0]), None
+            )
             if other is None or (not is_content and name in paths):
                 continue
             if is_content:
-                differing.append(f"the content of {name} differs in process {other}")
+                found_differences.append(f"the content of {name} differs in process {other}")
             else:
-                both = (f"{of_name[i]!s:.80} in process {i}" for i in (0, other))
-                differing.append(f"{name} is {' and '.join(both)}")
-    return differing
+                descriptions = (f"{process_values[i]!s:.80} in process {i}" for i in (0, other))
+                found_differences.append(f"{name} is {' and '.join(descriptions)}")
+    return found_differences
 
 
-def _data_digest(path: Path) -> str:
+def _hash_data(path: Path) -> str:
     """Return the SHA-256 of a file, or of a folder's files and their relative paths."""
     if path.is_file():
-        return _digest(path)
+        return _hash_file(path)
     digest = hashlib.sha256()
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(path)}\0{_digest(file)}\n".encode(errors="replace"))
+        digest.update(f"{file.relative_to(path)}\0{_hash_file(file)}\n".encode(errors="replace"))
     return digest.hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sampled_digest(path: Path, *, header: int) -> str:
+def _hash_weights(path: Path, *, header_bytes: int) -> str:
     """Return the SHA-256 of a large file's size, header and sampled blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest.update(str(size).encode())
-        for start, length in _weight_blocks(size, header=header):
+        for start, length in _iter_weight_blocks(size, header_bytes=header_bytes):
             file.seek(start)
             digest.update(file.read(length))
     return digest.hexdigest()
 
 
-def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
+def _iter_weight_blocks(size: int, *, header_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the start and length of each block to hash: the header, then evenly spaced samples."""
-    header = min(header, size, _LONGEST_HEADER)
-    yield 0, header
-    rest = size - header
-    if rest <= WEIGHT_SAMPLES * _SAMPLE_BYTES:
-        yield header, rest
+    header_bytes = min(header_bytes, size, _MAX_HEADER_BYTES)
+    yield 0, header_bytes
+    rest = size - header_bytes
+    if rest <= NUM_WEIGHT_SAMPLES * _SAMPLE_BYTES:
+        yield header_bytes, rest
         return
     last = rest - _SAMPLE_BYTES
-    for index in range(WEIGHT_SAMPLES):
-        yield header + last * index // (WEIGHT_SAMPLES - 1), _SAMPLE_BYTES
+    for index in range(NUM_WEIGHT_SAMPLES):
+        yield header_bytes + last * index // (NUM_WEIGHT_SAMPLES - 1), _SAMPLE_BYTES

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ml_collections import ConfigDict
 
 from jaxrl.builders.resolved import ADAPTERS, ResolvedConfig, adapter_key
-from jaxrl.config.registry import subsection
+from jaxrl.config.registry import select_settings
 from jaxrl.models.architecture import Architecture
 from jaxrl.training.method import (
     AdvantageSettings,
@@ -28,7 +28,7 @@ from jaxrl.training.packing import BatchShape
 T = TypeVar("T")
 
 
-def from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) -> T:
+def build_from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) -> T:
     """Create a dataclass from a config section. `values` override or add fields."""
     fields = [name for name in inspect.signature(kind).parameters if name in section]
     return kind(**{name: section[name] for name in fields} | values)
@@ -37,11 +37,11 @@ def from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) 
 def build_method(c: ResolvedConfig) -> Method:
     """Create the training method from the resolved functions and their settings."""
     rollout, kl = c.rollout, c.kl
-    keys = {} if c.estimator.is_custom else subsection(c.advantage)
+    estimator_settings = {} if c.estimator.is_custom else select_settings(c.advantage)
     schedules = {
-        name: keys[f"{name}_schedule"]
+        name: estimator_settings[f"{name}_schedule"]
         for name in c.estimator.settings
-        if f"{name}_schedule" in keys
+        if f"{name}_schedule" in estimator_settings
     }
     return Method(
         seed=c.seed,
@@ -51,10 +51,10 @@ def build_method(c: ResolvedConfig) -> Method:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         replays=c.model.replay,
-        advantage=from_section(
+        advantage=build_from_section(
             AdvantageSettings, c.advantage, estimator=c.estimator, schedules=schedules
         ),
-        loss=from_section(
+        loss=build_from_section(
             LossSettings,
             c.loss,
             policy_loss=c.policy_loss,
@@ -64,7 +64,7 @@ def build_method(c: ResolvedConfig) -> Method:
             aggregation=c.aggregation,
             correction=c.loss.correction.to_dict(),
         ),
-        kl=from_section(
+        kl=build_from_section(
             KLSettings,
             kl,
             estimator=c.kl_estimator,
@@ -72,23 +72,25 @@ def build_method(c: ResolvedConfig) -> Method:
             log=kl.log.to_dict(),
             budget={"budgets": kl.budget.budgets.to_dict(), "rate": kl.budget.step},
         ),
-        filter=from_section(
+        filter=build_from_section(
             FilterSettings,
             c.filter,
             group_filter=c.group_filter,
             trajectory_filter=c.trajectory_filter,
             metric=c.filter.varied.metric,
         ),
-        shaping=from_section(ShapingSettings, c.shaping, overlong_limit=c.overlong_limit),
+        shaping=build_from_section(ShapingSettings, c.shaping, overlong_limit=c.overlong_limit),
         balance_coef=c.model.balance_coef,
-        watch=from_section(WatchSettings, c.watch, detector=c.watcher) if c.watcher else None,
-        optimizer=optimizer_settings(c, "train"),
+        watch=build_from_section(WatchSettings, c.watch, detector=c.detector)
+        if c.detector
+        else None,
+        optimizer=build_optimizer_settings(c, "train"),
     )
 
 
-def optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings:
+def build_optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings:
     """Create the optimizer settings of the stage `sft` or `train`."""
-    return from_section(
+    return build_from_section(
         OptimizerSettings,
         c.optimizer_section(stage),
         schedule=c.schedules[stage],
@@ -96,7 +98,7 @@ def optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings:
     )
 
 
-def batch_shape(
+def compute_batch_shape(
     c: ResolvedConfig,
     stage: str,
     shards_with_prompts: int = 0,
@@ -126,7 +128,7 @@ def batch_shape(
     )
 
 
-def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
+def build_policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
     """Apply `model.head_dtype` and the enabled adapter to the model.
 
     Raises:
@@ -143,7 +145,7 @@ def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
     return policy
 
 
-def frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
+def find_frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
     """Return the frozen parameter entries. An adapter freezes its base weights separately."""
     is_frozen = c.model.freeze_tower and not adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

@@ -51,13 +51,13 @@ def probe_schedule(settings: OptimizerSettings) -> None:
     schedule, count = settings.schedule, settings.num_updates
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
 
-    def rates() -> np.ndarray:
+    def compute_rates() -> np.ndarray:
         return np.asarray(jax.jit(partial(jax.lax.map, learning_rate(settings)))(steps))
 
     probe(
         schedule.key,
         schedule.name,
-        rates,
+        compute_rates,
         expected=f"a finite rate of at least 0 at each of {count} steps",
         is_valid=lambda r: r.ndim == 1 and bool(np.all(np.isfinite(r) & (r >= 0))),
     )
@@ -74,7 +74,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
     loss = method.loss
     for function in (loss.policy_loss, loss.term, loss.token_filter, method.kl.estimator):
         if function is not None and function.is_user_code:
-            _probe_loss(function, is_gate=function is loss.token_filter)
+            _probe_loss(function, is_filter=function is loss.token_filter)
     # The advantage estimator, traced on one step's trajectories.
     estimator, count = method.advantage.estimator, method.tasks_per_step * method.group_size
     if estimator.is_user_code:
@@ -94,8 +94,8 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             is_valid=lambda a: a.shape == (count,) and jnp.issubdtype(a.dtype, jnp.floating),
         )
     # The filter and the aggregation are executed, not traced.
-    keep = method.filter.group_filter
-    if keep is not None and keep.is_user_code:
+    group_filter = method.filter.group_filter
+    if group_filter is not None and group_filter.is_user_code:
         index = np.arange(
             (method.filter.tasks_per_batch or method.tasks_per_step) * method.group_size
         )
@@ -104,12 +104,12 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             (index // method.group_size).astype(np.int32)
             if name == "group_ids"
             else (index % 2).astype(getattr(getattr(columns, name, None), "dtype", np.float32))
-            for name in keep.arguments
+            for name in group_filter.arguments
         ]
         probe(
-            keep.key,
-            keep.name,
-            lambda *arrays: np.asarray(keep(*arrays)),
+            group_filter.key,
+            group_filter.name,
+            lambda *arrays: np.asarray(group_filter(*arrays)),
             *arrays,
             expected=f"bool[{len(index)}], one flag per trajectory",
             is_valid=lambda flags: flags.dtype == bool and flags.shape == index.shape,
@@ -126,7 +126,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
         )
 
 
-def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
+def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
     """Trace a loss, KL or token filter function, and its gradient unless it is a filter."""
     arrays = [
         jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
@@ -137,7 +137,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
         return shape == SHAPE and bool(jnp.issubdtype(values.dtype, kind))
 
     def is_valid(result: Any) -> bool:
-        if is_gate:
+        if is_filter:
             return is_per_token(result, jnp.bool_)
         if not isinstance(result, PolicyLoss):
             return function.key == "kl.estimator" and is_per_token(result)
@@ -148,7 +148,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
 
     # Trace the function itself.
     expected = "a PolicyLoss whose loss and metrics have one value per token"
-    if is_gate:
+    if is_filter:
         expected = "a bool per token"
     elif function.key == "kl.estimator":
         expected = "a value per token"
@@ -161,18 +161,18 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
         is_valid=is_valid,
     )
     # Trace its gradient, which can fail even if the function itself does not.
-    places = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
-    if is_gate or not places:
+    argnums = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
+    if is_filter or not argnums:
         return
 
-    def total(*arrays: jax.Array) -> jax.Array:
+    def sum_loss(*arrays: jax.Array) -> jax.Array:
         result = function(*arrays)
         return jnp.sum(result.per_token if isinstance(result, PolicyLoss) else result)
 
     probe(
         function.key,
         function.name,
-        partial(jax.eval_shape, jax.grad(total, argnums=places)),
+        partial(jax.eval_shape, jax.grad(sum_loss, argnums=argnums)),
         *arrays,
     )
 
@@ -211,11 +211,11 @@ def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -
     Raises:
         UserCodeError: A tool raised any other exception, or did not return a string.
     """
-    by_name = {tool.name: tool for tool in tools}
+    tools_by_name = {tool.name: tool for tool in tools}
     for name, factory in zip(c.env.search.tools, c.tools, strict=True):
-        tool = by_name[factory.name]
+        tool = tools_by_name[factory.name]
         if isinstance(tool, FunctionTool):
-            example = json.dumps(_example_of(tool.parameters))
+            example = json.dumps(_make_example(tool.parameters))
         else:
             example = "example"
         if isinstance(tool, FunctionTool) or is_user_code(type(tool)):
@@ -225,22 +225,22 @@ def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -
 
 
 def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
-    def run() -> Any:
+    def run_tool() -> Any:
         try:
             return tool.run(example)
         except (CallError, ToolError) as error:
             return str(error)
 
-    probe(key, name, run, expected="text", is_valid=lambda result: isinstance(result, str))
+    probe(key, name, run_tool, expected="text", is_valid=lambda result: isinstance(result, str))
 
 
-def _example_of(schema: Mapping[str, Any]) -> Any:
+def _make_example(schema: Mapping[str, Any]) -> Any:
     """Return an example value for a JSON schema, with only the required properties."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")
     if kind == "object":
         properties = schema.get("properties", {})
-        return {name: _example_of(properties[name]) for name in schema.get("required", ())}
+        return {name: _make_example(properties[name]) for name in schema.get("required", ())}
     examples = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "null": None}
     return examples.get(kind, "example") if isinstance(kind, str) else "example"

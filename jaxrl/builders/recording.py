@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.builders.fingerprints import search_fingerprints
+from jaxrl.builders.fingerprints import compute_search_fingerprints
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import KEYS
 from jaxrl.envs.search.recording import Recording, list_recorded_engines
@@ -39,9 +39,9 @@ def open_recording(
             "recording by config.search.replay_folder."
         )
     folder = Path(search.replay_folder or Path(workdir or "") / "searches")
-    engine = {"engine": search.engine, "settings": _engine_settings(config)}
+    engine = {"engine": search.engine, "settings": _collect_engine_settings(config)}
     if search.replay == "only":
-        engine["settings"] = _as_recorded(engine, folder)
+        engine["settings"] = _fill_missing_hashes(engine, folder)
     recording = Recording(folder, engine, process=jax.process_index(), log=log)
     if search.replay == "only" and not recording:
         known = "; ".join(map(json.dumps, list_recorded_engines(folder))) or "nothing"
@@ -53,7 +53,7 @@ def open_recording(
     return recording
 
 
-_NOT_IN_RESULTS = {
+_NEUTRAL_SETTINGS = {
     *("url", "timeout_s", "connections", "batch_size", "max_response_mib", "key_env", "auth"),
     *("local.index", "dense.index", "dense.query_rows", "dense.batch_tokens"),
     "dense.query_batch_tokens",
@@ -61,7 +61,7 @@ _NOT_IN_RESULTS = {
 """Settings of built-in engines that do not affect results, such as a server's URL."""
 
 
-def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
+def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
     """Return the settings that affect results. A file's value is its hash; None if missing."""
     engine = config.search.engine
     if is_dotted_path(engine):
@@ -71,12 +71,12 @@ def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
         f"{name}.{key}": value
         for name in (*parts, engine)
         for key, value in config.search.get(name, {}).items()
-        if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
+        if not {key, f"{name}.{key}"} & _NEUTRAL_SETTINGS
     }
     if engine == "hybrid":
         del settings["local.corpus"]  # dense.corpus names the same file
-    fingerprints = search_fingerprints(config)
-    for key in filter(_is_file, settings):
+    fingerprints = compute_search_fingerprints(config)
+    for key in filter(_is_file_setting, settings):
         files = {
             name: digest
             for name, digest in fingerprints.items()
@@ -87,27 +87,27 @@ def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
     return settings
 
 
-def _is_file(setting: str) -> bool:
+def _is_file_setting(setting: str) -> bool:
     """Return True if the setting is a path, which is compared by content hash."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
-def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _fill_missing_hashes(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the engine's settings, with the hashes of missing files taken from the recording.
 
     Raises:
         FileNotFoundError: A file is missing, and several recorded engines match the rest.
     """
     settings: dict[str, Any] = engine["settings"]
-    missing = [key for key, value in settings.items() if value is None and _is_file(key)]
-    fitting = []
+    missing = [key for key, value in settings.items() if value is None and _is_file_setting(key)]
+    matches = []
     for recorded in list_recorded_engines(folder) if missing else []:
         without_files = {**recorded.get("settings", {}), **dict.fromkeys(missing)}
         if {**recorded, "settings": without_files} == engine:
-            fitting.append(recorded["settings"])
-    if len(fitting) > 1:
+            matches.append(recorded["settings"])
+    if len(matches) > 1:
         raise FileNotFoundError(
             f"the file of config.search.{missing[0]} is missing, and {folder} has searches of "
-            f"{len(fitting)} such files; restore the one to use at the configured path."
+            f"{len(matches)} such files; restore the one to use at the configured path."
         )
-    return fitting[0] if fitting else settings
+    return matches[0] if matches else settings

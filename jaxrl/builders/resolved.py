@@ -12,17 +12,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config.keys import refuse
+from jaxrl.config.keys import reject_value
 from jaxrl.config.registry import (
     check_settings,
-    function_settings,
     instantiate,
     resolve,
     resolve_entry_points,
     resolve_reward_entry_points,
-    subsection,
+    select_function_settings,
+    select_settings,
 )
-from jaxrl.config.schema import KEYS, OWN_MODEL
+from jaxrl.config.schema import KEYS, LOCAL_MODEL
 from jaxrl.data.tasks import TaskSource, resolve_sources
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
@@ -38,7 +38,7 @@ from jaxrl.utils.callables import NamedFunction, is_dotted_path, probe, short_na
 NO_ENGINE = "none"
 """Value of `search.engine` that disables search."""
 
-CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
+CORPUS_SECTIONS = {"local": "local", "dense": "dense", "hybrid": "dense"}
 """Section of `config.search` that names the corpus, by engine."""
 
 ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:wrap_with_lora"}
@@ -69,7 +69,7 @@ class ResolvedConfig:
         policy_class: Client class for a model behind an endpoint; None for a local model.
         task_sources: Sources of `tasks.train` and `tasks.eval`, if a configured stage reads them.
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
-            trajectory_filter, watcher: Functions of the method; None if the name is "none".
+            trajectory_filter, detector: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedule of each stage.
     """
 
@@ -91,7 +91,7 @@ class ResolvedConfig:
     kl_estimator: NamedFunction
     group_filter: NamedFunction | None
     trajectory_filter: NamedFunction | None
-    watcher: NamedFunction | None
+    detector: NamedFunction | None
     schedules: Mapping[str, NamedFunction]
 
     def __getattr__(self, section: str) -> Any:
@@ -111,14 +111,14 @@ class ResolvedConfig:
         """True if the environment implements `rollout` itself."""
         return hasattr(self.env_class, "rollout")
 
-    def accepts(self, name: str) -> bool:
+    def env_accepts(self, name: str) -> bool:
         """Return True if the environment's constructor has a parameter `name`."""
         return name in inspect.signature(self.env_class).parameters
 
     @property
-    def searches(self) -> bool:
+    def has_search(self) -> bool:
         """True if an engine is configured and the environment's constructor accepts one."""
-        return self.accepts("engine") and self.config.search.engine != NO_ENGINE
+        return self.env_accepts("engine") and self.config.search.engine != NO_ENGINE
 
     @property
     def has_tools(self) -> bool:
@@ -132,18 +132,18 @@ class ResolvedConfig:
         return {suite for stage in self.config.stages for suite in suites.get(stage, ())}
 
     @property
-    def needs_engine(self) -> bool:
+    def needs_live_engine(self) -> bool:
         """True if the run needs a live search engine, not only a recording.
 
         The suite `random_search` always needs one, because it samples the engine's documents.
         """
         is_live = self.config.search.replay != "only" or "random_search" in self.suites
-        return self.searches and is_live
+        return self.has_search and is_live
 
     @property
     def corpus_section(self) -> str:
         """Section of `config.search` that names the corpus; "" if the run needs no corpus."""
-        return CORPORA.get(self.config.search.engine, "") if self.needs_engine else ""
+        return CORPUS_SECTIONS.get(self.config.search.engine, "") if self.needs_live_engine else ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ class ResolvedConfig:
         return "exact_match" if "exact_match" in parts else parts[-1]
 
     @property
-    def reads_rewards(self) -> bool:
+    def estimator_uses_rewards(self) -> bool:
         """True if the advantage estimator uses rewards; False if it uses correctness only."""
         return "rewards" in self.estimator.arguments
 
@@ -198,8 +198,8 @@ class ResolvedConfig:
         Without tools, all images are in the prompt.
         """
         rollout = self.config.rollout
-        most = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
-        return int(min(rollout.max_image_tokens or most, most))
+        max_tokens = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
+        return int(min(rollout.max_image_tokens or max_tokens, max_tokens))
 
     @property
     def overlong_limit(self) -> int:
@@ -209,8 +209,8 @@ class ResolvedConfig:
         not count. The default limit is therefore what the prompt leaves of `max_total_tokens`.
         """
         rollout = self.config.rollout
-        room = rollout.max_total_tokens - rollout.max_prompt_tokens
-        limit = room if self.has_tools else rollout.max_response_tokens
+        remaining = rollout.max_total_tokens - rollout.max_prompt_tokens
+        limit = remaining if self.has_tools else rollout.max_response_tokens
         return int(self.config.shaping.overlong_max_tokens or limit)
 
     @property
@@ -241,12 +241,12 @@ def adapter_key(config: Any) -> str:
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
-def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
+def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[str]:
     """Return the keys that must keep their values for a run to resume from its checkpoints.
 
     Args:
         c: New configuration.
-        before: Values by dotted key with which the run has trained so far.
+        run_config: Values by dotted key with which the run has trained so far.
     """
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]
@@ -254,7 +254,7 @@ def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
         fixed.append("model.freeze_tower")
     if "train" in c.stages:
         fixed.append("kl.anchor")
-        if before.get("kl.coef") == 0:
+        if run_config.get("kl.coef") == 0:
             fixed.append("kl.coef")  # the checkpoints contain no reference policy
         if c.checkpoint.keep_best:  # values of different metrics cannot be ranked together
             fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
@@ -274,11 +274,11 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     """
     # The environment comes first: its reward parts decide which other parts to resolve.
     resolve_entry_points(config)
-    env_class = _env_class(config)
-    make_protocol, protocol = _protocol(config)
+    env_class = _resolve_env_class(config)
+    make_protocol, protocol = _resolve_protocol(config)
     environment_parts = env_class.reward_parts or protocol.reward_parts
     resolve_reward_entry_points(config, environment_parts)
-    reward_parts, names = _reward_parts(config, environment_parts)
+    reward_parts, names = _resolve_reward_parts(config, environment_parts)
     weights = {names[name]: float(weight) for name, weight in config.reward.weights.items()}
     order = [part for part in (*environment_parts, *reward_parts) if part in weights]
     # The other names resolve independently.
@@ -291,15 +291,15 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
         config=config,
         env_class=env_class,
         protocol=make_protocol,
-        engine_class=_engine_class(config),
-        tools=tuple(_tool_factory(config, name) for name in config.env.search.tools),
+        engine_class=_resolve_engine_class(config),
+        tools=tuple(_make_tool_factory(config, name) for name in config.env.search.tools),
         environment_parts=environment_parts,
         reward_parts=reward_parts,
         reward_weights={part: weights[part] for part in order}
         | {part: weight for part, weight in weights.items() if part not in order},
         policy_class=(
             None
-            if policy == OWN_MODEL
+            if policy == LOCAL_MODEL
             else resolve("policy.name", policy, POLICIES, example="my_policy.Policy")
         ),
         task_sources={
@@ -307,23 +307,25 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
             for kind, stages in (("train", {"train"}), ("eval", {"train", "evaluate"}))
             if needs_data and stages & set(config.stages)
         },
-        estimator=_function(config, "advantage.name", advantages.ESTIMATORS, advantages.COLUMNS),
-        policy_loss=_function(config, "loss.name", losses.LOSSES, losses.ARRAYS, **clip),
-        loss_term=_function(config, "loss.term.name", none | losses.LOSS_TERMS, losses.ARRAYS),
-        token_filter=_function(
+        estimator=_bind_function(
+            config, "advantage.name", advantages.ESTIMATORS, advantages.COLUMNS
+        ),
+        policy_loss=_bind_function(config, "loss.name", losses.LOSSES, losses.ARRAYS, **clip),
+        loss_term=_bind_function(config, "loss.term.name", none | losses.LOSS_TERMS, losses.ARRAYS),
+        token_filter=_bind_function(
             config, "loss.token_filter.name", none | losses.TOKEN_FILTERS, losses.ARRAYS
         ),
-        group_filter=_function(config, "filter.name", none | filters.FILTERS, filters.COLUMNS),
-        watcher=_function(config, "watch.name", none | watch.DETECTORS, watch.ARGUMENTS),
-        trajectory_filter=_function(
+        group_filter=_bind_function(config, "filter.name", none | filters.FILTERS, filters.COLUMNS),
+        detector=_bind_function(config, "watch.name", none | watch.DETECTORS, watch.ARGUMENTS),
+        trajectory_filter=_bind_function(
             config, "filter.trajectories", none | filters.TRAJECTORY_FILTERS, ("trajectory",)
         ),
-        aggregation=_function(
+        aggregation=_bind_function(
             config, "loss.aggregation", aggregation.AGGREGATIONS, aggregation.ARRAYS, **length
         ),
-        kl_estimator=_function(config, "kl.estimator", kl.KL_ESTIMATORS, kl.ARRAYS),
+        kl_estimator=_bind_function(config, "kl.estimator", kl.KL_ESTIMATORS, kl.ARRAYS),
         schedules={
-            stage: _function(
+            stage: _bind_function(
                 config, f"{section}.schedule", optimizer.SCHEDULES, optimizer.ARGUMENTS
             )
             for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer"))
@@ -331,7 +333,7 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     )
 
 
-def _env_class(config: ConfigDict) -> type[Env]:
+def _resolve_env_class(config: ConfigDict) -> type[Env]:
     check_settings("env", config.env, config.env.name)
     cls = resolve("env.name", config.env.name, ENVS, example="my_env.MyEnv")
     required = ("stop_strings", "reward_parts", "start", "step", "score")
@@ -343,16 +345,16 @@ def _env_class(config: ConfigDict) -> type[Env]:
             f"class with {', '.join(required)}, as in jaxrl/envs/base.py."
         )
     for name in ("stop_strings", "reward_parts"):
-        _check_texts("env.name", config.env.name, name, getattr(cls, name))
+        _check_strings("env.name", config.env.name, name, getattr(cls, name))
     return cls
 
 
-def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], Protocol]:
+def _resolve_protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], Protocol]:
     """Return the function that maps tool names to a protocol, and its result without tools."""
     key, name = "env.search.protocol", config.env.search.protocol
     function = resolve(key, name, PROTOCOLS, example="my_protocol.make")
     if not callable(function):
-        refuse(key, name, "a function from names of tools to a protocol")
+        reject_value(key, name, "a function from names of tools to a protocol")
     section = config.env.search.get(name)
     make = partial(function, **(section.to_dict() if section else {}))
     protocol: Protocol = probe(
@@ -364,16 +366,16 @@ def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], 
         is_valid=lambda result: isinstance(result, Protocol),
     )
     for field in ("tags", "tools", "stop_strings", "reward_parts"):
-        _check_texts(key, name, field, getattr(protocol, field))
+        _check_strings(key, name, field, getattr(protocol, field))
     return make, protocol
 
 
-def _engine_class(config: ConfigDict) -> type[Tool] | None:
+def _resolve_engine_class(config: ConfigDict) -> type[Tool] | None:
     key, name = "search.engine", config.search.engine
     check_settings("search", config.search, name)
     if name == NO_ENGINE:
         return None
-    cls = _tool_class(key, name, resolve(key, name, ENGINES, example="my_engine.Engine"))
+    cls = _check_tool_class(key, name, resolve(key, name, ENGINES, example="my_engine.Engine"))
     if cls.name != "search":
         raise ValueError(
             f"config.{key} is {name!r}, a tool named {cls.name!r}; expected one named 'search', "
@@ -382,12 +384,12 @@ def _engine_class(config: ConfigDict) -> type[Tool] | None:
     return cls
 
 
-def _tool_factory(config: ConfigDict, name: str) -> ToolFactory:
+def _make_tool_factory(config: ConfigDict, name: str) -> ToolFactory:
     key, search = "env.search.tools", config.env.search
     if name == "python" and "python" in search:
         key, section = "env.search.python.sandbox", search.python
-        box = resolve(key, section.sandbox, SANDBOXES, example="my_sandbox.Sandbox")
-        cls = _tool_class(key, section.sandbox, box)
+        sandbox_class = resolve(key, section.sandbox, SANDBOXES, example="my_sandbox.Sandbox")
+        cls = _check_tool_class(key, section.sandbox, sandbox_class)
         settings = {
             "timeout_s": section.timeout_s,
             "max_memory": int(section.memory_mib * 2**20),
@@ -405,14 +407,14 @@ def _tool_factory(config: ConfigDict, name: str) -> ToolFactory:
         except (ValueError, ImportError) as error:
             raise ValueError(f"config.{key} names {name!r}: {error}") from error
         return ToolFactory(name=tool.name, make=lambda: tool)
-    cls = _tool_class(key, name, entry)
+    cls = _check_tool_class(key, name, entry)
     return ToolFactory(name=cls.name, make=partial(instantiate, key, cls, {}))
 
 
-def _tool_class(key: str, name: str, cls: Any) -> type[Tool]:
+def _check_tool_class(key: str, name: str, cls: Any) -> type[Tool]:
     is_tool = isinstance(cls, type) and issubclass(cls, Tool) and not inspect.isabstract(cls)
-    texts = [text for text in ("name", "blank") if isinstance(getattr(cls, text, None), str)]
-    if not is_tool or len(texts) < 2:
+    strings = [text for text in ("name", "blank") if isinstance(getattr(cls, text, None), str)]
+    if not is_tool or len(strings) < 2:
         raise ValueError(
             f"config.{key} names {name!r}; expected a subclass of jaxrl.envs.tools.base.Tool that "
             "defines name, blank and run" + ", or a function." * (key == "env.search.tools")
@@ -420,7 +422,7 @@ def _tool_class(key: str, name: str, cls: Any) -> type[Tool]:
     return cls
 
 
-def _reward_parts(
+def _resolve_reward_parts(
     config: ConfigDict, environment_parts: Sequence[str]
 ) -> tuple[dict[str, RewardPart], dict[str, str]]:
     """Resolve the reward parts that the environment does not compute.
@@ -431,15 +433,15 @@ def _reward_parts(
     """
     # Logged names. A part that only decides correctness needs no weight.
     reward = config.reward
-    shorts = [short_name(name) for name in reward.weights if is_dotted_path(name)]
-    named = list(reward.weights)
+    short_names = [short_name(name) for name in reward.weights if is_dotted_path(name)]
+    configured_names = list(reward.weights)
     if reward.correct in {*REWARD_PARTS, *reward.judges}:
-        named.append(reward.correct)
+        configured_names.append(reward.correct)
     names = {
         name: short_name(name)
-        if shorts.count(short_name(name)) == 1 and is_dotted_path(name)
+        if short_names.count(short_name(name)) == 1 and is_dotted_path(name)
         else name
-        for name in named
+        for name in configured_names
     }
     for key in ("settings", "judges"):
         unused = [name for name in reward[key] if name not in names]
@@ -469,7 +471,7 @@ def _reward_parts(
                 answer_is_text=config.env.name == "math",
             )
         elif name in reward.judges:
-            parts[part] = _judge(config, name)
+            parts[part] = _build_judge(config, name)
         elif name in REWARD_PARTS:
             cls = resolve("reward.weights", name, REWARD_PARTS, example="my_reward.brevity")
             try:
@@ -479,7 +481,7 @@ def _reward_parts(
     return parts, names
 
 
-def _judge(config: ConfigDict, name: str) -> RewardPart:
+def _build_judge(config: ConfigDict, name: str) -> RewardPart:
     key, settings = f"reward.judges[{name!r}]", config.reward.judges[name]
     if not re.fullmatch(r"[a-z]\w*", name) or name in REWARD_PARTS:
         raise ValueError(f"config.{key}: expected another name, of letters, digits and _.")
@@ -491,7 +493,7 @@ def _judge(config: ConfigDict, name: str) -> RewardPart:
         raise ValueError(f"config.{key}: {error}.") from error
 
 
-def _function(
+def _bind_function(
     config: ConfigDict,
     key: str,
     table: Mapping[str, Any],
@@ -515,11 +517,11 @@ def _function(
     name, settings, settings_key = config[section][last], {}, key
     if last == "name":
         check_settings(section, config[section], name)
-        settings, settings_key = subsection(config[section]), f"{section}.settings"
+        settings, settings_key = select_settings(config[section]), f"{section}.settings"
     if name in table and table[name] is None:
         return None
     function = _resolve_function(key, name, table, arrays)
-    values = function_settings(settings_key, name, function, settings, **common)
+    values = select_function_settings(settings_key, name, function, settings, **common)
     return NamedFunction(key=key, name=name, function=function, settings=values)
 
 
@@ -550,14 +552,14 @@ def _resolve_function(
         and not (p.kind is p.POSITIONAL_OR_KEYWORD and p.name in arrays)
     ]
     if unknown or not is_plain:
-        what = f"which takes {str(unknown[0])!r}" if unknown else f"a {type(function).__name__}"
-        raise ValueError(f"config.{key} names {name!r}, {what}; expected {expected}.")
+        problem = f"which takes {str(unknown[0])!r}" if unknown else f"a {type(function).__name__}"
+        raise ValueError(f"config.{key} names {name!r}, {problem}; expected {expected}.")
     return function
 
 
-def _check_texts(key: str, name: str, field: str, texts: Any) -> None:
-    if not isinstance(texts, tuple) or not all(isinstance(t, str) and t for t in texts):
+def _check_strings(key: str, name: str, field: str, strings: Any) -> None:
+    if not isinstance(strings, tuple) or not all(isinstance(t, str) and t for t in strings):
         raise ValueError(
-            f"config.{key} names {name!r}, whose {field} is {texts!r}; expected a tuple "
+            f"config.{key} names {name!r}, whose {field} is {strings!r}; expected a tuple "
             "of strings, such as ('</answer>',)."
         )

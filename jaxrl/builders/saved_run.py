@@ -15,7 +15,7 @@ from jaxrl.builders.components import RunComponents, build
 from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
 from jaxrl.builders.validation import check_rules, check_values
 from jaxrl.config.loading import load_values
-from jaxrl.config.schema import KEYS, OWN_MODEL, default_config
+from jaxrl.config.schema import KEYS, LOCAL_MODEL, default_config
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.initial_weights import load_frozen_params
@@ -34,10 +34,10 @@ from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import escape_control_chars
 
 
-def line(error: Exception) -> str:
+def format_error_line(error: Exception) -> str:
     """Format an exception as a single-line error message."""
-    known = format_os_error(error) if isinstance(error, OSError) else None
-    return escape_control_chars(f"error: {' '.join((known or str(error)).split())}")
+    message = format_os_error(error) if isinstance(error, OSError) else None
+    return escape_control_chars(f"error: {' '.join((message or str(error)).split())}")
 
 
 def load_saved_run(
@@ -47,7 +47,7 @@ def load_saved_run(
     *,
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
-    is_talk: bool = False,
+    for_chat: bool = False,
 ) -> tuple[RunComponents, ResolvedConfig]:
     """Build the components of a saved run and load its weights, for inference.
 
@@ -57,7 +57,7 @@ def load_saved_run(
         display: Progress display.
         step: Step of the checkpoint to load; by default the latest weights.
         keys: Values by dotted key that override the run's configuration.
-        is_talk: True for multi-turn chat, where the prompt may use the entire context except the
+        for_chat: True for multi-turn chat, where the prompt may use the entire context except the
             tokens reserved for the answer.
 
     Raises:
@@ -68,22 +68,22 @@ def load_saved_run(
     config = read_config(run)
     if keys:
         config.update_from_flattened_dict(keys)
-    model = chosen_model(config, run, model, step)
+    model = resolve_weights_folder(config, run, model, step)
     if model is not None:
         config.model.path = str(model)
-        leave_out_adapter(config)  # exports have it merged
-    config.policy.name = OWN_MODEL
-    if is_talk:
+        disable_adapter(config)  # exports have it merged
+    config.policy.name = LOCAL_MODEL
+    if for_chat:
         rollout = config.rollout
-        answer, longest = 1, rollout.max_total_tokens
+        reserved_tokens, prompt_tokens = 1, rollout.max_total_tokens
         if rollout.context.name != "none":
-            answer, longest = rollout.context.turn_tokens, rollout.context.max_tokens
-        longest -= max(min(rollout.max_response_tokens, 64), answer)
-        rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
-    resolved = resolve_saved(config, is_changed=bool(keys))
+            reserved_tokens, prompt_tokens = rollout.context.turn_tokens, rollout.context.max_tokens
+        prompt_tokens -= max(min(rollout.max_response_tokens, 64), reserved_tokens)
+        rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, prompt_tokens)
+    resolved = resolve_for_inference(config, has_overrides=bool(keys))
     config.search.replay = "off"  # do not add new questions to the run's recording
     # Build for this host's devices, then load the weights.
-    fit_mesh(config)
+    fit_config_to_host(config)
     use_compilation_cache(config.compilation_cache, display.log)
     trim_memory_after_compiling()
     components = build(resolved, display.activity, now=read_prompt_time(run))
@@ -95,7 +95,7 @@ def load_saved_run(
     return components, resolved
 
 
-def chosen_model(
+def resolve_weights_folder(
     config: ConfigDict, run: Path, model: Path | None, step: int | None
 ) -> Path | None:
     """Return the folder of the weights to load; None if they are in a checkpoint.
@@ -140,45 +140,49 @@ def read_config(run: Path) -> ConfigDict:
         raise ValueError(f"{run} is a model; name a run's workdir, and set --model={run}.")
     add_code_folders(run)
     config = default_config()
-    load_values(config, str(file), drops_missing=True)
+    load_values(config, str(file), skip_missing=True)
     return config
 
 
-def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
+def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> ResolvedConfig:
     """Resolve the names that inference needs: not those of training, data and rewards.
 
     Args:
         config: Configuration of the run; changed in place.
-        is_changed: True if values were overridden, so that the configuration is validated again.
+        has_overrides: True if values were overridden, so that the configuration is validated again.
     """
-    if is_changed:
+    if has_overrides:
         check_values(config)
     config.stages = ()  # so that no data is read
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.ledger.max_cost = 0.0  # the budget applies to the run only
     config.reward.settings, config.reward.judges, config.reward.weights = {}, {}, {}
-    leave_out_method(config)
+    reset_training_code(config)
     resolved = resolve_names(config, needs_data=False)
-    if is_changed:
+    if has_overrides:
         check_rules(resolved, needs_data=False)
     config.reward.correct = resolved.correct_by
     # Scoring an episode requires a reward part, although inference ignores the reward.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
 
 
-def leave_out_adapter(config: ConfigDict) -> None:
+def disable_adapter(config: ConfigDict) -> None:
     """Disable the adapter in the config, for a model into which it is already merged."""
     section = adapter_key(config).rpartition(".")[0]
     defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
     config.update_from_flattened_dict(defaults if section else {})
 
 
-def leave_out_method(config: ConfigDict) -> None:
+def reset_training_code(config: ConfigDict) -> None:
     """Replace training-only user code with the defaults, because it may be missing."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
-        if section.split(".")[0] in METHOD and entry.names_code and is_dotted_path(config[key]):
+        if (
+            section.split(".")[0] in METHOD_SECTIONS
+            and entry.names_code
+            and is_dotted_path(config[key])
+        ):
             config[section][last] = entry.default
             if last == "name":
                 config[section].settings = {}
@@ -186,11 +190,11 @@ def leave_out_method(config: ConfigDict) -> None:
                 config.advantage.name = "reinforce_plus_plus"  # accepts groups of one
 
 
-METHOD = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")
+METHOD_SECTIONS = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")
 """Config sections that only training uses."""
 
 
-def fit_mesh(config: ConfigDict) -> int:
+def fit_config_to_host(config: ConfigDict) -> int:
     """Adjust the mesh and batch sizes in `config` to this host's devices, with groups of one.
 
     Returns:
@@ -241,5 +245,7 @@ def load_weights(
     )
     shardings = param_shardings(policy.mesh, policy.trained)
     target = make_restore_target(policy.trained.abstract_params(), shardings)
-    at, params = restore_params(run / "checkpoints", target, step)
-    return params, f"checkpoint of step {at}" + ", in the middle of its stage" * (step is None)
+    loaded_step, params = restore_params(run / "checkpoints", target, step)
+    return params, f"checkpoint of step {loaded_step}" + ", in the middle of its stage" * (
+        step is None
+    )

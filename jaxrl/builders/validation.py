@@ -9,10 +9,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.builders.resolved import CORPORA, NO_ENGINE, ResolvedConfig, resolve_names
-from jaxrl.config.keys import refuse
+from jaxrl.builders.resolved import CORPUS_SECTIONS, NO_ENGINE, ResolvedConfig, resolve_names
+from jaxrl.config.keys import reject_value
 from jaxrl.config.loading import check_keys
-from jaxrl.config.schema import EXTRA_KEYS, KEYS, OWN_MODEL, SUITES, flatten
+from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
@@ -70,25 +70,25 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     _check_tools(c)
     _check_rewards(c)
     findings = itertools.chain(
-        _unread_keys(c),
-        _broken_rules(c),
-        _broken_limits(c),
-        _unwritten_metric(c),
-        _missing_values(c, needs_data=needs_data),
+        _find_unused_keys(c),
+        _find_conflicts(c),
+        _find_limit_conflicts(c),
+        _find_missing_metric(c),
+        _find_missing_values(c, needs_data=needs_data),
     )
     for key, expected in findings:
-        refuse(key, _value(c, key), expected)
+        reject_value(key, _get_value(c, key), expected)
 
 
 def warnings(c: ResolvedConfig) -> list[str]:
     """Return a warning for each unusual setting, with its value and the usual one."""
     return [
-        f"warning: config.{key} is {_value(c, key)!r}; usual is {usual}"
-        for key, usual in _unusual_settings(c)
+        f"warning: config.{key} is {_get_value(c, key)!r}; usual is {usual}"
+        for key, usual in _find_unusual_settings(c)
     ]
 
 
-def _value(c: ResolvedConfig, key: str) -> Any:
+def _get_value(c: ResolvedConfig, key: str) -> Any:
     value: Any = c.config
     for name in key.split("."):
         value = value[name]
@@ -98,9 +98,9 @@ def _value(c: ResolvedConfig, key: str) -> Any:
 def _check_tools(c: ResolvedConfig) -> None:
     """Reject duplicate tools, and tools that the protocol cannot call."""
     key, names = "env.search.tools", c.env.search.tools
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        refuse(key, names, f"each tool once, not {twice[0]!r} twice")
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        reject_value(key, names, f"each tool once, not {repeated[0]!r} twice")
     if servers := c.env.search.get("mcp"):
         pkgutil.resolve_name("jaxrl.extras.mcp.servers:check_servers")(servers)
     if not issubclass(c.env_class, SearchEnv):
@@ -113,7 +113,7 @@ def _check_tools(c: ResolvedConfig) -> None:
         raise ValueError(f"config.env.search.protocol names {name!r}: {error}.") from error
     engine = [] if c.search.engine == NO_ENGINE else ["search"]
     if not (engine or protocol.in_template):
-        refuse(
+        reject_value(
             "search.engine",
             NO_ENGINE,
             "an engine such as 'local' or 'empty': only env.search.protocol='qwen' does without",
@@ -123,8 +123,8 @@ def _check_tools(c: ResolvedConfig) -> None:
     try:
         build_protocol(c.protocol, [*engine, *(tool.name for tool in c.tools)])
     except Exception as error:
-        text = str(error) if isinstance(error, ValueError) else format_failure(error)
-        raise UserCodeError(f"config.{key} is {names!r}: {text}") from error
+        message = str(error) if isinstance(error, ValueError) else format_failure(error)
+        raise UserCodeError(f"config.{key} is {names!r}: {message}") from error
 
 
 def _check_rewards(c: ResolvedConfig) -> None:
@@ -138,10 +138,10 @@ def _check_rewards(c: ResolvedConfig) -> None:
         raise ValueError(f"config.reward.weights is {c.reward.weights!r}: {error}") from None
     choices = [part for part in measured if part != "format"]
     if c.reward.correct not in choices:
-        refuse("reward.correct", c.reward.correct, f"one of {', '.join(choices)}")
+        reject_value("reward.correct", c.reward.correct, f"one of {', '.join(choices)}")
 
 
-def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding for each key that is set but has no effect."""
     # Columns: a key, whether the run reads it, and the condition under which it does.
     shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
@@ -181,23 +181,23 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
         ("rollout.context.max_tokens", c.has_contexts, "rollout.context.name is set"),
         ("mesh.rollout_devices", c.rollout.async_level == 1, "rollout.async_level is 1"),
         ("ledger.max_cost", any(prices), "ledger.prices are set"),
-        ("rollout.max_calls", c.accepts("max_calls"), "the environment takes `max_calls`"),
+        ("rollout.max_calls", c.env_accepts("max_calls"), "the environment takes `max_calls`"),
     ):
         default = KEYS[key].default
-        if not is_read and _value(c, key) != default:
+        if not is_read and _get_value(c, key) != default:
             yield key, f"{default!r} unless {condition}; nothing reads it"
 
 
-def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding for each key that conflicts with other keys."""
-    yield from _broken_run_rules(c)
-    yield from _broken_method_rules(c)
-    yield from _broken_filter_rules(c)
+    yield from _find_run_conflicts(c)
+    yield from _find_method_conflicts(c)
+    yield from _find_filter_conflicts(c)
     for extra in EXTRA_KEYS.values():
-        yield from ((rule.key, rule.expected) for rule in extra.rules if rule.is_broken(c))
+        yield from ((rule.key, rule.expected) for rule in extra.rules if rule.is_violated(c))
 
 
-def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of advantages, losses and the KL term."""
     # Advantage estimators: the groups and rewards that they require.
     rollout, advantage, loss, kl = c.rollout, c.advantage, c.loss, c.kl
@@ -225,7 +225,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
                 "every k at most half of rollout.group_size: full sampling compares at least two "
                 "sets",
             )
-    if not c.reads_rewards:
+    if not c.estimator_uses_rewards:
         reason = "with an advantage.name that reads only which answers are correct"
         if shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward:
             expected = "overlong_buffer=0, boundary_aware=False and entropy_reward=False"
@@ -241,23 +241,23 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "loss.aggregation",
             "'seq-mean-token-mean' with loss.name='gspo', whose ratio belongs to a trajectory",
         )
-    corrects_itself = loss.name == "dppo" and loss.dppo.anchor == "rollout"
+    loss_corrects = loss.name == "dppo" and loss.dppo.anchor == "rollout"
     is_corrected = correction.level != "none"
-    reads_sampler = loss.token_filter.name == "off_policy" or corrects_itself or is_corrected
-    if not loss.mask_observations and reads_sampler:
+    uses_rollout_logprobs = loss.token_filter.name == "off_policy" or loss_corrects or is_corrected
+    if not loss.mask_observations and uses_rollout_logprobs:
         yield (
             "loss.mask_observations",
             "True with loss.correction.level, loss.token_filter.name='off_policy' or "
             "loss.dppo.anchor='rollout': observations have no log-probability of the sampler",
         )
-    if corrects_itself and is_corrected and correction.mode != "reject":
+    if loss_corrects and is_corrected and correction.mode != "reject":
         yield (
             "loss.correction.level",
             "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout', which "
             "corrects for the sampler itself",
         )
     is_stale = rollout.async_level == 1 or c.filter.unfinished_tasks > 0
-    if is_stale and not is_corrected and not corrects_itself:
+    if is_stale and not is_corrected and not loss_corrects:
         yield (
             "loss.correction.level",
             "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks: older "
@@ -295,8 +295,8 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "'k1' with kl.apply_to='reward': its expected penalty has the gradient of the "
             "divergence",
         )
-    is_weighed = kl.controller == "budget" or kl.low_factor != 1 or kl.second_chance
-    if kl.apply_to == "reward" and is_weighed:
+    is_weighted = kl.controller == "budget" or kl.low_factor != 1 or kl.second_chance
+    if kl.apply_to == "reward" and is_weighted:
         yield (
             "kl.apply_to",
             "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weight "
@@ -313,7 +313,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
         yield "kl.coef", "1e-4 to 100 with kl.controller='log'"
 
 
-def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of filters and reward shaping."""
     # Filters.
     rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
@@ -332,8 +332,8 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "'seq_reward', unless kl.apply_to='reward' and rollout.async_level=0: groups are "
             "filtered without a KL term otherwise",
         )
-    most = filter.max_batches * (filter.tasks_per_batch or rollout.tasks_per_step)
-    if filter.name != "none" and 0 < most < rollout.tasks_per_step:
+    max_tasks = filter.max_batches * (filter.tasks_per_batch or rollout.tasks_per_step)
+    if filter.name != "none" and 0 < max_tasks < rollout.tasks_per_step:
         yield (
             "filter.max_batches",
             "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0",
@@ -357,10 +357,10 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
             "rollout.max_prompt_tokens",
         )
     # The longest response follows a prompt of one token.
-    longest = rollout.max_total_tokens - 1
+    max_response = rollout.max_total_tokens - 1
     if not c.has_tools:
-        longest = min(longest, rollout.max_response_tokens)
-    if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= longest:
+        max_response = min(max_response, rollout.max_response_tokens)
+    if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= max_response:
         yield (
             "shaping.overlong_max_tokens",
             "a length that a response can exceed, less shaping.overlong_buffer",
@@ -368,9 +368,9 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
     if shaping.boundary_aware and c.env.name == "math":
         yield "shaping.boundary_aware", "False with env.name='math'"
     needs_failures = shaping.boundary_aware or filter.resample_attempts > 0
-    pays_format = c.reward.weights.get("format") or c.reward.weights.get("answer")
+    rewards_format = c.reward.weights.get("format") or c.reward.weights.get("answer")
     is_search_r1 = c.env.name == "search" and c.env.search.protocol == "search_r1"
-    if needs_failures and is_search_r1 and pays_format:
+    if needs_failures and is_search_r1 and rewards_format:
         yield (
             "reward.weights",
             "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: these "
@@ -391,13 +391,13 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
         yield "shaping.alpha_init", "at most shaping.alpha_max"
 
 
-def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of the model, environment, evaluation and watch."""
-    if c.policy.name != OWN_MODEL:
+    if c.policy.name != LOCAL_MODEL:
         if c.stages != ("evaluate",):
             yield (
                 "policy.name",
-                f"{OWN_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has "
+                f"{LOCAL_MODEL!r} unless stages is ('evaluate',): a model behind an endpoint has "
                 "no weights to train",
             )
         if c.rollout.overlong_prompts == "truncate_left":
@@ -416,9 +416,11 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
     # Evaluation suites of the configured stages.
     has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
     # A custom engine may have a corpus.
-    has_corpus = c.searches and (is_dotted_path(c.search.engine) or c.search.engine in CORPORA)
+    has_corpus = c.has_search and (
+        is_dotted_path(c.search.engine) or c.search.engine in CORPUS_SECTIONS
+    )
     for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
-        suites = _value(c, key) if stage in c.stages else ()
+        suites = _get_value(c, key) if stage in c.stages else ()
         if "empty_search" in suites and not has_engine:
             yield key, "suites without empty_search if nothing is searched"
         if "random_search" in suites and not has_corpus:
@@ -430,27 +432,27 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
     # Deadlines, budgets and the watch.
     search, rows = c.search, c.rollout.max_num_seqs
-    longest_s = search.deadline_s + search.outage_deadline_s
+    max_search_s = search.deadline_s + search.outage_deadline_s
     if search.queries_per_second:
-        longest_s += rows / search.queries_per_second
-    if c.searches and 0 < c.env.step_deadline_s < longest_s:
+        max_search_s += rows / search.queries_per_second
+    if c.has_search and 0 < c.env.step_deadline_s < max_search_s:
         yield (
             "env.step_deadline_s",
             "0, or at least search.deadline_s + search.outage_deadline_s + rollout.max_num_seqs / "
             "search.queries_per_second: otherwise it ends episodes before search.on_outage can",
         )
     prices = [price for tool, price in c.ledger.prices.items() if tool not in c.reward.judges]
-    if c.rollout.max_cost > 0 and not (c.accepts("budget") and any(prices)):
+    if c.rollout.max_cost > 0 and not (c.env_accepts("budget") and any(prices)):
         yield (
             "rollout.max_cost",
             "0 without ledger.prices of tools, and with an environment that does not take `budget`",
         )
-    signs = getattr(c.watcher.function, "signs", None) if c.watcher else None
+    signs = getattr(c.detector.function, "signs", None) if c.detector else None
     if signs is not None and not {*c.watch.actions} <= {*signs}:
         yield "watch.actions", f"some of {', '.join(signs)}"
 
 
-def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding for each numeric setting that conflicts with another one."""
     # Mini-batches and lengths.
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
@@ -467,13 +469,13 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
     length_key = "rollout.max_total_tokens"
     if c.has_contexts:
         length_key = "rollout.context.max_tokens"
-        least = rollout.max_prompt_tokens + context.turn_tokens
-        if not least <= context.max_tokens <= rollout.max_total_tokens:
+        min_tokens = rollout.max_prompt_tokens + context.turn_tokens
+        if not min_tokens <= context.max_tokens <= rollout.max_total_tokens:
             yield (
                 length_key,
-                f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={least}, and "
-                f"at most rollout.max_total_tokens={rollout.max_total_tokens}, which counts all "
-                "contexts",
+                f"at least rollout.max_prompt_tokens + rollout.context.turn_tokens={min_tokens}, "
+                f"and at most rollout.max_total_tokens={rollout.max_total_tokens}, which counts "
+                "all contexts",
             )
         if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:
             yield (
@@ -481,7 +483,7 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
                 "above 0 with rollout.context.name: rollout.max_total_tokens counts tokens again "
                 "in each context",
             )
-        if c.policy.name != OWN_MODEL:
+        if c.policy.name != LOCAL_MODEL:
             yield "rollout.context.name", "'none' with a policy.name other than 'model'"
     if rollout.chunk_tokens > c.context_tokens:
         yield "rollout.chunk_tokens", f"at most {length_key}={c.context_tokens}"
@@ -497,27 +499,27 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
         )
 
 
-def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_missing_metric(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield a finding if no evaluation computes `eval.best_metric`."""
     if not c.checkpoint.keep_best or "train" not in c.stages:
         return
     suites, samples = c.eval.suites, c.eval.samples
     parts = c.eval.best_metric.split("/")
     if "exact_match" in parts[2:]:  # data set names may contain slashes: openai/gsm8k
-        at = parts.index("exact_match", 2)
-        parts = [parts[0], "/".join(parts[1:at]), *parts[at:]]
+        index = parts.index("exact_match", 2)
+        parts = [parts[0], "/".join(parts[1:index]), *parts[index:]]
     match parts:
         case ["val-core", _, "exact_match", suite, *_] if suite in SUITES and suite != "sampled":
-            is_written = suite in suites
+            is_computed = suite in suites
         case ["val-core", _, "exact_match", kind, *_]:
-            is_written = "sampled" in suites and (
+            is_computed = "sampled" in suites and (
                 kind == f"mean@{samples}" or kind.startswith(("best@", "maj@"))
             )
         case ["val-aux", _, *_, suite]:
-            is_written = suite in suites
+            is_computed = suite in suites
         case _:
-            is_written = False
-    if not is_written:
+            is_computed = False
+    if not is_computed:
         kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
         known = " or ".join(f"val-core/all/exact_match/{kind}" for kind in kinds) or "nothing"
         yield (
@@ -527,7 +529,7 @@ def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
         )
 
 
-def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
+def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
     """Yield a finding for each required key that is empty. Also check the engine's URL."""
     if not c.model.path:
         yield "model.path", "a path"
@@ -539,9 +541,9 @@ def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]
         )
     sections = {f"policy.{c.policy.name}"}
     engine = c.search.engine
-    if c.searches:
+    if c.has_search:
         # A corpus is not required if a recording replaces the engine.
-        section = c.corpus_section if engine in CORPORA else engine
+        section = c.corpus_section if engine in CORPUS_SECTIONS else engine
         sections.add(f"search.{section}")
         settings = c.search.get(section)
         if settings and settings.get("url"):
@@ -552,14 +554,14 @@ def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]
     for name, key in KEYS.items():
         section, _, last = name.rpartition(".")
         is_read = section in sections and (needs_data or last != "corpus")
-        if key.required and is_read and not _value(c, name):
+        if key.required and is_read and not _get_value(c, name):
             yield name, key.required
 
 
-def _unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
+def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield the key and the usual value of each setting that deserves a warning."""
     for extra in EXTRA_KEYS.values():
-        yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_broken(c))
+        yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_violated(c))
     is_training = "train" in c.stages
     for key in ("clip_low", "clip_high"):
         if is_training and c.loss.name == "clip" and not 0.1 <= c.loss[key] <= 0.3:

@@ -73,32 +73,34 @@ class Key:
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
             if not is_finite(value):
-                refuse(name, value, f"a finite number, such as {self.default!r}")
+                reject_value(name, value, f"a finite number, such as {self.default!r}")
         elif self.default is None:
             if value is not None and not isinstance(value, bool):
-                refuse(name, value, "True, False or None")
+                reject_value(name, value, "True, False or None")
         elif type(value) is not type(self.default):
             expected = f"a value of type {type(self.default).__name__}, such as {self.default!r}"
-            refuse(name, value, expected)
+            reject_value(name, value, expected)
         if self.one_of and value not in self.one_of:
             choices = ", ".join(str(choice) or repr(choice) for choice in self.one_of)
-            refuse(name, value, self.expected or f"one of {choices}")
+            reject_value(name, value, self.expected or f"one of {choices}")
         if self.some_of and not all(choice in self.some_of for choice in value):
-            refuse(name, value, f"a tuple with entries from {self.some_of}")
+            reject_value(name, value, f"a tuple with entries from {self.some_of}")
         if is_number and not self._is_in_range(value):
-            refuse(name, value, self.expected or f"a number {self._range()}")
+            reject_value(name, value, self.expected or f"a number {self._format_range()}")
         if name.endswith("_s") and is_number and value > MAX_TIMEOUT_S:
-            refuse(name, value, f"at most {MAX_TIMEOUT_S:g} seconds (31 years)")
+            reject_value(name, value, f"at most {MAX_TIMEOUT_S:g} seconds (31 years)")
         if isinstance(self.default, dict):
             kinds = "values that are true, false, a number or a string"
             kinds += ", or lists of these" * self.is_nested
             for inner, item in value.items():
-                if not isinstance(inner, str) or not _is_plain(item, is_flat=not self.is_nested):
-                    refuse(name, value, f"names with {kinds}, such as {{'name': {self.example!r}}}")
+                if not isinstance(inner, str) or not _is_json(item, is_flat=not self.is_nested):
+                    reject_value(
+                        name, value, f"names with {kinds}, such as {{'name': {self.example!r}}}"
+                    )
         if self.is_valid is not None and not self.is_valid(value):
-            refuse(name, value, self.expected)
+            reject_value(name, value, self.expected)
         if name.startswith("prompt.") and re.search("[\ud800-\udfff]", str(value)):
-            refuse(name, value, "text in UTF-8")
+            reject_value(name, value, "text in UTF-8")
 
     def _is_in_range(self, value: float) -> bool:
         return (
@@ -108,7 +110,7 @@ class Key:
             and (self.below is None or value < self.below)
         )
 
-    def _range(self) -> str:
+    def _format_range(self) -> str:
         bounds = {
             "above": self.above, "of at least": self.at_least, "of at most": self.at_most,
             "below": self.below,
@@ -122,21 +124,21 @@ def is_finite(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max
 
 
-def _is_plain(value: Any, *, is_flat: bool) -> bool:
+def _is_json(value: Any, *, is_flat: bool) -> bool:
     """Return True if JSON can represent the value. Lists and mappings are not flat."""
     if isinstance(value, dict) and not is_flat:
-        return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
+        return all(isinstance(k, str) and _is_json(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:
-        return all(_is_plain(item, is_flat=False) for item in value)
+        return all(_is_json(item, is_flat=False) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def are_texts(values: tuple[Any, ...]) -> bool:
+def are_nonempty_strings(values: tuple[Any, ...]) -> bool:
     """Return True if all values are non-empty strings."""
     return all(isinstance(value, str) and value for value in values)
 
 
-def refuse(key: str, value: Any, expected: str) -> None:
+def reject_value(key: str, value: Any, expected: str) -> None:
     """Raise a ValueError that states a key's value and the expected one."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
@@ -146,7 +148,7 @@ class Rule:
     """Rule across keys whose violation is an error or a warning."""
 
     key: str  # key to change
-    is_broken: Callable[[ConfigDict], bool]
+    is_violated: Callable[[ConfigDict], bool]
     expected: str  # expected value of that key, with the reason
 
 
@@ -165,7 +167,7 @@ class ExtraKeys:
 
 def load_extra_keys(folder: str) -> ExtraKeys:
     """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is not there."""
-    module = optional(f"jaxrl.extras.{folder}.keys:")
+    module = import_optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()
     return ExtraKeys(
@@ -175,7 +177,7 @@ def load_extra_keys(folder: str) -> ExtraKeys:
     )
 
 
-def optional(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """Import `module:name`, or a module with `module:`; return None if its folder is missing."""
     try:
         return pkgutil.resolve_name(name)

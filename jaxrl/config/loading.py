@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config.schema import KEYS, flat_pairs, missing_folder, unknown_key, with_tuples
+from jaxrl.config.schema import (
+    KEYS,
+    explain_unknown_key,
+    find_missing_extra,
+    flatten_pairs,
+    lists_to_tuples,
+)
 from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import suggest_path
 
@@ -28,7 +34,7 @@ def load_config_file(argument: str) -> ConfigDict:
         OSError: The file cannot be read.
         ValueError: The file is not Python or raises, or the result is not a `ConfigDict`.
     """
-    path, _, given = argument.partition(":")
+    path, _, config_argument = argument.partition(":")
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"--config={path} is not a file; expected one such as configs/quickstart.py."
@@ -44,7 +50,7 @@ def load_config_file(argument: str) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        config = module.get_config(*([given] if given else []))
+        config = module.get_config(*([config_argument] if config_argument else []))
     except (Exception, SystemExit) as error:  # the file runs user code
         raise ValueError(f"--config={path}: {format_failure(error)}.") from error
     if not isinstance(config, ConfigDict):
@@ -55,7 +61,7 @@ def load_config_file(argument: str) -> ConfigDict:
     return config.lock()
 
 
-def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse `--config.key=value`, `--config.switch` and `--noconfig.switch` arguments.
 
     Raises:
@@ -72,14 +78,14 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"unexpected argument {argument}; {hint}.")
         check_keys([key])
         default = KEYS[key].default
-        value: Any = as_default(text, default)
+        value: Any = convert_like_default(text, default)
         if not equals and isinstance(default, bool):
             value = prefix.strip("-") != "no"
         elif not equals:
             raise ValueError(f"{argument}: expected --config.key=value.")
         elif isinstance(default, tuple | dict):
             try:
-                value = with_tuples(ast.literal_eval(text))
+                value = lists_to_tuples(ast.literal_eval(text))
             except (ValueError, SyntaxError) as error:
                 kind = type(default).__name__
                 raise ValueError(f"{argument}: expected a Python {kind}.") from error
@@ -88,13 +94,13 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
     return keys
 
 
-def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
+def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) -> None:
     """Set keys from a YAML or JSON file, which may nest keys or use dotted names.
 
     Args:
         config: Configuration to change in place.
         path: Path of the file.
-        drops_missing: True to skip keys of extras whose folders are missing.
+        skip_missing: True to skip keys of extras whose folders are missing.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -108,16 +114,16 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
     values = _read_yaml(file)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
-    pairs = flat_pairs(values)
+    pairs = flatten_pairs(values)
     flat = dict(pairs)
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{path} sets {key} twice, nested and with dots; leave one out.")
-    if drops_missing:
-        flat = {key: value for key, value in flat.items() if not missing_folder(key)}
+    if skip_missing:
+        flat = {key: value for key, value in flat.items() if not find_missing_extra(key)}
     check_keys(flat, source=f"{path}: ")
     for key, value in flat.items():
-        flat[key] = as_default(value, KEYS[key].default)
+        flat[key] = convert_like_default(value, KEYS[key].default)
         try:
             KEYS[key].check(key, flat[key])
         except ValueError as error:
@@ -125,7 +131,7 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
     config.update_from_flattened_dict(flat)
 
 
-class _Loader(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML safe loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -140,19 +146,19 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(file: Path) -> Any:
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), _Loader)
+        return yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
     # PyYAML's constructors raise many exception types, such as a KeyError for `!!bool zz`.
     except Exception as error:
         text = " ".join(str(error).split())[:500]
         raise ValueError(f"{file} is not valid YAML or JSON: {text}.") from error
 
 
-SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
-SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
+BOOL_WORDS = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
+BOOL_WORDS |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
 """Boolean values by lower-case word."""
 
 
-def as_default(value: Any, default: Any) -> Any:
+def convert_like_default(value: Any, default: Any) -> Any:
     """Convert a string to the type of the default; return it unchanged if that fails.
 
     Accepts `yes` or `off` for a bool and `1e3` for an integer. YAML also needs this conversion: it
@@ -161,7 +167,7 @@ def as_default(value: Any, default: Any) -> Any:
     if not isinstance(value, str):
         return value
     if default is None or isinstance(default, bool):
-        return SWITCHES.get(value.lower(), value)
+        return BOOL_WORDS.get(value.lower(), value)
     if isinstance(default, int | float):
         with contextlib.suppress(ValueError):
             if isinstance(default, float):
@@ -182,5 +188,5 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         ValueError: A key is unknown. The message suggests the most similar key.
     """
     for key in keys:
-        if problem := unknown_key(key, in_file=bool(source)):
+        if problem := explain_unknown_key(key, in_file=bool(source)):
             raise ValueError(f"{source}{problem}")

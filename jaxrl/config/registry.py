@@ -56,7 +56,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
             "restore the folder or choose another name."
         )
     try:
-        return _import(entry)
+        return _import_object(entry)
     except (Exception, SystemExit) as error:  # importing the module runs user code
         hint = ""
         if isinstance(error, ModuleNotFoundError):
@@ -64,7 +64,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
         raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
 
 
-def _import(path: str) -> Any:
+def _import_object(path: str) -> Any:
     """Import the object at a dotted path.
 
     If that fails, try again with a colon before the last name: only then does `pkgutil` report why
@@ -92,15 +92,15 @@ def instantiate(
             raised.
     """
     parameters = inspect.signature(kind).parameters
-    named = {
+    accepted = {
         name: parameter
         for name, parameter in parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {n: value for n, value in injected.items() if n in parameters} | dict(settings)
     name = getattr(kind, "__name__", str(kind))
-    _check_arguments(key, name, named, () if takes_any else settings, arguments)
+    _check_arguments(key, name, accepted, () if accepts_any else settings, arguments)
     try:
         return kind(**arguments)
     except Exception as error:
@@ -109,7 +109,7 @@ def instantiate(
         raise ValueError(f"config.{key}: {name} failed: {format_failure(error)}.") from error
 
 
-def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
+def select_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for the function or class that `section.name` selects.
 
     For a built-in name, these are in the subsection of that name or of its family: `pass_at_k`
@@ -117,11 +117,11 @@ def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])
-    family = _family(section, section["name"])
+    family = _find_family(section, section["name"])
     return dict(section[family]) if family else {}
 
 
-def _family(section: Mapping[str, Any], name: str) -> str:
+def _find_family(section: Mapping[str, Any], name: str) -> str:
     families = [key for key in section if f"{name}_".startswith(f"{key}_")]
     return max(families, key=len, default="")
 
@@ -133,7 +133,7 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
         ValueError: `settings` is not empty. The message names the section to use instead.
     """
     if section["settings"] and not is_dotted_path(name):
-        family = _family(section, name)
+        family = _find_family(section, name)
         hint = f"; its keys are in config.{key}.{family}" if family else ""
         raise ValueError(
             f"config.{key}.settings is {section['settings']!r}; expected {{}} with the built-in "
@@ -141,7 +141,7 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
         )
 
 
-def function_settings(
+def select_function_settings(
     key: str, name: str, function: Callable[..., Any], settings: Mapping[str, Any], **common: Any
 ) -> dict[str, Any]:
     """Select the values for the keyword-only parameters of a function.
@@ -202,29 +202,32 @@ def resolve_entry_points(config: ConfigDict) -> None:
     """
     for key, entry in KEYS.items():
         if entry.group and key not in REWARD_KEYS:
-            _replace(config, key, entry.group, set())
+            _replace_names(config, key, entry.group, set())
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
     """Replace entry-point names of rewards. The environment's reward parts take precedence."""
     for key in REWARD_KEYS:
-        _replace(config, key, KEYS["reward.weights"].group, set(environment_parts))
+        _replace_names(config, key, KEYS["reward.weights"].group, set(environment_parts))
 
 
-def _replace(config: ConfigDict, key: str, group: str, reserved: set[str]) -> None:
+def _replace_names(config: ConfigDict, key: str, group: str, reserved: set[str]) -> None:
     section, _, last = key.rpartition(".")
-    holder: Any = attrgetter(section)(config)
-    renamed = _renamed(key, group, holder[last], reserved)
-    if renamed != holder[last]:
-        holder[last] = renamed
+    parent: Any = attrgetter(section)(config)
+    renamed = _replace_entry_points(key, group, parent[last], reserved)
+    if renamed != parent[last]:
+        parent[last] = renamed
 
 
-def _renamed(key: str, group: str, value: Any, reserved: set[str]) -> Any:
+def _replace_entry_points(key: str, group: str, value: Any, reserved: set[str]) -> Any:
     """Replace entry points in a name, a tuple of names, or the keys of a mapping."""
     if isinstance(value, tuple):
-        return tuple(_renamed(key, group, name, reserved) for name in value)
+        return tuple(_replace_entry_points(key, group, name, reserved) for name in value)
     if isinstance(value, Mapping):
-        pairs = [(_renamed(key, group, name, reserved), item) for name, item in value.items()]
+        pairs = [
+            (_replace_entry_points(key, group, name, reserved), item)
+            for name, item in value.items()
+        ]
         renamed = dict(pairs)
         if len(renamed) < len(pairs):
             raise ValueError(f"config.{key} names the same object twice: {', '.join(value)}.")

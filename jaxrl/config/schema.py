@@ -27,13 +27,13 @@ from jaxrl.config.keys import (
     RESULTS,
     TRAINING,
     Key,
-    are_texts,
+    are_nonempty_strings,
     is_finite,
     load_extra_keys,
 )
 from jaxrl.utils.json_io import read_object
 
-SECTIONS = {
+EXTRA_SECTIONS = {
     "model.lora": "lora",
     "images": "vision",
     "policy.openai": "endpoints",
@@ -51,24 +51,24 @@ SECTIONS = {
 }
 """Folder in `extras/` by section or key that it defines."""
 
-EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(SECTIONS.values())}
+EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(EXTRA_SECTIONS.values())}
 """Keys and rules by folder in `extras/`; empty for a missing folder."""
 
 
-def _extra(section: str) -> dict[str, Key]:
-    return EXTRA_KEYS[SECTIONS[section]].section(section)
+def _extra_keys(section: str) -> dict[str, Key]:
+    return EXTRA_KEYS[EXTRA_SECTIONS[section]].section(section)
 
 
-def missing_folder(key: str) -> str:
+def find_missing_extra(key: str) -> str:
     """Return the folder of the extra that defines a key or section if it is missing; else ""."""
-    folders = [f for section, f in SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
+    folders = [f for section, f in EXTRA_SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
 
 EXPERTS = ("auto", "xla", "mosaic_gpu", "triton", "megablox")
 ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "mosaic")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
-OWN_MODEL = "model"
+LOCAL_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
 MIN_TEMPERATURE = 1e-3
@@ -76,25 +76,25 @@ MIN_TEMPERATURE = 1e-3
 
 
 def _are_messages(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(one, dict) and set(one) == {"role", "content"} for one in values)
+    return all(isinstance(item, dict) and set(item) == {"role", "content"} for item in values)
 
 
 def _are_mappings(values: dict[str, Any]) -> bool:
-    return all(isinstance(one, dict) for one in values.values())
+    return all(isinstance(item, dict) for item in values.values())
 
 
 def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
     """Return True for pairs (step, k) of integers whose steps increase from 0, with k >= 1."""
-    if not all(isinstance(one, tuple) and [type(n) for n in one] == [int, int] for one in pairs):
+    if not all(isinstance(item, tuple) and [type(n) for n in item] == [int, int] for item in pairs):
         return False
     steps = [step for step, _ in pairs]
-    is_rising = steps[:1] in ([], [0]) and steps == sorted(set(steps))
-    return is_rising and all(k >= 1 for _, k in pairs)
+    is_increasing = steps[:1] in ([], [0]) and steps == sorted(set(steps))
+    return is_increasing and all(k >= 1 for _, k in pairs)
 
 
 # Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
-def _optimizer(section: str) -> dict[str, Key]:
+def _optimizer_keys(section: str) -> dict[str, Key]:
     """Return the optimizer keys for a section, which SFT and RL share."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
@@ -122,10 +122,10 @@ def _optimizer(section: str) -> dict[str, Key]:
     }
 
 
-def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
+def _task_keys(name: str, description: str, split: str) -> dict[str, Key]:
     """Return the keys for the training tasks or the held-out tasks."""
     return {
-        f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, "
+        f"tasks.{name}.source": Key("", f"{description}: a file, a pattern with `*`, a folder, "
             "or the name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
@@ -168,7 +168,7 @@ _ENTRIES: dict[str, Key] = {
         "Empty: `model.dtype`. Logits are always float32.", one_of=("", "float32")),
     "model.eos_tokens": Key((), "Further tokens that end a message, such as `('<|im_end|>',)`, "
         "in addition to `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
-        "`generation_config.json`.", is_valid=are_texts,
+        "`generation_config.json`.", is_valid=are_nonempty_strings,
         expected="a tuple of texts, such as ('<|im_end|>',)"),
     "model.attention": Key("auto", "Attention kernels: `xla` (all devices), `mosaic_gpu` "
         "(Hopper), `triton` (GPUs), `mosaic` (TPUs), or `auto`: the first that passes its "
@@ -191,14 +191,14 @@ _ENTRIES: dict[str, Key] = {
     "model.freeze_tower": Key(False, "Freeze the vision tower and its merger."),
     "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
         "time.", above=0, restart=FREE),
-    **_extra("model.lora"),
-    **_extra("images"),
+    **_extra_keys("model.lora"),
+    **_extra_keys("images"),
     # --------------------------------------------------------------------------- policy
-    "policy.name": Key(OWN_MODEL, "`model`: the model of `model.path`; `openai`: a model behind "
+    "policy.name": Key(LOCAL_MODEL, "`model`: the model of `model.path`; `openai`: a model behind "
         "an OpenAI-compatible endpoint, which is evaluated, not trained. `model.path` then "
         "provides config, tokenizer and image processor.",
-        one_of=(OWN_MODEL, "openai")),
-    **_extra("policy.openai"),
+        one_of=(LOCAL_MODEL, "openai")),
+    **_extra_keys("policy.openai"),
     # ----------------------------------------------------------------------------- mesh
     "mesh.data": Key(-1, "Devices that split rows and replicate weights. -1: all that are left."),
     "mesh.fsdp": Key(1, "Devices that split rows and weights."),
@@ -211,8 +211,8 @@ _ENTRIES: dict[str, Key] = {
         "both.",
         at_least=0),
     # ---------------------------------------------------------------- tasks and prompts
-    **_tasks("train", "Training tasks", "train"),
-    **_tasks("eval", "Held-out tasks", "test"),
+    **_task_keys("train", "Training tasks", "train"),
+    **_task_keys("eval", "Held-out tasks", "test"),
     "prompt.system": Key("", "System message. Empty: none, not even the template's own."),
     "prompt.template": Key("{question}", "User message around the question.",
         is_valid=lambda v: "{question}" in v, expected="text that contains {question}"),
@@ -230,17 +230,17 @@ _ENTRIES: dict[str, Key] = {
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is "
         "abandoned and its episodes become environment errors. 0: never.",
         at_least=0, restart=FREE),
-    **_extra("env.agents"),
+    **_extra_keys("env.agents"),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
         "`\\boxed{}`), `qwen` (tool calls of the chat template), or a dotted name.",
         names_code=True),
     "env.search.tools": Key((), "Tools in addition to search: `python`, a sandbox (extra "
         "`python-tool`), or dotted names of classes and functions (extra `tools`).",
         group="jaxrl.tools"),
-    **_extra("env.search.mcp"),
+    **_extra_keys("env.search.mcp"),
     "env.search.tool_deadline_s": Key(60.0, "Seconds per call of a function or MCP server.",
         above=0),
-    **_extra("env.search.python"),
+    **_extra_keys("env.search.python"),
     "env.search.search_r1.format_reward": Key(0.5, "Reward of a response that follows the "
         "protocol."),
     "env.search.search_r1.format_failure": Key(-1.0, "Reward of a response that does not."),
@@ -306,9 +306,9 @@ _ENTRIES: dict[str, Key] = {
     "search.http.batch_size": Key(64, "Maximum queries per request.", above=0, restart=FREE),
     "search.http.max_response_mib": Key(64.0, "Maximum size of a response in MiB; a larger one "
         "is a failure.", above=0, restart=FREE),
-    **_extra("search.web"),
-    **_extra("search.dense"),
-    **_extra("search.hybrid"),
+    **_extra_keys("search.web"),
+    **_extra_keys("search.dense"),
+    **_extra_keys("search.hybrid"),
     # --------------------------------------------------------------------------- reward
     "reward.weights": Key({"exact_match": 1.0}, "Weights of reward parts: those of the "
         "environment; `math_verify` (extra `math`); judges by name; your functions by dotted "
@@ -328,7 +328,7 @@ _ENTRIES: dict[str, Key] = {
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
         "are in `jaxrl/extras/endpoints/judges.py`.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, such as {'name': {'setting': 50}}"),
-    **_extra("reward.math_verify"),
+    **_extra_keys("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
         "off.", at_least=0),
@@ -489,18 +489,18 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
         is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound"),
-    **_extra("loss.dppo"),
+    **_extra_keys("loss.dppo"),
     "loss.term.name": Key("none", "Additional loss term: `llds`, which preserves the likelihood "
         "of tokens without a negative advantage; or a dotted name.",
         names_code=True),
     "loss.term.coef": Key(0.2, "Coefficient of the term.", above=0),
     "loss.term.settings": Key({}, "Keyword arguments of your term.", example=1),
-    **_extra("loss.term.llds"),
+    **_extra_keys("loss.term.llds"),
     "loss.token_filter.name": Key("none", "Tokens with a policy loss: `off_policy` removes wrong "
         "trajectories that the policy has moved away from; or a dotted name.",
         names_code=True),
     "loss.token_filter.settings": Key({}, "Keyword arguments of your token filter.", example=1),
-    **_extra("loss.token_filter.off_policy"),
+    **_extra_keys("loss.token_filter.off_policy"),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum`, `seq-mean-token-sum-norm`, or a dotted name.",
         names_code=True),
@@ -537,7 +537,7 @@ _ENTRIES: dict[str, Key] = {
     "kl.second_chance": Key(False, "Reduce the term on wrong answers to easy tasks with much "
         "entropy."),
     # ------------------------------------------------------------ optimizer, warm start
-    **_optimizer("optimizer"),
+    **_optimizer_keys("optimizer"),
     "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch. Groups are not "
         "split.", above=0),
     "optimizer.num_epochs": Key(1, "Passes over each batch.", above=0),
@@ -547,7 +547,7 @@ _ENTRIES: dict[str, Key] = {
     "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
     "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0),
     "sft.batch_size": Key(32, "Demonstrations per step.", above=0),
-    **_optimizer("sft.optimizer"),
+    **_optimizer_keys("sft.optimizer"),
     # ----------------------------------------------------------------------- evaluation
     "eval.every_steps": Key(0, "Steps between evaluations in training, in addition to those "
         "before the first and after the last step. 0: only those.", at_least=0),
@@ -586,7 +586,7 @@ _ENTRIES: dict[str, Key] = {
     "watch.lr_factor": Key(0.5, "Factor by which `lower_lr` and `roll_back` multiply the "
         "learning rate.", above=0, at_most=1),
     "watch.max_roll_backs": Key(3, "Rollbacks after which the next one ends the run.", at_least=0),
-    **_extra("watch.sentinel"),
+    **_extra_keys("watch.sentinel"),
     "watch.stall_s": Key(600.0, "Seconds without progress after which the run prints the stack "
         "of every thread. 0: never.",
         at_least=0),
@@ -626,12 +626,14 @@ RESTART = {
 """Default of `Key.restart` by section."""
 
 
-def _restart(name: str) -> str:
+def _find_restart(name: str) -> str:
     sections = (value for section, value in RESTART.items() if name.startswith(f"{section}."))
     return next(sections, RESULTS)
 
 
-KEYS = {name: replace(key, restart=key.restart or _restart(name)) for name, key in _ENTRIES.items()}
+KEYS = {
+    name: replace(key, restart=key.restart or _find_restart(name)) for name, key in _ENTRIES.items()
+}
 """All configuration keys by full dotted name."""
 
 
@@ -651,26 +653,26 @@ class Config(ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         """Set a key. Raise a ValueError if it does not exist or the value has the wrong type."""
         name = f"{self._section}{key}"
-        if self.is_locked and key not in self and (problem := unknown_key(name)):
+        if self.is_locked and key not in self and (problem := explain_unknown_key(name)):
             raise ValueError(problem)
-        wrong_type = None
+        type_error = None
         try:
             super().__setitem__(key, value)
         except TypeError as error:
-            wrong_type = error
+            type_error = error
         # Raised outside the handler, so that the traceback omits the original error.
-        if wrong_type is not None:
-            if problem := unknown_key(name):
+        if type_error is not None:
+            if problem := explain_unknown_key(name):
                 raise ValueError(problem)
             KEYS[name].check(name, value)
-            raise wrong_type
+            raise type_error
 
     def __getattr__(self, attribute: str) -> Any:
         """Return a key's value or a section. Raise an AttributeError if it does not exist."""
         try:
             return super().__getattr__(attribute)
         except AttributeError as error:
-            problem = unknown_key(f"{self._section}{attribute}") or str(error)
+            problem = explain_unknown_key(f"{self._section}{attribute}") or str(error)
         raise AttributeError(problem)
 
     def copy_and_resolve_references(self, visit_map: dict[int, Any] | None = None) -> Config:
@@ -680,7 +682,7 @@ class Config(ConfigDict):
         return copy
 
 
-OTHER_NAMES = {
+KEY_ALIASES = {
     "learning_rate": "lr",
     "max_grad_norm": "grad_clip",
     "kl_coef": "kl.coef",
@@ -696,7 +698,7 @@ OTHER_NAMES = {
 """Last part of the equivalent key, by the name that other trainers or samplers use."""
 
 
-def unknown_key(key: str, *, in_file: bool = False) -> str:
+def explain_unknown_key(key: str, *, in_file: bool = False) -> str:
     """Return an error message for an unknown key; "" if the key exists.
 
     Args:
@@ -705,39 +707,45 @@ def unknown_key(key: str, *, in_file: bool = False) -> str:
     """
     if key in KEYS:
         return ""
-    if folder := missing_folder(key):
+    if folder := find_missing_extra(key):
         return (
             f"config.{key} is a key of jaxrl/extras/{folder}, and that folder is missing; restore "
             "it or remove the key."
         )
-    inside = [name for name in KEYS if name.startswith(f"{key}.")]
-    if inside:
-        return f"config.{key} is a section; set its keys, such as {inside[0]}."
-    whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
-    if whole is not None:
-        name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
+    nested = [name for name in KEYS if name.startswith(f"{key}.")]
+    if nested:
+        return f"config.{key} is a section; set its keys, such as {nested[0]}."
+    mapping_key = next(
+        (mapping for mapping in MAPPING_EXAMPLES if key.startswith(f"{mapping}.")), None
+    )
+    if mapping_key is not None:
+        name, value = key.removeprefix(f"{mapping_key}."), MAPPING_EXAMPLES[mapping_key]
         mapping = f"{{{name!r}: {value}}}"
-        example = mapping if in_file else f'--config.{whole}="{mapping}"'
-        return f"config.{whole} takes a mapping; set it as a whole, such as {example}."
-    near = _similar_keys(key)
-    hint = f"did you mean {' or '.join(near)}?" if near else "docs/configuration.md has all keys."
+        example = mapping if in_file else f'--config.{mapping_key}="{mapping}"'
+        return f"config.{mapping_key} takes a mapping; set it as a whole, such as {example}."
+    matches = _suggest_keys(key)
+    hint = (
+        f"did you mean {' or '.join(matches)}?"
+        if matches
+        else "docs/configuration.md has all keys."
+    )
     return f"there is no key config.{key}; {hint}"
 
 
-def _similar_keys(key: str) -> list[str]:
+def _suggest_keys(key: str) -> list[str]:
     """Return keys with the same last part as an unknown key, or else a similar spelling."""
     section, _, last = key.rpartition(".")
-    last = OTHER_NAMES.get(last, last)
+    last = KEY_ALIASES.get(last, last)
     if f"{section}.{last}" in KEYS:
         return [f"{section}.{last}"]
-    near = [name for name in KEYS if f".{name}".endswith(f".{last}")]
-    if near:
-        return difflib.get_close_matches(key, near, n=3, cutoff=0)
+    matches = [name for name in KEYS if f".{name}".endswith(f".{last}")]
+    if matches:
+        return difflib.get_close_matches(key, matches, n=3, cutoff=0)
     prefix = f"{section}." if section else ""
-    inside = [name.removeprefix(prefix).split(".")[0] for name in KEYS if name.startswith(prefix)]
-    near = [f"{prefix}{name}" for name in difflib.get_close_matches(last, inside, n=1)]
-    is_known_section = bool(section and inside)
-    return near if near or is_known_section else difflib.get_close_matches(key, KEYS, n=1)
+    nested = [name.removeprefix(prefix).split(".")[0] for name in KEYS if name.startswith(prefix)]
+    matches = [f"{prefix}{name}" for name in difflib.get_close_matches(last, nested, n=1)]
+    is_known_section = bool(section and nested)
+    return matches if matches or is_known_section else difflib.get_close_matches(key, KEYS, n=1)
 
 
 def default_config() -> Config:
@@ -745,56 +753,58 @@ def default_config() -> Config:
     config = Config()
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
-        place = config
+        parent = config
         for depth, section in enumerate(sections, start=1):
-            if section not in place:
+            if section not in parent:
                 # In sections with mappings, ConfigDict must not convert these to sections.
                 prefix = ".".join(sections[:depth])
-                inner = Config(convert_dict=prefix not in _WITH_MAPPINGS)
-                place[section] = inner.with_section(prefix)
-            place = place[section]
+                inner = Config(convert_dict=prefix not in _SECTIONS_WITH_MAPPINGS)
+                parent[section] = inner.with_section(prefix)
+            parent = parent[section]
         default = placeholder(bool) if entry.default is None else entry.default
-        place[name] = dict(default) if isinstance(default, dict) else default
+        parent[name] = dict(default) if isinstance(default, dict) else default
     return config
 
 
-MAPPINGS = {key: entry.example for key, entry in KEYS.items() if isinstance(entry.default, dict)}
+MAPPING_EXAMPLES = {
+    key: entry.example for key, entry in KEYS.items() if isinstance(entry.default, dict)
+}
 """Example item by key, for keys whose values are mappings with user-defined names."""
 
-_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
+_SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
-def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flatten_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Flatten nested values to (dotted key, value) pairs, in order. Duplicates are kept."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
-        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
-            flat += flat_pairs(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPING_EXAMPLES:
+            flat += flatten_pairs(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", with_tuples(value)))
+            flat.append((f"{prefix}{key}", lists_to_tuples(value)))
     return flat
 
 
-def with_tuples(value: Any) -> Any:
+def lists_to_tuples(value: Any) -> Any:
     """Convert lists to tuples recursively, because the configuration stores tuples."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(
-        {key: with_tuples(inside) for key, inside in item.items()}
+        {key: lists_to_tuples(nested) for key, nested in item.items()}
         if isinstance(item, dict)
-        else with_tuples(item)
+        else lists_to_tuples(item)
         for item in value
     )
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
     """Return the values of a configuration by dotted key."""
-    return dict(flat_pairs(config.to_dict()))
+    return dict(flatten_pairs(config.to_dict()))
 
 
-def flat_json(path: Path) -> dict[str, Any]:
+def read_flat_config(path: Path) -> dict[str, Any]:
     """Read a workdir's `config.json` and return its values by dotted key."""
-    return dict(flat_pairs(read_object(path)))
+    return dict(flatten_pairs(read_object(path)))
 
 
 def to_json(config: ConfigDict) -> str:

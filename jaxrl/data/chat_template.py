@@ -26,14 +26,14 @@ import jinja2
 from jaxrl.envs.base import Message
 from jaxrl.envs.images import IMAGE_TAG
 
-_MARK = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
+_MARKER = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
 """Numbered marker that replaces a text, or a pair of markers around a token in a field.
 
 They use private-use characters, which no template contains.
 """
 
 
-def _mark(number: int) -> str:
+def _make_marker(number: int) -> str:
     return f"\ue000{number}\ue001"
 
 
@@ -48,7 +48,7 @@ Shape = tuple[tuple[str, tuple[str, ...] | None, str], ...]
 The types are None for plain text, and () for empty content in a message with other fields.
 """
 
-Place = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 """Path of keys and indices to a value in a message, such as `("tool_calls", 0, "id")`."""
 
 
@@ -57,7 +57,7 @@ def reads_clock(template: str) -> bool:
     return re.search(r"\bstrftime_now\b", template) is not None
 
 
-def with_fixed_clock(template: str, now: datetime) -> str:
+def fix_clock(template: str, now: datetime) -> str:
     """Return a chat template in which `strftime_now` always returns `now`.
 
     Templates can only call functions that transformers passes, so a macro replaces `strftime_now`.
@@ -82,20 +82,20 @@ class Piece:
     """Part of a rendered chat."""
 
     text: str
-    is_given: bool  # True for message content, False for text that the template writes
+    is_content: bool  # True for message content, False for text that the template writes
 
 
-class Chat:
+class ChatTemplate:
     """Chat template, and the text that it writes around message contents.
 
     Attributes:
         opener: Text with which the template starts the model's message, such as `<think>` and a
             line break; "" for most templates.
         message_end: Text after an assistant message.
-        wrapper: All text before, between and after messages, concatenated.
+        template_text: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
             template does not support images.
-        left_out: Default system message that `render` removed from a chat; "" so far if none.
+        dropped_system: Default system message that `render` removed from a chat; "" so far if none.
     """
 
     def __init__(
@@ -114,19 +114,24 @@ class Chat:
                 for all fields except role and content.
         """
         self._apply, self._mark_tokens = apply, mark_tokens
-        self._frame = functools.lru_cache(self._frame_of)
-        self._own_system = self._find_own_system(bos)
-        self.left_out = ""
+        self._cached_frame = functools.lru_cache(self._render_frame)
+        self._default_system = self._find_default_system(bos)
+        self.dropped_system = ""
         # The opener is the text that precedes the model's next message but no earlier message.
-        chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
+        chat, prompt_texts = (
+            self._render_role_texts("user", "assistant", "user"),
+            self._render_role_texts("user", add_generation_prompt=True),
+        )
         self.opener = ""
-        if chat is not None and asked is not None and asked[-1].startswith(chat[1]):
-            self.opener = asked[-1].removeprefix(chat[1])
-        self.message_end = (self._texts("user", "assistant") or [""])[-1]
-        around = self._texts("system", "user", "assistant", "user")
-        self.wrapper = "".join(around or self._texts("user", "assistant", "user") or [])
+        if chat is not None and prompt_texts is not None and prompt_texts[-1].startswith(chat[1]):
+            self.opener = prompt_texts[-1].removeprefix(chat[1])
+        self.message_end = (self._render_role_texts("user", "assistant") or [""])[-1]
+        chat_texts = self._render_role_texts("system", "user", "assistant", "user")
+        self.template_text = "".join(
+            chat_texts or self._render_role_texts("user", "assistant", "user") or []
+        )
         # The template's text for an image is found between two texts.
-        image = self._texts_of((("user", ("text", "image", "text"), ""),))
+        image = self._render_texts((("user", ("text", "image", "text"), ""),))
         self.image = "" if image is None else image[1]
 
     def render(
@@ -153,21 +158,23 @@ class Chat:
         check_result_order(messages)
         # Split the chat into its shape, which determines the template's text, and its contents.
         roles = tuple(message["role"] for message in messages)
-        fields = [_fields_of(message) for message in messages]
+        fields = [_serialize_fields(message) for message in messages]
         split = [
-            _split(message["content"], with_images=with_images, has_fields=bool(others))
+            _split_content(message["content"], with_images=with_images, has_fields=bool(others))
             for message, others in zip(messages, fields, strict=True)
         ]
-        shape = tuple(zip(roles, map(_types, split), fields, strict=True))
+        shape = tuple(zip(roles, map(_find_part_types, split), fields, strict=True))
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
         try:
-            text = self._apply(_filled(shape, [part for _, part in texts]), True)
-            frame = self._frame(shape, True)
+            text = self._apply(_fill_shape(shape, [part for _, part in texts]), True)
+            frame = self._cached_frame(shape, True)
         except Exception as error:  # a template is a program and may raise anything
-            what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            error_type = (
+                "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            )
             raise ValueError(
                 f"the tokenizer's chat template rejects a chat with the roles {list(roles)}: "
-                f"{what}{error}"
+                f"{error_type}{error}"
             ) from error
         # If the marker of a text is missing, the template dropped that text.
         for number, (index, part) in enumerate(texts):
@@ -185,20 +192,22 @@ class Chat:
         # Strip the contents if that reproduces the template's own rendering.
         contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
-        if "".join(piece.text for piece in _fill(frame, stripped)) == text:
+        if "".join(piece.text for piece in _fill_frame(frame, stripped)) == text:
             contents = stripped
         # Remove an unwanted default system message.
         if "system" not in roles and not has_default_system:
             start = frame[0]
             assert isinstance(start, Piece)
-            own, instead = self._own_system
-            if own and own in start.text:
-                self.left_out = own.removeprefix(instead)
-                start = dataclasses.replace(start, text=start.text.replace(own, instead, 1))
+            default_system, replacement = self._default_system
+            if default_system and default_system in start.text:
+                self.dropped_system = default_system.removeprefix(replacement)
+                start = dataclasses.replace(
+                    start, text=start.text.replace(default_system, replacement, 1)
+                )
             frame = (start, *frame[1:])
-        return _fill(frame, contents)
+        return _fill_frame(frame, contents)
 
-    def turn(self, message: Message) -> str:
+    def render_turn(self, message: Message) -> str:
         """Render an assistant message that calls a tool, in the form that the model would generate.
 
         The result has neither message header nor end of message.
@@ -207,10 +216,10 @@ class Chat:
             ValueError: The template rejects the message, drops a part of it, or does not support
                 tool results.
         """
-        first, *_, last = self.tool_turn([0])
+        first, *_, last = self.render_tool_turn([0])
         opening = {"role": "user", "content": "?"}
-        header = self._texts("user", "assistant", "tool")
-        assert header is not None  # checked by `tool_turn`
+        header = self._render_role_texts("user", "assistant", "tool")
+        assert header is not None  # checked by `render_tool_turn`
         chat = [opening, message, {"role": "tool", "content": "?"}]
         pieces = self.render(chat, has_default_system=True)
         text = "".join(piece.text for piece in pieces)
@@ -223,7 +232,7 @@ class Chat:
             )
         return text[len(begin) : len(text) - len(end)]
 
-    def tool_turn(self, num_images: Sequence[int]) -> list[str]:
+    def render_tool_turn(self, num_images: Sequence[int]) -> list[str]:
         """Return the template's text before, between and after tool results, including images.
 
         The first text starts right after an assistant message. The last one ends right before the
@@ -238,7 +247,7 @@ class Chat:
         kinds = [("text", *["image"] * n) if n else None for n in num_images]
         results = (("tool", kind, "") for kind in kinds)
         shape = (("user", None, ""), ("assistant", None, ""), *results)
-        texts = self._texts_of(shape, asks=True)
+        texts = self._render_texts(shape, add_generation_prompt=True)
         if texts is None and any(num_images):
             raise ValueError(
                 "a tool returned an image, but the tokenizer's chat template does not support "
@@ -259,20 +268,20 @@ class Chat:
         Raises:
             ValueError: The template drops a field. The error names the field and the message.
         """
-        texts = _marks(shape)
-        marked = _filled(shape, texts)
-        places = [place for place in _places(marked) if not _is_link(marked, place)]
+        texts = _make_markers(shape)
+        marked = _fill_shape(shape, texts)
+        paths = [path for path in _find_paths(marked) if not _is_call_link(marked, path)]
         values = {}
-        for number, place in enumerate(places, start=len(texts)):
-            values[number] = place, _put(marked, place, _mark(number))
+        for number, path in enumerate(paths, start=len(texts)):
+            values[number] = path, _replace_value(marked, path, _make_marker(number))
         try:
             written = self._apply(marked, True)
         except Exception:  # the template requires a value that is not a string
             written = ""
-        found = {int(mark[1]) for mark in _MARK.finditer(written) if mark[1]}
-        for number, (place, value) in values.items():
-            if number not in found and not self._reads(shape, place):
-                index, *keys = place
+        marker_numbers = {int(mark[1]) for mark in _MARKER.finditer(written) if mark[1]}
+        for number, (path, value) in values.items():
+            if number not in marker_numbers and not self._uses_value(shape, path):
+                index, *keys = path
                 name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
                 raise ValueError(
                     f"the tokenizer's chat template drops {name[1:]!r} of message "
@@ -280,66 +289,75 @@ class Chat:
                     "Remove it, or put its text into the content of a message."
                 )
 
-    def _reads(self, shape: Shape, place: Place) -> bool:
+    def _uses_value(self, shape: Shape, path: FieldPath) -> bool:
         """Return True if removing the value at this path changes the rendering."""
-        chat = _filled(shape, _marks(shape))
-        whole = self._apply(chat, True)
-        _put(chat, place, None)
+        chat = _fill_shape(shape, _make_markers(shape))
+        rendered = self._apply(chat, True)
+        _replace_value(chat, path, None)
         try:
-            return self._apply(chat, True) != whole
+            return self._apply(chat, True) != rendered
         except Exception:  # the template requires the value
             return True
 
-    def _frame_of(self, shape: Shape, asks: bool) -> tuple[Piece | int, ...]:
+    def _render_frame(self, shape: Shape, add_generation_prompt: bool) -> tuple[Piece | int, ...]:
         """Return the pieces that the template writes, with an int in place of each content text."""
-        chat = _filled(shape, _marks(shape))
+        chat = _fill_shape(shape, _make_markers(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
-                chat[index] |= _with_tokens(json.loads(fields), self._mark_tokens)
-        text = self._apply(chat, asks)
+                chat[index] |= _mark_strings(json.loads(fields), self._mark_tokens)
+        text = self._apply(chat, add_generation_prompt)
         frame: list[Piece | int] = []
         start = 0
-        for mark in _MARK.finditer(text):
+        for mark in _MARKER.finditer(text):
             frame.append(Piece(text[start : mark.start()], False))
             frame.append(int(mark[1]) if mark[1] else Piece(mark[2], True))
             start = mark.end()
         return (*frame, Piece(text[start:], False))
 
-    def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
-        """Call `_texts_of` for plain-text messages with these roles."""
-        return self._texts_of(tuple((role, None, "") for role in roles), asks=asks)
+    def _render_role_texts(
+        self, *roles: str, add_generation_prompt: bool = False
+    ) -> list[str] | None:
+        """Call `_render_texts` for plain-text messages with these roles."""
+        return self._render_texts(
+            tuple((role, None, "") for role in roles), add_generation_prompt=add_generation_prompt
+        )
 
-    def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
+    def _render_texts(
+        self, shape: Shape, *, add_generation_prompt: bool = False
+    ) -> list[str] | None:
         """Return the template's text around the content texts; None if it omits any of them."""
         try:
-            frame = self._frame(shape, asks)
+            frame = self._cached_frame(shape, add_generation_prompt)
         except Exception:  # if this affects a real chat, `render` reports it
             return None
         numbers = [part for part in frame if isinstance(part, int)]
-        is_whole = numbers == [*range(len(_marks(shape)))]
-        return [part.text for part in frame if isinstance(part, Piece)] if is_whole else None
+        is_complete = numbers == [*range(len(_make_markers(shape)))]
+        return [part.text for part in frame if isinstance(part, Piece)] if is_complete else None
 
-    def _find_own_system(self, bos: str) -> tuple[str, str]:
+    def _find_default_system(self, bos: str) -> tuple[str, str]:
         """Return the start of a chat with a default system message, and its replacement.
 
         The start is recognized as a system message if the user message after it looks the same as
         after an explicit system message. Both results are "" if the template has no default.
         """
-        given, alone = self._texts("system", "user"), self._texts("user")
-        if given is None or alone is None:
+        reference, user_only = (
+            self._render_role_texts("system", "user"),
+            self._render_role_texts("user"),
+        )
+        if reference is None or user_only is None:
             return "", ""
-        begin, middle, _ = given
-        whole, end = alone
+        begin, middle, _ = reference
+        rendered, end = user_only
         header = middle.removeprefix(end)
-        own = whole.removesuffix(header)
-        if not (begin and middle.startswith(end) and whole == own + header):
+        default_system = rendered.removesuffix(header)
+        if not (begin and middle.startswith(end) and rendered == default_system + header):
             return "", ""
         # Keep a BOS token that starts the chat. One that starts every message is in the header.
-        instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
-        return (own, instead) if own.startswith(begin) else ("", "")
+        replacement = bos if begin.startswith(bos) and not header.startswith(bos) else ""
+        return (default_system, replacement) if default_system.startswith(begin) else ("", "")
 
 
-def parts_of(content: str) -> list[str | None]:
+def split_at_images(content: str) -> list[str | None]:
     """Split content at its image placeholders, into nonempty texts and None for each image."""
     if IMAGE_TAG not in content:
         return [content]
@@ -368,19 +386,19 @@ def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
             continue
         num_results += 1
         for field, known in (("tool_call_id", ids), ("name", names)):
-            given, expected = message.get(field), known[num_results - 1 : num_results]
-            is_unknown = given not in known
+            reference, expected = message.get(field), known[num_results - 1 : num_results]
+            is_unknown = reference not in known
             # A name may also refer to a person or program, but an id always refers to a call.
             is_free = is_unknown and (field == "name" or not known or None in known)
-            if given is not None and [given] != expected and not is_free:
+            if reference is not None and [reference] != expected and not is_free:
                 raise ValueError(
-                    f"message {index + 1} has the {field} {given!r}; expected the result of "
+                    f"message {index + 1} has the {field} {reference!r}; expected the result of "
                     f"{'no further call' if not expected else repr(expected[0])}: put the tool "
                     "results in the order of the calls."
                 )
 
 
-def _fields_of(message: Message) -> str:
+def _serialize_fields(message: Message) -> str:
     """Serialize the non-null fields other than role and content to JSON; "" if there are none.
 
     Raises:
@@ -405,7 +423,7 @@ def _fields_of(message: Message) -> str:
     return text
 
 
-def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
+def _split_content(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
     """Split content into texts and images (None).
 
     Empty content in a message with other fields becomes [], because templates render tool calls
@@ -413,54 +431,55 @@ def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | N
     """
     if has_fields and not content:
         return []
-    return parts_of(content) if with_images else [content]
+    return split_at_images(content) if with_images else [content]
 
 
-def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
+def _find_part_types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
     """Return the types of content parts: None for plain text, () for empty content."""
     if parts and None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)
 
 
-def _marks(shape: Shape) -> list[str]:
+def _make_markers(shape: Shape) -> list[str]:
     """Return a marker for each content text of a chat with this shape."""
     count = sum(1 if kinds is None else kinds.count("text") for _, kinds, _ in shape)
-    return [_mark(number) for number in range(count)]
+    return [_make_marker(number) for number in range(count)]
 
 
-def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
+def _fill_shape(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Build chat messages from a shape and the content texts."""
-    left = iter(texts)
+    remaining = iter(texts)
     messages = []
     for role, kinds, fields in shape:
         content: Any = ""
         if kinds is None:
-            content = next(left)
+            content = next(remaining)
         elif kinds:
             content = [
-                {"type": kind, **({"text": next(left)} if kind == "text" else {})} for kind in kinds
+                {"type": kind, **({"text": next(remaining)} if kind == "text" else {})}
+                for kind in kinds
             ]
         messages.append({"role": role, "content": content, **json.loads(fields or "{}")})
     return messages
 
 
-def _places(value: Any, place: Place = ()) -> Iterator[Place]:
+def _find_paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
     """Yield the path of each value that is neither null nor blank, except roles and contents."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if len(place) != 1 or key not in ("role", "content"):
-                yield from _places(inner, (*place, key))
+            if len(path) != 1 or key not in ("role", "content"):
+                yield from _find_paths(inner, (*path, key))
     elif value is not None and str(value).strip():
-        yield place
+        yield path
 
 
-def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
+def _is_call_link(messages: Sequence[Mapping[str, Any]], path: FieldPath) -> bool:
     """Return True if a value only links a tool result to its call, or only labels a call.
 
     Templates may drop it, because `check_result_order` ensures that the order is enough.
     """
-    match place:
+    match path:
         case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):
             return True
         case (index, "name"):
@@ -468,9 +487,9 @@ def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
     return False
 
 
-def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any:
+def _replace_value(messages: list[dict[str, Any]], path: FieldPath, value: str | None) -> Any:
     """Replace the value at a path, or remove it if `value` is None; return the old value."""
-    *before, key = place
+    *before, key = path
     inner: Any = messages
     for step in before:
         inner = inner[step]
@@ -482,14 +501,14 @@ def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any
     return old
 
 
-def _with_tokens(value: Any, mark_tokens: Callable[[str], str]) -> Any:
+def _mark_strings(value: Any, mark_tokens: Callable[[str], str]) -> Any:
     """Apply `mark_tokens` to all strings in a JSON value, including keys."""
     if isinstance(value, dict):
-        return {mark_tokens(key): _with_tokens(inner, mark_tokens) for key, inner in value.items()}
+        return {mark_tokens(key): _mark_strings(inner, mark_tokens) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_tokens(inner, mark_tokens) for inner in value]
+        return [_mark_strings(inner, mark_tokens) for inner in value]
     return mark_tokens(value) if isinstance(value, str) else value
 
 
-def _fill(frame: Sequence[Piece | int], contents: Sequence[str]) -> list[Piece]:
+def _fill_frame(frame: Sequence[Piece | int], contents: Sequence[str]) -> list[Piece]:
     return [part if isinstance(part, Piece) else Piece(contents[part], True) for part in frame]

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.readers.base import ANSWER_KEYS, as_plain
+from jaxrl.data.readers.base import ANSWER_KEYS, to_plain
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import IMAGE_TAG, Picture, parse_picture, parse_pictures
 from jaxrl.utils.json_io import parse_json
 
 
-def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None) -> Task:
+def parse_task(fields: dict[str, Any], location: str, *, folder: Path | None = None) -> Task:
     """Convert a record to a task.
 
     A record has one of `question` (text), `messages` (a chat) and `prompt` (either). Its answers
-    are in `answers`, `golden_answers` or `answer`; see `accepted_answers`. In verl's format,
-    `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `place`),
+    are in `answers`, `golden_answers` or `answer`; see `parse_answers`. In verl's format,
+    `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `location`),
     `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
     `images` is an image or a list of images (see `parse_picture`), one for each
@@ -31,109 +31,110 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
 
     Args:
         fields: Values by field name.
-        place: Location `file:row` of the record, for error messages.
-        folder: Base folder for relative paths; by default the folder of the file in `place`.
+        location: Location `file:row` of the record, for error messages.
+        folder: Base folder for relative paths; by default the folder of the file in `location`.
 
     Raises:
         ValueError: A field is missing or has the wrong type.
     """
     try:
-        return _parse_task(fields, place, _folder_of(place) if folder is None else folder)
+        return _parse_task(fields, location, _parent_folder(location) if folder is None else folder)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
 
 
-def read_demonstration(
-    fields: dict[str, Any], place: str
+def parse_demonstration(
+    fields: dict[str, Any], location: str
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """Convert a record to the chat of a demonstration and the images in its prompt.
 
     Raises:
         ValueError: The record is not a chat, or has images after the first assistant message.
     """
-    folder = _folder_of(place)
+    folder = _parent_folder(location)
     try:
-        messages, images = read_chat(fields.get("messages"), _images(fields, folder), folder)
+        messages, images = parse_chat(fields.get("messages"), _parse_images(fields, folder), folder)
         roles = [message["role"] for message in messages]
         start = roles.index("assistant") if "assistant" in roles else len(roles)
-        num_marks = sum(message["content"].count(IMAGE_TAG) for message in messages[:start])
-        if images and num_marks != len(images):
+        num_placeholders = sum(message["content"].count(IMAGE_TAG) for message in messages[:start])
+        if images and num_placeholders != len(images):
             raise ValueError(
-                f"{len(images) - num_marks} images come after the first assistant message; "
+                f"{len(images) - num_placeholders} images come after the first assistant message; "
                 "expected all images in the prompt."
             )
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
     return messages, images
 
 
-def _folder_of(place: str) -> Path:
-    return Path(place.rpartition(":")[0]).parent
+def _parent_folder(location: str) -> Path:
+    return Path(location.rpartition(":")[0]).parent
 
 
-def _parse_task(fields: dict[str, Any], place: str, folder: Path) -> Task:
+def _parse_task(fields: dict[str, Any], location: str, folder: Path) -> Task:
     used = {"id", "data_source", "metadata", "images", *ANSWER_KEYS}
     reward_model = fields.get("reward_model")
     if isinstance(fields.get("prompt"), list) and isinstance(reward_model, dict):
         name = "prompt"
-        answers = _ground_truth(reward_model)
+        answers = _parse_ground_truth(reward_model)
     else:
-        name = _prompt_name(fields)
-        answers = _answers(fields)
+        name = _find_prompt_field(fields)
+        answers = _require_answers(fields)
     prompt = fields[name]
     is_chat = name == "messages" or (name == "prompt" and isinstance(prompt, list))
     if not is_chat and not (isinstance(prompt, str) and prompt.strip()):
         raise ValueError(f"'question' is {prompt!r}; expected text that is not blank.")
-    images = _images(fields, folder)
+    images = _parse_images(fields, folder)
     question, messages = (None, prompt) if is_chat else (prompt, None)
     if is_chat:
-        messages, images = read_chat(messages, images, folder)
+        messages, images = parse_chat(messages, images, folder)
     elif images:
-        [message], images = read_chat([{"role": "user", "content": question}], images, folder)
+        [message], images = parse_chat([{"role": "user", "content": question}], images, folder)
         question = message["content"]
     metadata = fields.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError(f"'metadata' is {metadata!r}; expected an object.")
     id, data_source = fields.get("id"), fields.get("data_source")
-    further = {key: value for key, value in fields.items() if key not in {*used, name}}
+    other_fields = {key: value for key, value in fields.items() if key not in {*used, name}}
     return Task(
-        id=place if id is None else str(id),
+        id=location if id is None else str(id),
         question=question,
         messages=tuple(messages) if messages is not None else None,
         answers=answers,
         data_source="default" if data_source is None else str(data_source),
-        metadata=further | metadata,
+        metadata=other_fields | metadata,
         images=images,
     )
 
 
-OTHER_NAMES = "config.tasks.*.columns maps other names, such as {'problem': 'question'}."
+_COLUMNS_HINT = "config.tasks.*.columns maps other names, such as {'problem': 'question'}."
 
 
-def _prompt_name(fields: dict[str, Any]) -> str:
+def _find_prompt_field(fields: dict[str, Any]) -> str:
     """Return the name of the field that contains the question or the chat."""
     names = [name for name in ("question", "messages") if fields.get(name) is not None]
     if not names and fields.get("prompt") is not None:
         return "prompt"
     if len(names) != 1:
         raise ValueError(
-            f"expected either 'question' or 'messages', found {_names(fields)}; {OTHER_NAMES}"
+            f"expected either 'question' or 'messages', found {_format_fields(fields)}; "
+            f"{_COLUMNS_HINT}"
         )
     return names[0]
 
 
-def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
+def _require_answers(fields: dict[str, Any]) -> tuple[str, ...]:
     value = next((fields[name] for name in ANSWER_KEYS if fields.get(name) is not None), None)
-    answers = accepted_answers(value)
+    answers = parse_answers(value)
     if not answers:
         raise ValueError(
-            f"expected 'answers', a list of at least one text; found {_names(fields)} with "
-            f"the answers {value!r}; {OTHER_NAMES}"
+            f"expected 'answers', a list of at least one text; found {_format_fields(fields)} with "
+            f"the answers {value!r}; {_COLUMNS_HINT}"
         )
     return answers
 
 
-def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
+def _parse_ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
     """Return the accepted answers of a verl record: the ground truth, or its `target`.
 
     If the ground truth is an object without `target`, its JSON is the only answer, because it is
@@ -141,20 +142,20 @@ def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
     """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, dict):
-        truth = _without_nulls(truth)  # tables add null fields for other rows
+        truth = _drop_nulls(truth)  # tables add null fields for other rows
         if truth and "target" not in truth:
             return (json.dumps(truth, ensure_ascii=False),)
         truth = truth.get("target")
-    answers = accepted_answers(truth)
+    answers = parse_answers(truth)
     if not answers:
         raise ValueError(
-            f"'reward_model' holds {_names(reward_model)}; expected 'ground_truth' with an "
+            f"'reward_model' holds {_format_fields(reward_model)}; expected 'ground_truth' with an "
             f"answer, found {truth!r}."
         )
     return answers
 
 
-def accepted_answers(value: Any) -> tuple[str, ...]:
+def parse_answers(value: Any) -> tuple[str, ...]:
     """Convert a value to a tuple of accepted answers.
 
     Args:
@@ -165,7 +166,7 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
     """
     expected = "expected a text, a number or a list of these"
     try:
-        plain = as_plain(value)
+        plain = to_plain(value)
     except TypeError as error:
         raise ValueError(f"an answer holds {error}; {expected}.") from error
     answers = []
@@ -173,7 +174,7 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
         if isinstance(item, str):
             answers.append(str(item))
         elif isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item):
-            answers.append(_number_text(item))
+            answers.append(_format_number(item))
         elif item is not None:
             raise ValueError(f"an answer is {item!r:.100}; {expected}.")
     if not all(answer.strip() for answer in answers):
@@ -181,16 +182,16 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _number_text(number: float) -> str:
+def _format_number(number: float) -> str:
     """Format a finite number without exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
     if isinstance(number, int):
         return str(int(number))
     value = Decimal(repr(float(number)))
     # Tables may widen float32 to float64: 0.1 becomes 0.10000000149011612. Restore the short form.
     with np.errstate(over="ignore"):
-        narrow = np.float32(number)
-    if len(value.as_tuple().digits) > MAX_DIGITS and float(narrow) == number:
-        value = Decimal(str(narrow))
+        float32 = np.float32(number)
+    if len(value.as_tuple().digits) > MAX_DIGITS and float(float32) == number:
+        value = Decimal(str(float32))
     return format(value.normalize() + 0, "f")
 
 
@@ -198,8 +199,8 @@ MAX_DIGITS = 15
 """Number of significant decimal digits that float64 always preserves."""
 
 
-def read_chat(
-    messages: Any, given: Sequence[Picture], folder: Path
+def parse_chat(
+    messages: Any, images: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """Normalize a chat to text contents with image placeholders. Also return the images.
 
@@ -209,26 +210,26 @@ def read_chat(
     Args:
         messages: Messages whose content is text, or a list of parts as in chat templates. Content
             is optional in an assistant message that has other fields, such as tool calls.
-        given: Images for the placeholders in texts, and for image parts without an image.
+        images: Images for the placeholders in texts, and for image parts without an image.
         folder: Base folder for relative paths in parts.
 
     Raises:
         ValueError: The value is not a chat, or the number of images and placeholders differs.
     """
     chat: list[Any] = []
-    marks: list[Picture | None] = []  # None for an image from `given`
+    placeholders: list[Picture | None] = []  # None for an image from `images`
     has_parts = False
     # Join the parts of each message into a single text with placeholders.
     for message in messages if isinstance(messages, list) else [messages]:
-        message = _with_fields(message) if isinstance(message, dict) else {}
+        message = _normalize_message(message) if isinstance(message, dict) else {}
         content = message.get("content")
         if isinstance(content, list) and content:
-            parts = [_part(part, folder) for part in content]
+            parts = [_parse_part(part, folder) for part in content]
             has_parts |= any(text == IMAGE_TAG for text, _ in parts)
             message["content"] = "".join(text for text, _ in parts)
-            marks += [image for text, image in parts for _ in range(text.count(IMAGE_TAG))]
+            placeholders += [image for text, image in parts for _ in range(text.count(IMAGE_TAG))]
         elif isinstance(content, str):
-            marks += [None] * content.count(IMAGE_TAG)
+            placeholders += [None] * content.count(IMAGE_TAG)
         is_message = isinstance(message.get("role"), str)
         if not (is_message and isinstance(message.get("content"), str)):
             chat.clear()
@@ -237,53 +238,53 @@ def read_chat(
     if not chat:
         raise ValueError("'messages' must be a list of objects with text 'role' and 'content'.")
     # Without images, `<image>` is plain text.
-    if not (given or has_parts):
+    if not (images or has_parts):
         return chat, ()
-    if not marks:
+    if not placeholders:
         first = next((i for i, message in enumerate(chat) if message["role"] == "user"), 0)
-        chat[first]["content"] = IMAGE_TAG * len(given) + chat[first]["content"]
-        return chat, tuple(given)
-    if marks.count(None) != len(given):
+        chat[first]["content"] = IMAGE_TAG * len(images) + chat[first]["content"]
+        return chat, tuple(images)
+    if placeholders.count(None) != len(images):
         raise ValueError(
-            f"'images' holds {len(given)}, and the texts have {marks.count(None)} marks {MARK} "
-            "for them; expected the same number, or no marks."
+            f"'images' holds {len(images)}, and the texts have {placeholders.count(None)} marks "
+            f"{IMAGE_TAG} for them; expected the same number, or no marks."
         )
-    others = iter(given)
-    return chat, tuple(image or next(others) for image in marks)
+    others = iter(images)
+    return chat, tuple(image or next(others) for image in placeholders)
 
 
-def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
+def _normalize_message(message: dict[str, Any]) -> dict[str, Any]:
     """Drop null fields, normalize tool calls, and add missing content to assistant messages.
 
     Raises:
         ValueError: The tool calls are malformed.
     """
-    message = _without_nulls(message)
+    message = _drop_nulls(message)
     calls = message.get("tool_calls")
     if calls is not None:
         calls = calls if isinstance(calls, list | tuple) else [calls]
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = [_normalize_tool_call(call) for call in calls]
     has_fields = any(value for name, value in message.items() if name not in ("role", "content"))
     if has_fields and message.get("role") == "assistant":
         message.setdefault("content", "")
     return message
 
 
-def _without_nulls(fields: Any) -> dict[str, Any]:
+def _drop_nulls(fields: Any) -> dict[str, Any]:
     """Return a dict without its null fields; {} if the value is not a dict."""
     if not isinstance(fields, dict):
         return {}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _normalize_tool_call(call: Any) -> dict[str, Any]:
     """Normalize a tool call, and parse its arguments if they are the JSON of an object.
 
     Like transformers, accept `name` and `arguments` outside `function`.
     """
-    fields = _without_nulls(call)
-    bare = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
-    function = _without_nulls(fields.get("function", bare))
+    fields = _drop_nulls(call)
+    flat_function = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
+    function = _drop_nulls(fields.get("function", flat_function))
     if not isinstance(function.get("name"), str):
         raise ValueError(
             f"'tool_calls' of a message holds {call!r:.100}; expected objects such as "
@@ -298,13 +299,13 @@ def _call(call: Any) -> dict[str, Any]:
     return {**fields, "function": function}
 
 
-def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
+def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
     """Convert a content part to text or a placeholder. Also return its image, if any.
 
     Raises:
         ValueError: The part is neither text nor an image.
     """
-    fields = _without_nulls(part if isinstance(part, dict) else {"text": part})
+    fields = _drop_nulls(part if isinstance(part, dict) else {"text": part})
     kind = fields.get("type", "text" if "text" in fields else "image")
     text = fields.get("text")
     names = ("text",) if kind == "text" else ("image", "image_url", "path", "url")
@@ -313,7 +314,7 @@ def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
         return text, None
     if kind not in ("image", "image_url") or others:
         raise ValueError(
-            f"a message has a part of the type {kind!r}, with {_names(fields)}; expected "
+            f"a message has a part of the type {kind!r}, with {_format_fields(fields)}; expected "
             "'text' with a text, or 'image', and no other fields."
         )
     value = next((fields[name] for name in names if fields.get(name)), None)
@@ -323,7 +324,7 @@ def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
         raise ValueError(f"an image of a message: {error}.") from error
 
 
-def _images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
+def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
     """Parse the field `images`, and reject videos."""
     if fields.get("videos"):
         raise ValueError(
@@ -336,5 +337,5 @@ def _images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
         raise ValueError(f"'images': {error}.") from error
 
 
-def _names(fields: dict[str, Any]) -> str:
+def _format_fields(fields: dict[str, Any]) -> str:
     return "the fields " + (", ".join(map(repr, fields)) or "none")

@@ -37,12 +37,12 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     omitted; `Processor.with_images` restores the latter from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "attachments", "token_arrays")  # `token_arrays` is added below
-    fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
+    omitted = (*MEASURED, "attachments", "token_arrays")  # `token_arrays` is added below
+    fields = {name: getattr(trajectory, name) for name in known if name not in omitted}
     for name, dtype in ARRAYS.items():
-        fields[name] = _encoded(fields[name], dtype)
+        fields[name] = _encode_array(fields[name], dtype)
     for name, array in trajectory.token_arrays.items():
-        data = _encoded(array, array.dtype)
+        data = _encode_array(array, array.dtype)
         saved = {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
@@ -65,19 +65,19 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
     for name, dtype in ARRAYS.items():
-        fields[name] = _decoded(fields[name], dtype)
-    if beside := fields.get("token_arrays"):
+        fields[name] = _decode_array(fields[name], dtype)
+    if token_arrays := fields.get("token_arrays"):
         fields["token_arrays"] = {
-            name: _decoded(array["data"], array["dtype"]).reshape(array["shape"])
-            for name, array in beside.items()
+            name: _decode_array(array["data"], array["dtype"]).reshape(array["shape"])
+            for name, array in token_arrays.items()
         }
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])
-    task["images"] = _pictures(task)
+    task["images"] = _pictures_from_json(task)
     fields["task"] = Task(**task)
-    fields["turns"] = tuple(map(_turn, fields["turns"]))
-    fields["reward_records"] = _records(fields.get("reward_records", ()))
+    fields["turns"] = tuple(map(_turn_from_json, fields["turns"]))
+    fields["reward_records"] = _records_from_json(fields.get("reward_records", ()))
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
         if fields.get(name) is not None:  # absent in old checkpoints
             fields[name] = tuple(fields[name])
@@ -86,20 +86,22 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     return Trajectory(**fields)
 
 
-def _encoded(array: np.ndarray, dtype: DTypeLike) -> str:
+def _encode_array(array: np.ndarray, dtype: DTypeLike) -> str:
     data = np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")).tobytes()
     return base64.b64encode(data).decode("ascii")
 
 
-def _decoded(text: str, dtype: DTypeLike) -> np.ndarray:
+def _decode_array(text: str, dtype: DTypeLike) -> np.ndarray:
     array = np.frombuffer(base64.b64decode(text), np.dtype(dtype).newbyteorder("<"))
     return array.astype(dtype)
 
 
-def _turn(saved: Mapping[str, Any]) -> Turn:
-    records = _records(saved.get("records", ()))
+def _turn_from_json(saved: Mapping[str, Any]) -> Turn:
+    records = _records_from_json(saved.get("records", ()))
     results = tuple(saved.get("results", ()))
-    return Turn(**{**saved, "records": records, "results": results, "images": _pictures(saved)})
+    return Turn(
+        **{**saved, "records": records, "results": results, "images": _pictures_from_json(saved)}
+    )
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
@@ -121,11 +123,11 @@ def _picture_to_json(picture: Picture) -> dict[str, str]:
     return {"data": base64.b64encode(picture.data).decode("ascii")}
 
 
-def _pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
-    return tuple(map(_picture, saved.get("images", ())))
+def _pictures_from_json(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
+    return tuple(map(_picture_from_json, saved.get("images", ())))
 
 
-def _picture(saved: Mapping[str, str]) -> Picture:
+def _picture_from_json(saved: Mapping[str, str]) -> Picture:
     if "data" in saved:
         return Picture(data=base64.b64decode(saved["data"]))
     picture = Picture(path=saved["path"])
@@ -141,7 +143,7 @@ def _picture(saved: Mapping[str, str]) -> Picture:
     return picture
 
 
-def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
+def _records_from_json(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(**record) for record in saved)
 
 

@@ -65,10 +65,10 @@ class Stream(Generic[Item]):
         self._orders = [
             # The first source uses the run's seed. The prime 2654435761 separates the other seeds.
             grain.MapDataset.source(source.items)
-            .seed((seed + place * 2_654_435_761) % 2**32)
+            .seed((seed + index * 2_654_435_761) % 2**32)
             .shuffle()
             .repeat()
-            for place, source in enumerate(sources)
+            for index, source in enumerate(sources)
         ]
 
     @property
@@ -80,14 +80,14 @@ class Stream(Generic[Item]):
 
     def take(self, position: int, count: int) -> list[Item]:
         """Return `count` items of the stream, starting at `position`."""
-        places = (next_of(self._shares, at) for at in range(position, position + count))
-        return [self._orders[source][index] for source, index in places]
+        locations = (locate_item(self._shares, item) for item in range(position, position + count))
+        return [self._orders[source][index] for source, index in locations]
 
     def metrics(self, position: int) -> dict[str, float]:
         """Return items taken and epochs per source after `position` items; {} for one source."""
         if len(self._sources) == 1:
             return {}
-        counts = taken_of(self._shares, position)
+        counts = count_taken(self._shares, position)
         metrics: dict[str, float] = {}
         for source, count in zip(self._sources, counts, strict=True):
             metrics[f"tasks/{source.name}/taken"] = count
@@ -95,7 +95,7 @@ class Stream(Generic[Item]):
         return metrics
 
 
-def taken_of(shares: Sequence[int], position: int) -> list[int]:
+def count_taken(shares: Sequence[int], position: int) -> list[int]:
     """Count how many of a mixture's first `position` items come from each source.
 
     The first source gets its share, rounded up, and the others divide the rest in the same way. The
@@ -107,14 +107,14 @@ def taken_of(shares: Sequence[int], position: int) -> list[int]:
     """
     counts, rest, total = [], position, sum(shares)
     for share in shares:
-        left = rest * (total - share) // total
-        counts.append(rest - left)
-        rest, total = left, total - share
+        remainder = rest * (total - share) // total
+        counts.append(rest - remainder)
+        rest, total = remainder, total - share
     return counts
 
 
-def next_of(shares: Sequence[int], position: int) -> tuple[int, int]:
+def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
     """Return the source of the item at `position` of a mixture, and its index in the source."""
-    now, then = taken_of(shares, position), taken_of(shares, position + 1)
-    source = next(i for i, (a, b) in enumerate(zip(now, then, strict=True)) if b > a)
-    return source, now[source]
+    before, after = count_taken(shares, position), count_taken(shares, position + 1)
+    source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
+    return source, before[source]

@@ -22,30 +22,30 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.config.keys import refuse
+from jaxrl.config.keys import reject_value
 from jaxrl.config.registry import instantiate, resolve
 from jaxrl.data.readers.base import (
     READERS,
-    Listed,
     Reader,
     Record,
-    blocks,
+    SequenceReader,
+    drop_nulls,
     find_files,
-    refuse_bytes,
-    without_gaps,
+    reject_bytes,
+    split_range,
 )
 from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source
 from jaxrl.envs.base import Task
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
-HELD = 100_000
+MAX_CACHED_TASKS = 100_000
 """Maximum number of tasks in a source that is kept in memory."""
 
-HELD_BYTES = 2**28
+MAX_CACHED_IMAGE_BYTES = 2**28
 """Maximum total size in bytes of the inline images in a source that is kept in memory."""
 
-_BLOCK = 1000  # number of records read at a time
+_BLOCK_SIZE = 1000  # number of records read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class TaskSource:
     @property
     def format_name(self) -> str:
         """Name of the format, inferred from the path if none is configured."""
-        return self.format or format_of(self.source)
+        return self.format or infer_format(self.source)
 
     @property
     def name(self) -> str:
@@ -93,11 +93,13 @@ def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
     unused = [name for name in FIELDS if section.get(name)]
     if unused:
         expected = f"no value together with {key}.sources, whose entries set this key"
-        refuse(f"{key}.{unused[0]}", section[unused[0]], expected)
+        reject_value(f"{key}.{unused[0]}", section[unused[0]], expected)
     sources = []
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {*entry} <= {*FIELDS}:
-            refuse(f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}")
+            reject_value(
+                f"{key}.sources", entry, f"mappings with some of the keys {', '.join(FIELDS)}"
+            )
         sources.append(_resolve_source({"split": split, **entry}, f"{key}.sources[{index}]", kind))
     return sources
 
@@ -126,15 +128,15 @@ def _resolve_source(fields: Mapping[str, Any], key: str, kind: str) -> TaskSourc
     ]
     for name, is_valid, expected in checks:
         if not is_valid:
-            refuse(f"{key}.{name}", getattr(source, name), expected)
-    return dataclasses.replace(source, make_reader=_reader_of(source))
+            reject_value(f"{key}.{name}", getattr(source, name), expected)
+    return dataclasses.replace(source, make_reader=_resolve_reader(source))
 
 
-def _reader_of(source: TaskSource) -> Callable[..., Any]:
+def _resolve_reader(source: TaskSource) -> Callable[..., Any]:
     key, name = f"{source.key}.format", source.format_name
     reader: Any = resolve(key, name, READERS, example="my_tasks.Sums")
     if not callable(reader):
-        refuse(key, name, "a class or a function that returns a sequence of records")
+        reject_value(key, name, "a class or a function that returns a sequence of records")
     return reader
 
 
@@ -142,7 +144,7 @@ SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json
 """Format by file suffix. Files with any other suffix are JSONL."""
 
 
-def format_of(source: str) -> str:
+def infer_format(source: str) -> str:
     """Infer the format of a file, pattern or folder from its name or contents."""
     path = Path(source)
     if path.is_dir():
@@ -161,17 +163,17 @@ def open_reader(source: TaskSource) -> Reader:
         FileNotFoundError, ValueError: The source cannot be opened. The message names the key.
     """
     key = f"config.{source.key}.source"
-    offered = {"source": source.source, "split": source.split, "config_key": key}
+    arguments = {"source": source.source, "split": source.split, "config_key": key}
     records = instantiate(
         f"{source.key}.settings",
-        source.make_reader or _reader_of(source),
+        source.make_reader or _resolve_reader(source),
         source.settings,
         columns=source.columns,
-        **offered,
+        **arguments,
     )
     if isinstance(records, Reader):
         return records
-    return Listed(records, source.format_name, f"config.{source.key}.format")
+    return SequenceReader(records, source.format_name, f"config.{source.key}.format")
 
 
 class Tasks(Sequence[Task]):
@@ -180,7 +182,7 @@ class Tasks(Sequence[Task]):
     Attributes:
         key: Config key of the source's section, with the prefix `config.`.
         ids: Hashes of the ids, uint64 [N].
-        questions: Hashes of the questions, uint64 [N, 2]; see `question_hashes`.
+        questions: Hashes of the questions, uint64 [N, 2]; see `hash_questions`.
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
@@ -193,29 +195,31 @@ class Tasks(Sequence[Task]):
         self.key, self._source = f"config.{source.key}", source
         self._reader = open_reader(source)
         self._indices = np.arange(len(self._reader))
-        self._held: list[Task] | None = [] if len(self._reader) <= HELD else None
-        self._unseen = {column for column, name in source.columns.items() if name}
+        self._cached_tasks: list[Task] | None = (
+            [] if len(self._reader) <= MAX_CACHED_TASKS else None
+        )
+        self._unseen_columns = {column for column, name in source.columns.items() if name}
         ids, questions, num_bytes = array("Q"), array("Q"), 0
-        for block in blocks(len(self._reader), _BLOCK):
+        for block in split_range(len(self._reader), _BLOCK_SIZE):
             for task in self._read(block):
                 num_bytes += sum(len(image.data) for image in task.images)
-                if num_bytes > HELD_BYTES:
-                    self._held = None
-                ids.append(_hash(task.id))
+                if num_bytes > MAX_CACHED_IMAGE_BYTES:
+                    self._cached_tasks = None
+                ids.append(_hash_text(task.id))
                 try:
-                    questions.extend(_hashes_of(task))
+                    questions.extend(_hash_task(task))
                 except OSError as error:
                     raise ValueError(
                         f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
                     ) from error
-                if self._held is not None:
-                    self._held.append(task)
-            if self._held is None:
+                if self._cached_tasks is not None:
+                    self._cached_tasks.append(task)
+            if self._cached_tasks is None:
                 show(f"checking {source.name}, tasks {block.stop:,} of {len(self):,}")
-        if self._unseen:
-            missing = ", ".join(map(repr, sorted(self._unseen)))
+        if self._unseen_columns:
+            missing = ", ".join(map(repr, sorted(self._unseen_columns)))
             expected = f"columns that a record has; none has {missing}"
-            refuse(f"{source.key}.columns", dict(source.columns), expected)
+            reject_value(f"{source.key}.columns", dict(source.columns), expected)
         self.ids = np.frombuffer(ids, np.uint64)
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
@@ -230,17 +234,17 @@ class Tasks(Sequence[Task]):
             raise UserCodeError(f"{self.key}: {format_failure(error)}.") from error
 
     def _parse(self, record: Record, index: int) -> Task:
-        source, place = self._source, self._reader.place(index)
+        source, location = self._source, self._reader.location(index)
         if source.columns:
-            self._unseen -= record.keys()
-            kept = {name: value for name, value in record.items() if name not in source.columns}
-            named = {new: record[old] for old, new in source.columns.items() if old in record}
-            record = kept | {name: value for name, value in named.items() if name}
-        if self._reader.fills_gaps:  # else a call would have null arguments from other calls
+            self._unseen_columns -= record.keys()
+            selected = {name: value for name, value in record.items() if name not in source.columns}
+            renamed = {new: record[old] for old, new in source.columns.items() if old in record}
+            record = selected | {name: value for name, value in renamed.items() if name}
+        if self._reader.pads_with_nulls:  # else a call would have null arguments from other calls
             chats = {name: record[name] for name in ("messages", "prompt") if name in record}
-            record = {**record, **without_gaps(chats)}
-        refuse_bytes(record, place)
-        task = parse_task(record, place, folder=self._reader.folder(index))
+            record = {**record, **drop_nulls(chats)}
+        reject_bytes(record, location)
+        task = parse_task(record, location, folder=self._reader.folder(index))
         if source.data_source:
             id = f"{source.data_source}/{task.id}"
             task = dataclasses.replace(task, id=id, data_source=source.data_source)
@@ -252,28 +256,30 @@ class Tasks(Sequence[Task]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if self._held is not None:
-            return self._held[index]
+        if self._cached_tasks is not None:
+            return self._cached_tasks[index]
         return self._read([int(self._indices[index])])[0]
 
     def __iter__(self) -> Iterator[Task]:
-        if self._held is not None:
-            yield from self._held
+        if self._cached_tasks is not None:
+            yield from self._cached_tasks
             return
-        for block in blocks(len(self), _BLOCK):
+        for block in split_range(len(self), _BLOCK_SIZE):
             yield from self._read(self._indices[block.start : block.stop].tolist())
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the location `file:row` of a task."""
-        return self._reader.place(int(self._indices[index]))
+        return self._reader.location(int(self._indices[index]))
 
-    def only(self, kept: np.ndarray) -> Tasks:
-        """Return the tasks for which the mask `kept`, bool [N], is True."""
+    def select(self, selected: np.ndarray) -> Tasks:
+        """Return the tasks for which the mask `selected`, bool [N], is True."""
         tasks = copy.copy(self)
-        tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
-        tasks.questions = self.questions[kept]
-        if self._held is not None:
-            tasks._held = [t for t, k in zip(self._held, kept, strict=True) if k]
+        tasks._indices, tasks.ids = self._indices[selected], self.ids[selected]
+        tasks.questions = self.questions[selected]
+        if self._cached_tasks is not None:
+            tasks._cached_tasks = [
+                t for t, k in zip(self._cached_tasks, selected, strict=True) if k
+            ]
         return tasks
 
 
@@ -298,28 +304,28 @@ def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Ta
 
 def check_ids(sources: Sequence[Tasks]) -> None:
     """Raise a ValueError if two tasks have the same id."""
-    everything = Mixture([Source(items=tasks) for tasks in sources])
+    all_tasks = Mixture([Source(items=tasks) for tasks in sources])
     ids = np.concatenate([tasks.ids for tasks in sources])
     order = np.argsort(ids, kind="stable")
-    again = np.flatnonzero(ids[order][1:] == ids[order][:-1])
-    pairs = sorted((int(order[i + 1]), int(order[i])) for i in again)
+    duplicates = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+    pairs = sorted((int(order[i + 1]), int(order[i])) for i in duplicates)
     for second, first in pairs:
-        task = everything[second]
-        if task.id == everything[first].id:  # else only the hashes collide
-            place, other = (_place(sources, index) for index in (second, first))
-            is_same_file = place.rpartition(":")[0] == other.rpartition(":")[0]
+        task = all_tasks[second]
+        if task.id == all_tasks[first].id:  # else only the hashes collide
+            location, other = (_find_location(sources, index) for index in (second, first))
+            is_same_file = location.rpartition(":")[0] == other.rpartition(":")[0]
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
             raise ValueError(
-                f"{place}: the id {task.id!r} is already used in {where}; make ids unique, for "
+                f"{location}: the id {task.id!r} is already used in {where}; make ids unique, for "
                 "example with the dataset's name as a prefix (set data_source of each source), or "
                 "omit 'id' everywhere."
             )
 
 
-def _place(sources: Sequence[Tasks], index: int) -> str:
+def _find_location(sources: Sequence[Tasks], index: int) -> str:
     for tasks in sources:
         if index < len(tasks):
-            return tasks.place(index)
+            return tasks.location(index)
         index -= len(tasks)
     raise IndexError(index)
 
@@ -338,38 +344,42 @@ RESERVED = ("all", "mean")
 """Names of evaluation summaries over datasets, which no dataset may have."""
 
 
-def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
+def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     """Return a warning if the training tasks contain held-out questions, else "".
 
     The comparison ignores case, whitespace and final punctuation. Two chats match if their messages
     or their questions in the metadata (verl's `extra_info`) match. Images must match too.
     """
-    asked = question_hashes(held_out)
-    known, first = np.unique(question_hashes(tasks), return_index=True)
-    if not (known.size and asked.size):
+    query = hash_questions(held_out)
+    known, first = np.unique(hash_questions(tasks), return_index=True)
+    if not (known.size and query.size):
         return ""
-    at = np.searchsorted(known, asked).clip(max=len(known) - 1)
-    is_known = known[at] == asked
+    positions = np.searchsorted(known, query).clip(max=len(known) - 1)
+    is_known = known[positions] == query
     # The first training task that matches each held-out task, given two hashes per task.
-    others = np.where(is_known, first[at] // 2, len(tasks)).min(axis=1)
-    both = [
+    others = np.where(is_known, first[positions] // 2, len(tasks)).min(axis=1)
+    overlapping = [
         (held_out[index], tasks[int(others[index])])
         for index in np.flatnonzero(is_known.any(axis=1)).tolist()
     ]
     # Compare the texts too, because hashes may collide.
-    both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
-    if not both:
+    overlapping = [
+        pair
+        for pair in overlapping
+        if set(_list_identities(pair[0])) & set(_list_identities(pair[1]))
+    ]
+    if not overlapping:
         return ""
-    task, other = both[0]
+    task, other = overlapping[0]
     text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
     return (
-        f"warning: {len(both)} of {len(held_out)} held-out questions are among the tasks "
+        f"warning: {len(overlapping)} of {len(held_out)} held-out questions are among the tasks "
         f"trained on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
         f"config.tasks.eval and {other.id!r} of config.tasks.train"
     )
 
 
-def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
+def hash_questions(tasks: Sequence[Task]) -> np.ndarray:
     """Compute hashes of each task's question, uint64 [N, 2].
 
     A chat with a question in its metadata has a hash of its messages and a hash of the question.
@@ -378,43 +388,43 @@ def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
     if isinstance(tasks, Tasks):
         return tasks.questions
     if isinstance(tasks, Mixture) and tasks.sources:
-        return np.concatenate([question_hashes(source.items) for source in tasks.sources])
+        return np.concatenate([hash_questions(source.items) for source in tasks.sources])
     hashes = array("Q")
     for task in tasks:
-        hashes.extend(_hashes_of(task))
+        hashes.extend(_hash_task(task))
     return np.frombuffer(hashes, np.uint64).reshape(-1, 2)
 
 
-def _hashes_of(task: Task) -> tuple[int, int]:
-    first, *others = map(_hash, _identities(task))
+def _hash_task(task: Task) -> tuple[int, int]:
+    first, *others = map(_hash_text, _list_identities(task))
     return first, others[0] if others else first
 
 
-def _identities(task: Task) -> list[str]:
+def _list_identities(task: Task) -> list[str]:
     """Return texts that identify a task. Tasks with the same question share at least one."""
     if task.question is not None:
-        texts = ["question " + normalized_question(task.question)]
+        texts = ["question " + normalize_question(task.question)]
     else:
         texts = ["chat " + json.dumps([*(task.messages or ())], sort_keys=True, default=str)]
         info = task.metadata.get("extra_info")
-        asked = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
-        if isinstance(asked, str) and asked.strip():
-            texts.append("question " + normalized_question(asked))
-    shown = [image.digest for image in task.images]
-    return [" ".join([text, *shown]) for text in texts]
+        query = task.metadata.get("question") or (isinstance(info, dict) and info.get("question"))
+        if isinstance(query, str) and query.strip():
+            texts.append("question " + normalize_question(query))
+    image_digests = [image.digest for image in task.images]
+    return [" ".join([text, *image_digests]) for text in texts]
 
 
-def normalized_question(text: str) -> str:
+def normalize_question(text: str) -> str:
     """Normalize the case and whitespace of a question, and strip final punctuation."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
 
 
-def _hash(text: str) -> int:
+def _hash_text(text: str) -> int:
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
+def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
     """Return the files of each source by key, such as `tasks.train.sources/0`.
 
     For an entry of `sources`, the other fields of its configuration are returned as JSON, because

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxrl.data.chat_template import Chat, Piece, mark_token, reads_clock, with_fixed_clock
+from jaxrl.data.chat_template import ChatTemplate, Piece, fix_clock, mark_token, reads_clock
 from jaxrl.envs.base import Message
 from jaxrl.utils.concurrency import format_error
 from jaxrl.utils.json_io import read_object
@@ -21,7 +21,7 @@ from jaxrl.utils.text import escape_control_chars
 MAX_IDS = 2**24
 """Maximum vocabulary size. Published vocabularies have at most about 260,000 ids."""
 
-_MAX_CHATS = 64  # maximum number of cached chat templates, one per set of tools
+_MAX_TEMPLATES = 64  # maximum number of cached chat templates, one per set of tools
 _SLACK_TOKENS = 128  # tokens to encode beyond the requested prefix
 
 
@@ -86,7 +86,7 @@ class Tokenizer:
                     "merge produces. Remove it from the merges in tokenizer.json."
                 )
 
-        self.vocab_bytes = bytes_of_ids(spec)
+        self.vocab_bytes = decode_vocab(spec)
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
         # Ids that end a message: from the tokenizer, generation_config.json and the config.
@@ -112,30 +112,30 @@ class Tokenizer:
         self._added_ids = {token["id"] for token in spec["added_tokens"]}
         # The chat template, with a fixed time so that all prompts of a run have the same date.
         arguments = dict(template_arguments or {})
-        templates = _templates_of(hf_tokenizer)
+        templates = _list_templates(hf_tokenizer)
         _check_arguments(arguments, "\n".join(templates))
         self.now = now or datetime.now()
         self.reads_clock = any(map(reads_clock, templates))
         self.template_arguments: Mapping[str, Any] = arguments
         self.image_id, self.video_id = image_id, video_id
-        self._chat = self._make_chat(())
-        self._chats = {"[]": self._chat}
+        self._template = self._make_template(())
+        self._templates = {"[]": self._template}
         # The template must write `image_id` for an image. If it writes no added token, it does not
         # support images, and there is nothing to check.
-        written = {self.decode([id]): id for id in self.encode(self._chat.image)}
+        written = {self.decode([id]): id for id in self.encode(self._template.image)}
         is_known = image_id in written.values() or not self._added_ids & {*written.values()}
         if image_id is not None and not is_known:
             raise ValueError(
                 f"the config.json in config.model.path has the image_token_id {image_id}; expected "
                 f"one that its chat template writes for an image: {written}. Fix config.json."
             )
-        self.opener = self._chat.opener
+        self.opener = self._template.opener
         # Ids that message contents must never produce: the chat's control tokens, and image and
         # video tokens.
-        self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.wrapper)}
+        self._chat_ids = {*special, *self.eos_ids, *self.encode(self._template.template_text)}
         self._chat_ids |= {image_id, video_id}
         for template in templates[1:]:
-            self._chat_ids |= {*self.encode(self._make_chat((), template).wrapper)}
+            self._chat_ids |= {*self.encode(self._make_template((), template).template_text)}
         reserved = [self.decode([id]) for id in self._added_ids & self._chat_ids]
         by_length = sorted(reserved, key=len, reverse=True)
         self._chat_tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
@@ -162,7 +162,7 @@ class Tokenizer:
             )
         for file in folder.glob("*.json"):
             file.open("rb").close()  # raises PermissionError with the file's name
-        with quiet_transformers(), _loading(folder):
+        with quiet_transformers(), _wrap_load_errors(folder):
             from transformers import AutoTokenizer
 
             # Never contact the hub, not even for model names in the files of the folder.
@@ -178,19 +178,19 @@ class Tokenizer:
                 "`chat_template` in tokenizer_config.json or a file chat_template.jinja. Add one, "
                 "or set `model.path` to an instruction-tuned model."
             )
-        with _loading(folder, ValueError):
+        with _wrap_load_errors(folder, ValueError):
             return cls(
                 hf_tokenizer,
-                eos_ids=_generation_eos_ids(folder),
+                eos_ids=_read_generation_eos_ids(folder),
                 eos_tokens=eos_tokens,
                 template_arguments=template_arguments,
                 now=now,
-                **_ids_of_images(folder),
+                **_read_image_token_ids(folder),
             )
 
-    def opener_with(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def find_opener(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the opener (see `Tokenizer`) of chats with these tools."""
-        return self._chat_with(tools).opener
+        return self._get_template(tools).opener
 
     def encode(self, text: str) -> list[int]:
         """Encode `text`. Special tokens in it are parsed, but no BOS or EOS token is added."""
@@ -200,7 +200,7 @@ class Tokenizer:
         """Encode untrusted text, without parsing added tokens such as `<|im_end|>`."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
-    def encode_start(self, text: str, max_tokens: int) -> list[int]:
+    def encode_prefix(self, text: str, max_tokens: int) -> list[int]:
         """Return the first `max_tokens` ids of `encode_plain(text)` without encoding all of it.
 
         Only the last ids of a prefix depend on the text after it, because BPE merges within short
@@ -215,7 +215,7 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[int] = (),
-        behind: int = 0,
+        num_skipped: int = 0,
         has_default_system: bool = False,
     ) -> list[int]:
         """Render and encode a chat up to the start of the model's next message.
@@ -229,30 +229,36 @@ class Tokenizer:
             tools: JSON schemas of the tools that the template describes.
             image_tokens: Number of tokens of each image, one per `<image>` placeholder. If empty,
                 placeholders are plain text.
-            behind: Number of leading messages to omit. None of them may be blank.
+            num_skipped: Number of leading messages to omit. None of them may be blank.
             has_default_system: True to keep the template's default system message.
 
         Raises:
             ValueError: The template rejects the chat, drops a message or a field, or does not
                 support tools or images.
         """
-        pieces = self._chat_with(tools).render(
+        pieces = self._get_template(tools).render(
             messages, with_images=bool(image_tokens), has_default_system=has_default_system
         )
-        if behind:
-            ends = [end for end, piece in enumerate(pieces, start=1) if piece.is_given][:behind]
-            if [pieces[end - 1].text for end in ends] != [m["content"] for m in messages[:behind]]:
+        if num_skipped:
+            ends = [end for end, piece in enumerate(pieces, start=1) if piece.is_content][
+                :num_skipped
+            ]
+            if [pieces[end - 1].text for end in ends] != [
+                m["content"] for m in messages[:num_skipped]
+            ]:
                 raise ValueError("the chat template does not write the first messages in order.")
             pieces = pieces[ends[-1] :]
-        return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
+        return self._expand_image_tokens(self._encode_chat(pieces, self._chat_ids), image_tokens)
 
     def render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Render an assistant message as text; see `Chat.turn`."""
-        return self._chat_with(tools).turn(message)
+        """Render an assistant message as text; see `ChatTemplate.render_turn`."""
+        return self._get_template(tools).render_turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
         """Return the ids and the text that represent an image of `num_tokens` tokens."""
-        return self._expand(self.encode(self._chat.image), [num_tokens]), self._chat.image
+        return self._expand_image_tokens(
+            self.encode(self._template.image), [num_tokens]
+        ), self._template.image
 
     def render_results(
         self,
@@ -269,8 +275,10 @@ class Tokenizer:
             ValueError: The template does not support tool results, or ends messages with a token
                 that is not in `eos_ids`.
         """
-        shown = image_tokens or [()] * len(results)
-        first, *others = self._chat_with(tools).tool_turn([len(counts) for counts in shown])
+        image_counts = image_tokens or [()] * len(results)
+        first, *others = self._get_template(tools).render_tool_turn(
+            [len(counts) for counts in image_counts]
+        )
         end = self.decode(self.encode(first)[:1])
         if self.encode(first)[0] not in self.eos_ids:
             raise ValueError(
@@ -281,10 +289,10 @@ class Tokenizer:
         for result, text in zip(results, others, strict=True):
             pieces += [Piece(result, True), Piece(text, False)]
         ids = self._encode_chat(pieces, self._added_ids)
-        counts = [count for of_result in shown for count in of_result]
-        return self._expand(ids, counts), "".join(piece.text for piece in pieces)
+        counts = [count for result_counts in image_counts for count in result_counts]
+        return self._expand_image_tokens(ids, counts), "".join(piece.text for piece in pieces)
 
-    def _expand(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
+    def _expand_image_tokens(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
         """Repeat the image token of each image as often as the image has tokens."""
         num_written = ids.count(self.image_id) if self.image_id is not None else 0
         if num_written != len(image_tokens):
@@ -298,20 +306,22 @@ class Tokenizer:
         counts = iter(image_tokens)
         return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
-    def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
+    def _make_template(
+        self, tools: Sequence[Mapping[str, Any]], template: str | None = None
+    ) -> ChatTemplate:
         """Create the chat template for these tools, from `template` or the model's default."""
-        described = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        tool_arguments = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
         if template is not None:
-            template = with_fixed_clock(template, self.now)
-        return Chat(
-            lambda messages, asks: self._hf_tokenizer.apply_chat_template(
+            template = fix_clock(template, self.now)
+        return ChatTemplate(
+            lambda messages, add_generation_prompt: self._hf_tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
-                add_generation_prompt=asks,
+                add_generation_prompt=add_generation_prompt,
                 chat_template=template,
-                **{**self.template_arguments, **described},
+                **{**self.template_arguments, **tool_arguments},
             ),
             bos=self._hf_tokenizer.bos_token or "",
             mark_tokens=self._mark_tokens,
@@ -321,9 +331,9 @@ class Tokenizer:
         """Put markers around the control tokens in a text; see `chat_template.mark_token`."""
         return self._chat_tokens.sub(lambda token: mark_token(token[0]), text)
 
-    def _chat_with(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
+    def _get_template(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         key = json.dumps([dict(tool) for tool in tools], ensure_ascii=False)
-        if key not in self._chats:
+        if key not in self._templates:
             forged = [id for id in self.encode(key) if id in self._added_ids]
             if forged:
                 raise ValueError(
@@ -336,45 +346,47 @@ class Tokenizer:
                     "reads `tools`. Set config.env.search.protocol to one with tags, or "
                     "config.model.path to a model that was trained to call tools."
                 )
-            if len(self._chats) > _MAX_CHATS:  # clients of a server may define tools
+            if len(self._templates) > _MAX_TEMPLATES:  # clients of a server may define tools
                 # Evict the oldest template that has tools, unless another thread just did.
-                self._chats.pop(list(self._chats)[1], None)
-            self._chats[key] = self._make_chat(tools)
-        return self._chats[key]
+                self._templates.pop(list(self._templates)[1], None)
+            self._templates[key] = self._make_template(tools)
+        return self._templates[key]
 
     def _encode_chat(self, pieces: Sequence[Piece], reserved: Container[int]) -> list[int]:
         """Encode a rendered chat. Reserved tokens in message contents are encoded as plain text."""
         text = "".join(piece.text for piece in pieces)
-        is_given = [piece.is_given for piece in pieces for _ in piece.text]
+        is_content = [piece.is_content for piece in pieces for _ in piece.text]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         added = [
             (id, start, end)
             for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
             if id in self._added_ids
         ]
-        kept = [
+        parsed = [
             (id, start, end)
             for id, start, end in added
-            if id not in reserved or not any(is_given[start:end])
+            if id not in reserved or not any(is_content[start:end])
         ]
-        if len(kept) == len(added):
+        if len(parsed) == len(added):
             return encoding.ids
         # Encode the text between real added tokens as plain text, including forged tokens.
         ids, begin = [], 0
-        for id, start, end in kept:
+        for id, start, end in parsed:
             ids += [*self.encode_plain(text[begin:start]), id]
             begin = end
         return [*ids, *self.encode_plain(text[begin:])]
 
     @property
-    def left_out_system(self) -> str:
+    def dropped_system(self) -> str:
         """Default system message that was removed from a prompt; "" if none was so far."""
-        return next((chat.left_out for chat in self._chats.values() if chat.left_out), "")
+        return next(
+            (chat.dropped_system for chat in self._templates.values() if chat.dropped_system), ""
+        )
 
     @property
     def unknown_message_end(self) -> str:
         """Added token with which the template ends messages if it is not in `eos_ids`; else ""."""
-        ids = self.encode(self._chat.message_end.strip())[:1]
+        ids = self.encode(self._template.message_end.strip())[:1]
         is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unknown else ""
 
@@ -383,7 +395,7 @@ class Tokenizer:
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
 
 
-def _templates_of(hf_tokenizer: Any) -> list[str]:
+def _list_templates(hf_tokenizer: Any) -> list[str]:
     """Return the default chat template, and the one for chats with tools if it differs."""
     if not hf_tokenizer.chat_template:
         return []
@@ -391,7 +403,13 @@ def _templates_of(hf_tokenizer: Any) -> list[str]:
     return [default] if for_tools == default else [default, for_tools]
 
 
-_OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template")
+_RESERVED_ARGUMENTS = (
+    "messages",
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "chat_template",
+)
 """Arguments that `prompt.chat_template_kwargs` must not set, because the tokenizer does."""
 
 
@@ -399,7 +417,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
     """Raise a ValueError if the chat template does not read an argument, or it is reserved."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)
-        if name in _OWN_ARGUMENTS or not is_read:
+        if name in _RESERVED_ARGUMENTS or not is_read:
             raise ValueError(
                 f"config.prompt.chat_template_kwargs names {name!r}, which the model's chat "
                 "template does not read; its arguments are in the template's text (chat_template "
@@ -408,21 +426,21 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 
 
 @contextlib.contextmanager
-def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
-    """Convert library errors to one-line ValueErrors. Types `ours` pass unchanged."""
+def _wrap_load_errors(folder: Path, *passthrough: type[Exception]) -> Iterator[None]:
+    """Convert library errors to one-line ValueErrors. Types `passthrough` pass unchanged."""
     try:
         yield
-    except (KeyboardInterrupt, *ours):
+    except (KeyboardInterrupt, *passthrough):
         raise
     except BaseException as error:  # a panic in tokenizers is not an Exception
-        why = " ".join(escape_control_chars(format_error(error)).split())
+        reason = " ".join(escape_control_chars(format_error(error)).split())
         raise ValueError(
             f"the tokenizer in {folder} cannot be loaded (tokenizer.json, tokenizer_config.json, "
-            f"config.json): {why[:500]}"
+            f"config.json): {reason[:500]}"
         ) from error
 
 
-def _ids_of_images(folder: Path) -> dict[str, int]:
+def _read_image_token_ids(folder: Path) -> dict[str, int]:
     """Read the ids of the image and video tokens from `config.json`; {} if it has none."""
     try:
         fields = read_object(folder / "config.json")
@@ -432,7 +450,7 @@ def _ids_of_images(folder: Path) -> dict[str, int]:
     return {name: id for name, id in ids.items() if isinstance(id, int)}
 
 
-def _generation_eos_ids(folder: Path) -> list[int]:
+def _read_generation_eos_ids(folder: Path) -> list[int]:
     """Read the EOS ids from `generation_config.json`; [] if the file or the field is missing."""
     file = folder / "generation_config.json"
     if not file.is_file():
@@ -444,7 +462,7 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     return ids
 
 
-def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
+def decode_vocab(spec: dict[str, Any]) -> list[bytes]:
     """Return the bytes that each id decodes to, from the contents of a tokenizer.json.
 
     Raises:
@@ -452,12 +470,12 @@ def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    char_to_byte = {char: byte for byte, char in enumerate(_byte_alphabet())}
     is_byte_level = model["type"] == "BPE" and '"ByteLevel"' in steps
     foreign = [
         token
         for token, id in (model["vocab"].items() if is_byte_level else ())
-        if id not in added and not byte_of.keys() >= set(token)
+        if id not in added and not char_to_byte.keys() >= set(token)
     ]
     if not is_byte_level or foreign:
         raise ValueError(
@@ -467,7 +485,7 @@ def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
             "model."
         )
     known = {
-        id: bytes(byte_of[char] for char in token)
+        id: bytes(char_to_byte[char] for char in token)
         for token, id in model["vocab"].items()
         if id not in added
     } | added

@@ -26,7 +26,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
-from jaxrl.config.schema import KEYS, flat_json, missing_folder, to_json
+from jaxrl.config.schema import KEYS, find_missing_extra, read_flat_config, to_json
 from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
 from jaxrl.utils.json_io import parse_json
 
@@ -98,7 +98,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
     warnings: list[str] = []
     path = workdir / "config.json"
     try:
-        configured = flat_json(path)
+        configured = read_flat_config(path)
     except (OSError, ValueError) as error:
         configured = {}
         damage = f"{path} is missing or cannot be read ({' '.join(str(error).split())[:200]})"
@@ -112,7 +112,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
         warnings.append(f"warning: {damage}; {source} records the configuration")
     # config.json is written last, so its keys were accepted before, if necessary.
     unknown = sorted((configured or saved).keys() - KEYS.keys())
-    unknown = [key for key in unknown if not missing_folder(key)]
+    unknown = [key for key in unknown if not find_missing_extra(key)]
     if unknown:
         names = ", ".join(f"config.{key}" for key in unknown)
         line = f"{workdir} holds a run with keys that this version does not have: {names}"
@@ -165,7 +165,7 @@ def check_fixed_keys(
         now = config.get(key, 0)
         before = record.config.get(key, now)
         if before != now:
-            folder = missing_folder(key)
+            folder = find_missing_extra(key)
             remedy = f"bring jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
                 f"config.{key} is {now!r}, but {workdir} began with {before!r}; {remedy} back to "
@@ -192,7 +192,9 @@ def find_changes(
         ]
         contents = {}
     # Keys of a missing extra are no change. Settings that need the extra are refused elsewhere.
-    removed_keys = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
+    removed_keys = [
+        key for key in record.config.keys() - KEYS.keys() if not find_missing_extra(key)
+    ]
     changes = []
     for key in [*changed_keys, *sorted(removed_keys)]:
         # A key that names another path with the same files changes nothing.
@@ -321,7 +323,7 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
     """Write `config.json`; rename an unreadable one first."""
     path = workdir / "config.json"
     try:
-        flat_json(path)
+        read_flat_config(path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError):

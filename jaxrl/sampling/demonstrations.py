@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.data.chat_template import check_result_order
 from jaxrl.data.readers.lines import jsonl
-from jaxrl.data.records import read_demonstration
+from jaxrl.data.records import parse_demonstration
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableImageError
@@ -81,7 +81,7 @@ def read_demonstrations(
 
     def parse(fields: dict[str, Any], location: str) -> Demonstration:
         # Count the image tokens first: the chat template needs them.
-        messages, pictures = read_demonstration(fields, location)
+        messages, pictures = parse_demonstration(fields, location)
         image_tokens: list[int] = []
         if pictures and processor is None:
             raise ValueError(
@@ -120,7 +120,7 @@ def read_demonstrations(
 
     reader = jsonl(path, "config.sft.source")
     records = reader.read(range(len(reader)))
-    return [parse(fields, reader.place(index)) for index, fields in enumerate(records)]
+    return [parse(fields, reader.location(index)) for index, fields in enumerate(records)]
 
 
 def encode_demonstration(
@@ -163,7 +163,7 @@ def encode_demonstration(
     num_sampled = 0  # length of the turn that an observation answers
 
     # The chat template may write the beginning of the first assistant message.
-    first = _strip_opener(tokenizer.opener_with(chat_tools), turns[0], location)
+    first = _strip_opener(tokenizer.find_opener(chat_tools), turns[0], location)
     messages = [*messages[:start], first, *turns[1:]]
     invalid_roles = sorted({*roles[start:]} - {"assistant", "tool"})
     if invalid_roles:
@@ -287,7 +287,7 @@ def _flatten_message(
             f"protocol {protocol.name!r} has no text; expected all of it in the content, as the "
             "model is to write it. Put it there, or leave it out."
         )
-    opener, text = tokenizer.opener_with(chat_tools), tokenizer.render_turn(message, chat_tools)
+    opener, text = tokenizer.find_opener(chat_tools), tokenizer.render_turn(message, chat_tools)
     return {"role": message["role"], "content": text.removeprefix(opener)}
 
 

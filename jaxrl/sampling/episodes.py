@@ -138,7 +138,7 @@ class BaseRollout:
         self._env = env
         self._tools = getattr(env, "chat_tools", ())
         self._tokenizer = tokenizer
-        self._opener = tokenizer.opener_with(self._tools)
+        self._opener = tokenizer.find_opener(self._tools)
         self._limits = limits
         self._schedule = schedule or ReplySchedule()
         self._reward_fn = reward_fn or (

@@ -54,7 +54,7 @@ def encode_observation(
 def _encode_prefix(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
     """Return the first ids of a text, cached: episodes of a group often get the same text."""
     if len(text) > _MAX_CACHED_CHARS:
-        return tokenizer.encode_start(text, max_tokens)
+        return tokenizer.encode_prefix(text, max_tokens)
     return _encode_cached(tokenizer, text, max_tokens)
 
 
@@ -64,7 +64,7 @@ _MAX_CACHED_CHARS = 2**14
 
 @lru_cache(maxsize=512)
 def _encode_cached(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[int, ...]:
-    return tuple(tokenizer.encode_start(text, max_tokens))
+    return tuple(tokenizer.encode_prefix(text, max_tokens))
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import build_schedule, check_offload, fit_prompts
+from jaxrl.builders.components import build_reply_schedule, check_offload, filter_overlong_prompts
 from jaxrl.builders.environment import (
     _build_engine,
     build_environment,
@@ -46,7 +46,7 @@ KEY = "config.tasks.train.source"
 def test_replies_enter_as_they_arrive_on_accelerators_unless_the_key_is_set(platform, wish, wanted):
     config = default_config()
     config.rollout.deterministic = wish
-    schedule = build_schedule(config, platform)
+    schedule = build_reply_schedule(config, platform)
     assert (schedule.deterministic, schedule.lag_chunks) == (wanted, 2)
 
 
@@ -66,7 +66,7 @@ def fit(wish, *questions):
     env = MathEnv(prompt=Prompt(system="", template="{question}"))
     rollout = Rollout(None, env, toy_tokenizer(), None, limits)
     tasks = [Task(id=str(i), question=text) for i, text in enumerate(questions)]
-    kept, note = fit_prompts(tasks, rollout, config, KEY)
+    kept, note = filter_overlong_prompts(tasks, rollout, config, KEY)
     return [task.id for task in kept], note
 
 
@@ -283,7 +283,7 @@ def test_documents_at_random_are_drawn_where_a_recording_answers(tmp_path):
     config.search.local.corpus, config.search.replay = str(corpus), "record"
     wanted = searching(config, tmp_path).run("bridge")
     config.search.replay, config.eval.final_suites = "only", ("sampled", "random_search")
-    assert resolved(config).needs_engine  # whose documents are drawn
+    assert resolved(config).needs_live_engine  # whose documents are drawn
     search = searching(config, tmp_path)
     drawn = build_random_search(resolved(config), search)
     assert search.run("bridge") == wanted

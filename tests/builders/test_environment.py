@@ -8,7 +8,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.environment import build_tools
 from jaxrl.builders.validation import validate
-from jaxrl.config.schema import default_config, flat_json, flatten, to_json
+from jaxrl.config.schema import default_config, flatten, read_flat_config, to_json
 from tests.helpers import ROOT, blocks
 
 SERVER = str(Path(__file__).parents[1] / "extending" / "my_server.py")
@@ -77,4 +77,4 @@ def test_servers_read_from_a_workdir_are_as_they_were_written(tmp_path):
     )
     file = tmp_path / "config.json"
     file.write_text(to_json(config))
-    assert flat_json(file) == flatten(config)
+    assert read_flat_config(file) == flatten(config)

@@ -6,7 +6,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.components import build_stages
-from jaxrl.builders.method import optimizer_settings
+from jaxrl.builders.method import build_optimizer_settings
 from jaxrl.builders.probe import probe_schedule
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Reward
@@ -293,9 +293,9 @@ def test_what_holds_code_of_ones_own_is_traced_anew(key, name, shares, tmp_path,
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_each_schedule_of_ours_passes(name, warmup):
     changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
-    probe_schedule(optimizer_settings(resolved(settings(**changes)), "train"))
+    probe_schedule(build_optimizer_settings(resolved(settings(**changes)), "train"))
     of_sft = settings(**{f"sft.{key}": value for key, value in changes.items()})
-    probe_schedule(optimizer_settings(resolved(of_sft), "sft"))
+    probe_schedule(build_optimizer_settings(resolved(of_sft), "sft"))
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1", 1j])

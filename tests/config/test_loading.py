@@ -8,8 +8,8 @@ import yaml
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.loading import check_keys, load_config_file, load_values, read_keys
-from jaxrl.config.schema import default_config, flat_json, flatten, to_json
+from jaxrl.config.loading import check_keys, load_config_file, load_values, parse_overrides
+from jaxrl.config.schema import default_config, flatten, read_flat_config, to_json
 from tests.helpers import as_nobody, without_keys_of
 
 
@@ -148,7 +148,7 @@ def test_json_round_trip(config, tmp_path):
     other = default_config().lock()
     load_values(other, str(file))
     assert other == config
-    assert flat_json(file) == flatten(config)
+    assert read_flat_config(file) == flatten(config)
     assert to_json(other) == to_json(config)
 
 
@@ -172,7 +172,7 @@ def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
     named = r"config\.model\.lora\.rank is a key of jaxrl/extras/lora, and that folder is missing"
     with pytest.raises(ValueError, match=named):
         load_values(config, str(file))
-    load_values(config, str(file), drops_missing=True)  # as a run's own are read
+    load_values(config, str(file), skip_missing=True)  # as a run's own are read
     assert (config.seed, "lora" in config.model) == (7, False)
 
 
@@ -189,7 +189,7 @@ def test_keys_of_the_command_line():
         "--config.advantage.pass_at_k.k_schedule=[[0, 4]]",
         "--config.ledger.prices={'search': 0.5}",
     ]
-    assert read_keys(arguments) == {
+    assert parse_overrides(arguments) == {
         "num_steps": 1000,
         "seed": 7,
         "optimizer.lr": 1.0,
@@ -227,7 +227,7 @@ def test_keys_of_the_command_line():
 )
 def test_bad_keys_of_the_command_line(argument, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_keys([argument])
+        parse_overrides([argument])
 
 
 HEAD = """from jaxrl.config import default_config

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from examples import tfds_tasks
 from jaxrl.data.stream import Stream
-from jaxrl.data.tasks import overlap_note, read_tasks
+from jaxrl.data.tasks import describe_overlap, read_tasks
 from jaxrl.envs.base import Task
 
 ROOT = Path(__file__).parents[2]
@@ -107,8 +107,8 @@ def test_chats_with_other_calls_ask_other_things():
         Task(id=str(n), messages=({"role": "assistant", "content": "", "tool_calls": [n]},))
         for n in (0, 0, 1)
     ]
-    assert overlap_note(chats[:1], chats[2:]) == ""
-    assert overlap_note(chats[:1], chats[1:]).startswith("warning: 1 of 2 held-out questions")
+    assert describe_overlap(chats[:1], chats[2:]) == ""
+    assert describe_overlap(chats[:1], chats[1:]).startswith("warning: 1 of 2 held-out questions")
 
 
 def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
@@ -312,10 +312,10 @@ def test_held_out_questions_that_are_trained_on_are_told():
         Task(id="d", messages=chat),
     ]
     held_out = [Task(id="1", question="What is 3-1?"), Task(id="2", question="Who wrote EMMA?")]
-    assert overlap_note(trained, held_out[:1]) == ""
-    line = overlap_note(trained, [*held_out, Task(id="3", messages=chat)])
+    assert describe_overlap(trained, held_out[:1]) == ""
+    line = describe_overlap(trained, [*held_out, Task(id="3", messages=chat)])
     assert line.startswith("warning: 2 of 3 held-out questions are among the tasks trained on")
     assert line.endswith(
         "'Who wrote EMMA?', '2' of config.tasks.eval and 'a' of config.tasks.train"
     )
-    assert overlap_note([], held_out) == overlap_note(trained, []) == ""
+    assert describe_overlap([], held_out) == describe_overlap(trained, []) == ""

@@ -23,17 +23,17 @@ from examples import tfds_tasks
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
-from jaxrl.data.readers.base import as_plain
+from jaxrl.data.readers.base import to_plain
 from jaxrl.data.records import parse_task
-from jaxrl.data.stream import Mixture, Source, Stream, next_of, taken_of
+from jaxrl.data.stream import Mixture, Source, Stream, count_taken, locate_item
 from jaxrl.data.tasks import (
     TaskSource,
-    format_of,
+    describe_overlap,
+    infer_format,
+    list_task_files,
     open_tasks,
-    overlap_note,
     read_tasks,
     resolve_sources,
-    task_files,
 )
 from jaxrl.envs.base import Episode, Outcome, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.images import Picture
@@ -105,15 +105,15 @@ def opened(source, **fields):
 @pytest.fixture
 def many(monkeypatch):
     """Every source is large: none is held parsed."""
-    monkeypatch.setattr(tasks_module, "HELD", 0)
-    monkeypatch.setattr(tasks_module, "_BLOCK", 7)
+    monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", 0)
+    monkeypatch.setattr(tasks_module, "_BLOCK_SIZE", 7)
 
 
 class TestFormats:
     @pytest.mark.parametrize("held", [0, 100])
     @pytest.mark.parametrize("name", WRITERS)
     def test_each_gives_the_same_tasks_in_the_same_order(self, name, held, tmp_path, monkeypatch):
-        monkeypatch.setattr(tasks_module, "HELD", held)
+        monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", held)
         expected = read_tasks(write_jsonl(tmp_path / "expected.jsonl"), KEY)
         got = opened(WRITERS[name](tmp_path / name))
         assert list(got) == expected
@@ -157,7 +157,7 @@ class TestFormats:
         ],
     )  # fmt: skip
     def test_a_name_tells_the_format(self, name, format):
-        assert format_of(name) == format
+        assert infer_format(name) == format
 
     def test_columns_of_other_names(self, tmp_path):
         rows = [{"problem": "1+1?", "gold": 2, "solution": "long", "level": 3}]
@@ -575,7 +575,7 @@ class TestArrowViews:
     def test_parquet(self, kind, plain, value, tmp_path, many):
         tasks = opened(write_as(tmp_path / "a.parquet", kind, table_of(plain, value)))
         read = [tasks[i].metadata.get("x") for i in (2, 1, 0)]
-        assert read == [as_plain(value), None, as_plain(value)]
+        assert read == [to_plain(value), None, to_plain(value)]
 
     @pytest.mark.parametrize(("kind", "_plain", "value"), VIEWS)
     def test_hugging_face(self, kind, _plain, value, tmp_path, many):
@@ -697,7 +697,7 @@ class TestLargeSources:
         tasks._reader.read = lambda indices: parsed.extend(indices) or read(indices)
         Stream(tasks, seed=0).take(3, 4)
         assert len(parsed) == 4
-        few = tasks.only(np.arange(25) % 5 == 0)
+        few = tasks.select(np.arange(25) % 5 == 0)
         assert [task.id for task in few] == ["q0", "q5", "q10", "q15", "q20"]
         assert (few[3].id, len(few), few.ids.shape) == ("q15", 5, (5,))
 
@@ -727,13 +727,13 @@ class TestMixtures:
     @settings(max_examples=40, deadline=None)
     @given(shares=st.lists(st.integers(1, 9), min_size=1, max_size=5), count=st.integers(0, 200))
     def test_each_source_is_drawn_by_its_share_and_one_by_one(self, shares, count):
-        drawn = [next_of(shares, position) for position in range(count)]
+        drawn = [locate_item(shares, position) for position in range(count)]
         for source, share in enumerate(shares):
             own = [index for number, index in drawn if number == source]
             assert own == list(range(len(own)))
             # Each of the shares before it may round.
             assert abs(len(own) - count * share / sum(shares)) <= source + 1
-        assert taken_of(shares, count) == [
+        assert count_taken(shares, count) == [
             [n for n, _ in drawn].count(i) for i in range(len(shares))
         ]
 
@@ -820,7 +820,7 @@ class TestMixtures:
 
     @pytest.mark.parametrize("held", [0, 100])
     def test_sources_of_a_configuration(self, tmp_path, monkeypatch, held):
-        monkeypatch.setattr(tasks_module, "HELD", held)
+        monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", held)
         config = default_config().lock()
         files = [
             write_jsonl(tmp_path / "a.jsonl", ROWS[:6]),
@@ -874,7 +874,7 @@ def test_sources_that_cannot_be_are_refused_before_anything_is_read(changes, mes
 class TestOverlap:
     @pytest.mark.parametrize("held", [0, 100])
     def test_formats_mixtures_and_large_sources(self, tmp_path, monkeypatch, held):
-        monkeypatch.setattr(tasks_module, "HELD", held)
+        monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", held)
         rows = [
             {"id": "v0", **VERL},
             *({**VERL, "prompt": CHAT * 2, "id": f"v{i}"} for i in (1, 2)),
@@ -890,32 +890,34 @@ class TestOverlap:
         held_out = [{"question": q, "answer": "a", "id": f"e{i}"} for i, q in enumerate(asked)]
         chat = {"id": "e4", "messages": CHAT * 2, "answer": "a"}
         evaluated = opened(write_jsonl(tmp_path / "eval.jsonl", [*held_out, chat]))
-        line = overlap_note(train, evaluated)
+        line = describe_overlap(train, evaluated)
         assert line.startswith("warning: 3 of 5 held-out questions are among the tasks trained on")
         assert line.endswith(
             "'WHAT is  7+7', 'e0' of config.tasks.eval and 'q7' of config.tasks.train"
         )
-        assert overlap_note(train, opened(write_jsonl(tmp_path / "c.jsonl", held_out[2:4]))) == ""
+        assert (
+            describe_overlap(train, opened(write_jsonl(tmp_path / "c.jsonl", held_out[2:4]))) == ""
+        )
 
     def test_a_hash_that_two_questions_share_is_no_overlap(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tasks_module, "_hash", lambda text: len(text))
+        monkeypatch.setattr(tasks_module, "_hash_text", lambda text: len(text))
         trained = opened(write_jsonl(tmp_path / "a.jsonl", ROWS[:3]))
         other = [{"question": "What is 3+4?", "answer": "a"}]
-        assert overlap_note(trained, opened(write_jsonl(tmp_path / "b.jsonl", other))) == ""
+        assert describe_overlap(trained, opened(write_jsonl(tmp_path / "b.jsonl", other))) == ""
 
 
 def test_a_weight_that_changes_is_no_moved_file(tmp_path):
     config = default_config()
     entry = {"source": str(write_jsonl(tmp_path / "a.jsonl")), "weight": 2.0}
     config.tasks.train.sources = (entry, {"source": "chain_sum", "format": "reasoning_gym"})
-    before = task_files(resolve_sources(config, "train"))
+    before = list_task_files(resolve_sources(config, "train"))
     assert list(before) == ["tasks.train.sources/0", "tasks.train.sources/1"]
     config.tasks.train.sources = ({**entry, "weight": 3.0}, config.tasks.train.sources[1])
-    after = task_files(resolve_sources(config, "train"))
+    after = list_task_files(resolve_sources(config, "train"))
     assert after["tasks.train.sources/0"] != before["tasks.train.sources/0"]
     moved = {**entry, "source": str(write_jsonl(tmp_path / "b.jsonl")), "weight": 2.0}
     config.tasks.train.sources = (moved, {"source": "leg_counting", "format": "reasoning_gym"})
-    after = task_files(resolve_sources(config, "train"))
+    after = list_task_files(resolve_sources(config, "train"))
     assert after["tasks.train.sources/0"][1] == before["tasks.train.sources/0"][1]
     assert after["tasks.train.sources/1"] != before["tasks.train.sources/1"]
 

@@ -146,7 +146,7 @@ def cutting(request, tmp_path_factory):
 def test_the_start_of_a_text_has_the_ids_that_the_whole_has(cutting, pieces, max_tokens):
     text = "".join(piece * count for piece, count in pieces)
     whole = cutting.encode_plain(text)
-    assert cutting.encode_start(text, max_tokens) == whole[:max_tokens]
+    assert cutting.encode_prefix(text, max_tokens) == whole[:max_tokens]
 
 
 @pytest.mark.parametrize("unit", ["the tower is in Paris. ", "a", " ", "\n", "塔"])
@@ -156,7 +156,7 @@ def test_no_more_of_a_long_text_is_encoded_than_is_kept(tokenizer, monkeypatch, 
     monkeypatch.setattr(
         tokenizer, "encode_plain", lambda text: seen.append(len(text)) or encode(text)
     )
-    ids = tokenizer.encode_start(unit * (5_000_000 // len(unit)), 100)
+    ids = tokenizer.encode_prefix(unit * (5_000_000 // len(unit)), 100)
     assert len(ids) == 100
     assert ids == encode(unit * 10_000)[:100]
     assert sum(seen) <= tokenizer._longest_token * 228
@@ -390,7 +390,7 @@ def test_what_the_template_for_tools_writes_cannot_be_forged(tmp_path):
     [id] = tokenizer.encode("<tool_use>")
     ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
     assert ids.count(id) == 2
-    assert (tokenizer.opener, tokenizer.opener_with(TOOLS)) == ("", "<think>")
+    assert (tokenizer.opener, tokenizer.find_opener(TOOLS)) == ("", "<think>")
 
 
 def test_arguments_of_the_template_for_tools_are_taken(tmp_path):

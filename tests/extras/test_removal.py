@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl.config.schema import EXTRA_KEYS, flat_json
+from jaxrl.config.schema import EXTRA_KEYS, read_flat_config
 from tests.helpers import ROOT
 from tests.runs import METHOD_SIZES, records
 
@@ -70,7 +70,7 @@ def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compila
     assert "no report: jaxrl/extras/view is missing" in told
     assert "no plan of memory: jaxrl/extras/plan is missing" in told
     # Their keys went with them.
-    written = flat_json(tmp_path / "run" / "config.json")
+    written = read_flat_config(tmp_path / "run" / "config.json")
     left = {key for one in EXTRA_KEYS.values() for key in one.keys} & {*written}
     assert (left, "model.path" in written) == (set(), True)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.method import policy_architecture
+from jaxrl.builders.method import build_policy_architecture
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.params import merge_params
@@ -208,7 +208,7 @@ def test_with_an_adapter_the_frozen_table_is_multiplied_in_float32(base_dtype, t
 def test_experts_and_vision_have_it(name):
     config = TINY_MOE if name == "experts" else golden(name)[0]
     params = drawn(config) if name == "experts" else golden(name)[1]
-    config = policy_architecture(
+    config = build_policy_architecture(
         settings(**{"model.dtype": "bfloat16", "model.head_dtype": "float32"}), config
     )
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, config.width)), jnp.bfloat16)
@@ -225,12 +225,12 @@ def test_an_architecture_without_it_is_refused_by_name():
         vocab_size=960, width=32, num_layers=2, num_heads=4, head_dim=8, max_positions=256
     )
     config = settings(**{"model.dtype": "bfloat16"})
-    assert policy_architecture(config, pocket) is pocket
+    assert build_policy_architecture(config, pocket) is pocket
     config.model.head_dtype = "float32"
     with pytest.raises(
         ValueError, match=r"model\.head_dtype is 'float32', .* Pocket computes .*''"
     ):
-        policy_architecture(config, pocket)
+        build_policy_architecture(config, pocket)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.components import draw_kinds
+from jaxrl.builders.components import select_sampling_kinds
 from jaxrl.extras.kernels.attention_gpu import count_live_pages
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
@@ -72,7 +72,7 @@ def test_ten_programs_at_most(path, platform):
             num_rows=config.rollout.max_num_seqs,
             max_total_tokens=config.rollout.max_total_tokens,
             max_units=config.image_tokens,
-            kinds=draw_kinds(config),
+            kinds=select_sampling_kinds(config),
         )
         programs = {function.name: function.variants for function in made.functions}
         assert {pages for _, _, pages in programs["decode"]} == {*made.past_sizes}
@@ -82,7 +82,7 @@ def test_ten_programs_at_most(path, platform):
         assert {name for name, variants in programs.items() if variants} == needed
         assert sum(map(len, programs.values())) <= 10
         # What a chunk may need: all rows, in every way to draw.
-        largest = {(config.rollout.max_num_seqs, kind) for kind in draw_kinds(config)}
+        largest = {(config.rollout.max_num_seqs, kind) for kind in select_sampling_kinds(config)}
         assert programs["decode"] >= largest
 
 

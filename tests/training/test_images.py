@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.builders.method import frozen_entries, optimizer_settings
+from jaxrl.builders.method import build_optimizer_settings, find_frozen_entries
 from jaxrl.config import default_config
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
@@ -62,10 +62,10 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     settings = default_config()
     settings.model.freeze_tower = True
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
-    frozen = frozen_entries(settings, golden()[0])
+    frozen = find_frozen_entries(settings, golden()[0])
     assert frozen == ("vision",)
     optimizer, mesh = (
-        make_optimizer(optimizer_settings(resolved(settings), "train")),
+        make_optimizer(build_optimizer_settings(resolved(settings), "train")),
         one_device_mesh(),
     )
     packed = packed_in(SHAPES["apart"])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def optimizer_settings(num_updates, **changes):
     config = settings(**{f"optimizer.{name}": value for name, value in changes.items()})
     return replace(
-        method.optimizer_settings(resolved(config), "train"),
+        method.build_optimizer_settings(resolved(config), "train"),
         num_updates=num_updates,
     )
 

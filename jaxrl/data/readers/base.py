@@ -32,11 +32,11 @@ class Reader(ABC):
     configured settings. It raises a `ValueError` or `OSError` with a one-line message.
 
     Attributes:
-        fills_gaps: True if all objects in a column have the same fields, with nulls for missing
-            values, as in Arrow tables.
+        pads_with_nulls: True if all objects in a column have the same fields, with nulls for
+            missing values, as in Arrow tables.
     """
 
-    fills_gaps: bool = False
+    pads_with_nulls: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -52,51 +52,53 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the location `file:row` of a record, which is also its default id."""
 
     def folder(self, index: int) -> Path:
         """Return the base folder for relative paths in a record, by default its file's folder."""
-        return Path(self.place(index).rpartition(":")[0]).parent
+        return Path(self.location(index).rpartition(":")[0]).parent
 
 
-class Joined(Reader):
+class ConcatReader(Reader):
     """Concatenation of several readers."""
 
     def __init__(self, readers: Sequence[Reader]):
         self._readers = readers
-        self.fills_gaps = any(reader.fills_gaps for reader in readers)
+        self.pads_with_nulls = any(reader.pads_with_nulls for reader in readers)
         self._ends = np.cumsum([len(reader) for reader in readers]).tolist()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """Return the index of the reader that contains a record, and the index in that reader."""
-        number = bisect.bisect_right(self._ends, index)
-        return number, index - (self._ends[number - 1] if number else 0)
+        reader_index = bisect.bisect_right(self._ends, index)
+        return reader_index, index - (self._ends[reader_index - 1] if reader_index else 0)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
         records = []
-        for number, run in itertools.groupby(map(self._find, indices), key=lambda found: found[0]):
-            records += self._readers[number].read([index for _, index in run])
+        for reader_index, run in itertools.groupby(
+            map(self._locate, indices), key=lambda pair: pair[0]
+        ):
+            records += self._readers[reader_index].read([index for _, index in run])
         return records
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """See `Reader`."""
-        number, index = self._find(index)
-        return self._readers[number].place(index)
+        reader_index, index = self._locate(index)
+        return self._readers[reader_index].location(index)
 
 
-class Listed(Reader):
+class SequenceReader(Reader):
     """Reader over a user-supplied sequence of mappings."""
 
     def __init__(self, records: Any, name: str, key: str):
         """Wrap a sequence of records.
 
         Args:
-            records: Sequence of mappings. Its method `place(index)` is used if it has one.
+            records: Sequence of mappings. Its method `location(index)` is used if it has one.
             name: Configured name of the factory that returned the sequence.
             key: Config key that holds the name.
         """
@@ -116,24 +118,24 @@ class Listed(Reader):
         """See `Reader`."""
         records = []
         for index in indices:
-            record, place = self._records[index], self.place(index)
+            record, location = self._records[index], self.location(index)
             if not isinstance(record, Mapping):
                 kind = type(record).__name__
-                raise ValueError(f"{place} is a {kind}; expected an object with fields.")
-            records.append(present(record, place))
+                raise ValueError(f"{location} is a {kind}; expected an object with fields.")
+            records.append(to_record(record, location))
         return records
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """See `Reader`."""
-        place_of = getattr(self._records, "place", None)
-        return str(place_of(index)) if place_of else f"{self._name}:{index + 1}"
+        get_location = getattr(self._records, "location", None)
+        return str(get_location(index)) if get_location else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`. Return the working directory if the sequence has no method `place`."""
-        return super().folder(index) if hasattr(self._records, "place") else Path()
+        """See `Reader`. Return the working directory if the sequence has no method `location`."""
+        return super().folder(index) if hasattr(self._records, "location") else Path()
 
 
-class Held:
+class UnchangedFile:
     """Open file that must not change while it is read, but may be renamed or removed."""
 
     def __init__(self, path: Path):
@@ -145,22 +147,27 @@ class Held:
         stat = os.fstat(self.file.fileno())
         return stat.st_size, stat.st_mtime_ns
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise a ValueError if the file was modified since it was opened."""
         if self._read_stamp() != self._stamp:
             raise ValueError(f"{self.path} was changed while the run was reading it.")
 
 
 def open_files(
-    open_one: Callable[[Path], Reader], source: str, key: str, *, what: str, suffixes: Sequence[str]
+    open_file: Callable[[Path], Reader],
+    source: str,
+    key: str,
+    *,
+    expected: str,
+    suffixes: Sequence[str],
 ) -> Reader:
     """Open a reader over a file, all files that match a pattern, or the files in a folder.
 
     Args:
-        open_one: Function that opens the reader of a file.
+        open_file: Function that opens the reader of a file.
         source: Path of a file or folder, or pattern with `*` in the last part.
         key: Config key of the source, for error messages.
-        what: Description of the expected files, for error messages.
+        expected: Description of the expected files, for error messages.
         suffixes: Suffixes, with the dot, of the files to read in a folder.
 
     Raises:
@@ -169,10 +176,10 @@ def open_files(
     files = find_files(source, suffixes)
     if not files:
         raise FileNotFoundError(
-            f"{source!r} is not a file; set {key} to {what}.{suggest_path(source)}"
+            f"{source!r} is not a file; set {key} to {expected}.{suggest_path(source)}"
         )
-    readers = [open_one(file) for file in files]
-    return readers[0] if len(readers) == 1 else Joined(readers)
+    readers = [open_file(file) for file in files]
+    return readers[0] if len(readers) == 1 else ConcatReader(readers)
 
 
 def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
@@ -185,30 +192,32 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
     return [path] if path.is_file() else []
 
 
-def present(fields: Mapping[str, Any], place: str) -> Record:
-    """Convert a row to a record: non-null fields as JSON values. See `as_plain`.
+def to_record(fields: Mapping[str, Any], location: str) -> Record:
+    """Convert a row to a record: non-null fields as JSON values. See `to_plain`.
 
     Raises:
-        ValueError: A value has no JSON form. The message names the field and `place`.
+        ValueError: A value has no JSON form. The message names the field and `location`.
     """
     record = {}
     for name, value in fields.items():
         try:
-            plain = as_plain(value)
+            plain = to_plain(value)
         except TypeError as error:
-            raise ValueError(f"{place}: {name!r} holds {error}; {_leave_out(name)}.") from error
+            raise ValueError(
+                f"{location}: {name!r} holds {error}; {_format_drop_hint(name)}."
+            ) from error
         if plain is not None:
             record[str(name)] = plain
     return record
 
 
-def refuse_bytes(record: Record, place: str) -> None:
+def reject_bytes(record: Record, location: str) -> None:
     """Raise a ValueError if a field other than `images` contains bytes."""
     for name, value in record.items():
         if name != "images" and _has_bytes(value):
             raise ValueError(
-                f"{place}: {name!r} is not valid UTF-8; name images by columns="
-                f"{{{name!r}: 'images'}}; {_leave_out(name)}."
+                f"{location}: {name!r} is not valid UTF-8; name images by columns="
+                f"{{{name!r}: 'images'}}; {_format_drop_hint(name)}."
             )
 
 
@@ -217,16 +226,16 @@ def _has_bytes(value: Any) -> bool:
     return isinstance(value, bytes) or any(map(_has_bytes, inner))
 
 
-def _leave_out(name: str) -> str:
+def _format_drop_hint(name: str) -> str:
     return f"drop the column with columns={{{name!r}: ''}}"
 
 
-def one_line(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """Format an error as one line of at most 300 characters without a final period."""
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def as_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert a Python, NumPy or Arrow value to JSON values. Invalid UTF-8 stays bytes.
 
     Raises:
@@ -243,11 +252,11 @@ def as_plain(value: Any) -> Any:
             except UnicodeDecodeError:
                 return value
         case np.ndarray() | np.generic():
-            return as_plain(value.tolist())
+            return to_plain(value.tolist())
         case list() | tuple():
-            return [as_plain(item) for item in value]
+            return [to_plain(item) for item in value]
         case Mapping():
-            return {str(name): as_plain(item) for name, item in value.items()}
+            return {str(name): to_plain(item) for name, item in value.items()}
         case datetime.date() | datetime.time():
             return value.isoformat()
         case decimal.Decimal():
@@ -255,14 +264,14 @@ def as_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def without_gaps(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Remove null fields from all objects in a JSON value, recursively."""
     if isinstance(value, dict):
-        return {name: without_gaps(item) for name, item in value.items() if item is not None}
-    return [without_gaps(item) for item in value] if isinstance(value, list) else value
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def blocks(count: int, size: int) -> Iterable[range]:
+def split_range(count: int, size: int) -> Iterable[range]:
     """Split `range(count)` into consecutive ranges of at most `size` indices."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))
 

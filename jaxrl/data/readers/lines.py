@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.readers.base import ANSWER_KEYS, Held, Reader, Record, open_files
+from jaxrl.data.readers.base import ANSWER_KEYS, Reader, Record, UnchangedFile, open_files
 from jaxrl.utils.json_io import is_too_deep, parse_json
 from jaxrl.utils.jsonl import parse_line, reject_other_formats
 
@@ -19,15 +19,15 @@ from jaxrl.utils.jsonl import parse_line, reject_other_formats
 def jsonl(source: str, config_key: str) -> Reader:
     """Open JSONL files: one JSON object per line. Blank lines are skipped."""
     return open_files(
-        lambda path: _JsonLines(path, config_key),
+        lambda path: _JsonlReader(path, config_key),
         source,
         config_key,
-        what="a JSONL file, one object a line",
+        expected="a JSONL file, one object a line",
         suffixes=(".jsonl",),
     )
 
 
-class _Lines(Reader):
+class _LineReader(Reader):
     """Reader of a text file in which each record starts on a new line.
 
     Attributes:
@@ -35,8 +35,8 @@ class _Lines(Reader):
     """
 
     def __init__(self, path: Path, config_key: str):
-        self._held, self.config_key = Held(path), config_key
-        self._offsets, self._numbers = array("Q"), array("Q")
+        self._source, self.config_key = UnchangedFile(path), config_key
+        self._offsets, self._line_numbers = array("Q"), array("Q")
         self._find_records()
         if not self._offsets:
             raise ValueError(
@@ -48,38 +48,38 @@ class _Lines(Reader):
         """Append the byte offset and line number of each record to the index."""
 
     @abstractmethod
-    def _parse(self, offset: int, number: int) -> Record:
+    def _parse(self, offset: int, line_number: int) -> Record:
         """Read the record at a byte offset. The line number is for error messages."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        self._held.check()
-        return [self._parse(self._offsets[index], self._numbers[index]) for index in indices]
+        self._source.check_unchanged()
+        return [self._parse(self._offsets[index], self._line_numbers[index]) for index in indices]
 
-    def place(self, index: int) -> str:
-        return f"{self._held.path}:{self._numbers[index]}"
+    def location(self, index: int) -> str:
+        return f"{self._source.path}:{self._line_numbers[index]}"
 
 
-class _JsonLines(_Lines):
+class _JsonlReader(_LineReader):
     """Reader of a JSONL file."""
 
     def _find_records(self) -> None:
-        file = self._held.file
-        reject_other_formats(self._held.path, file.read(4096))
+        file = self._source.file
+        reject_other_formats(self._source.path, file.read(4096))
         file.seek(0)
         offset = 0
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(file, start=1):
             if line.strip():
                 self._offsets.append(offset)
-                self._numbers.append(number)
+                self._line_numbers.append(line_number)
             offset += len(line)
 
-    def _parse(self, offset: int, number: int) -> Record:
-        if self._held.file.tell() != offset:
-            self._held.file.seek(offset)
-        return parse_line(self._held.file.readline(), f"{self._held.path}:{number}")
+    def _parse(self, offset: int, line_number: int) -> Record:
+        if self._source.file.tell() != offset:
+            self._source.file.seek(offset)
+        return parse_line(self._source.file.readline(), f"{self._source.path}:{line_number}")
 
 
 def csv_table(
@@ -91,8 +91,8 @@ def csv_table(
 ) -> Reader:
     """Open CSV or TSV files with a header line.
 
-    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any
-    JSON or Python literal, as pandas writes it. `_answers` parses columns of answers. Empty
+    A cell with a JSON list of strings becomes a list. The columns in `JSON_COLUMNS` may contain any
+    JSON or Python literal, as pandas writes it. `_parse_answers` parses columns of answers. Empty
     cells and columns without a name, such as the row numbers of pandas, are skipped.
 
     Args:
@@ -104,23 +104,23 @@ def csv_table(
     if not isinstance(delimiter, str) or len(delimiter) > 1:
         raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
     return open_files(
-        lambda path: _Csv(
+        lambda path: _CsvReader(
             path, config_key, delimiter or ("\t" if path.suffix == ".tsv" else ","), columns or {}
         ),
         source,
         config_key,
-        what="a CSV file with a line of column names",
+        expected="a CSV file with a line of column names",
         suffixes=(".csv", ".tsv"),
     )
 
 
-OBJECTS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
+JSON_COLUMNS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
 """Columns that may contain JSON objects."""
 
 csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
-class _Csv(_Lines):
+class _CsvReader(_LineReader):
     """Reader of a CSV file, in which quoted cells may contain line breaks."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
@@ -129,67 +129,67 @@ class _Csv(_Lines):
 
     def _find_records(self) -> None:
         """Index the rows, and check that each has as many cells as the header."""
-        path, rows = self._held.path, self._rows(0, 0)
+        path, rows = self._source.path, self._read_rows(0, 0)
         self._names = next(rows, [])
         if self._names:
             self._names[0] = self._names[0].removeprefix("\ufeff")
-        named = [name for name in self._names if name.strip()]
-        if not named or len(set(named)) < len(named):
+        column_names = [name for name in self._names if name.strip()]
+        if not column_names or len(set(column_names)) < len(column_names):
             raise ValueError(
                 f"{path} begins with the columns {self._names!r}, of {self.config_key}; expected "
                 "a line of names, each once."
             )
-        offset, number = self._at, self._number + 1
+        offset, line_number = self._offset, self._line_number + 1
         for row in rows:
             if row:  # blank lines are skipped
                 if len(row) != len(self._names):
                     raise ValueError(
-                        f"{path}:{number} has {len(row)} cells, and {len(self._names)} "
+                        f"{path}:{line_number} has {len(row)} cells, and {len(self._names)} "
                         f"columns have names ({', '.join(self._names)}); is {self._delimiter!r} "
                         "the delimiter?"
                     )
                 self._offsets.append(offset)
-                self._numbers.append(number)
-            offset, number = self._at, self._number + 1
+                self._line_numbers.append(line_number)
+            offset, line_number = self._offset, self._line_number + 1
 
-    def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
-        """Yield the rows from a byte offset onward, after `number` lines."""
-        self._at, self._number = offset, number
-        self._held.file.seek(offset)
+    def _read_rows(self, offset: int, line_number: int) -> Iterator[list[str]]:
+        """Yield the rows from a byte offset onward, after `line_number` lines."""
+        self._offset, self._line_number = offset, line_number
+        self._source.file.seek(offset)
         try:
             yield from csv.reader(self._read_lines(), delimiter=self._delimiter, strict=True)
         except (csv.Error, UnicodeDecodeError) as error:
-            place = f"{self._held.path}:{self._number}"
+            location = f"{self._source.path}:{self._line_number}"
             raise ValueError(
-                f"{place} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
+                f"{location} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
             ) from error
 
     def _read_lines(self) -> Iterator[str]:
         """Yield lines. Advance the current offset and line number."""
-        while line := self._held.file.readline():
-            self._at += len(line)
-            self._number += 1
+        while line := self._source.file.readline():
+            self._offset += len(line)
+            self._line_number += 1
             yield line.decode("utf-8")
 
-    def _parse(self, offset: int, number: int) -> Record:
-        cells = next(self._rows(offset, number - 1))
-        place = f"{self._held.path}:{number}"
+    def _parse(self, offset: int, line_number: int) -> Record:
+        cells = next(self._read_rows(offset, line_number - 1))
+        location = f"{self._source.path}:{line_number}"
         return {
-            name: _value(self._columns.get(name, name), cell, place)
+            name: _parse_cell(self._columns.get(name, name), cell, location)
             for name, cell in zip(self._names, cells, strict=True)
             if name.strip() and cell.strip()
         }
 
 
-def _value(field: str, cell: str, place: str) -> object:
+def _parse_cell(field: str, cell: str, location: str) -> object:
     """Parse a cell: JSON or answers for some fields, otherwise a list of strings or text."""
-    if field in OBJECTS and cell.lstrip()[:1] in ("{", "["):
-        return _literal(cell, f"{place}: {field!r}")
+    if field in JSON_COLUMNS and cell.lstrip()[:1] in ("{", "["):
+        return _parse_literal(cell, f"{location}: {field!r}")
     if field in ANSWER_KEYS:
-        return _answers(field, cell, f"{place}: {field!r}")
+        return _parse_answers(field, cell, f"{location}: {field!r}")
     if cell.startswith("["):
         try:
-            value = parse_json(cell, place)
+            value = parse_json(cell, location)
         except ValueError:
             return cell
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
@@ -197,7 +197,7 @@ def _value(field: str, cell: str, place: str) -> object:
     return cell
 
 
-def _literal(cell: str, place: str) -> Any:
+def _parse_literal(cell: str, location: str) -> Any:
     """Parse JSON, or a Python literal that is identical to the `repr` of its value.
 
     Other literals are ambiguous: NumPy prints an array of two strings as `['x' 'y']`, which Python
@@ -208,7 +208,7 @@ def _literal(cell: str, place: str) -> Any:
     """
     text = cell.strip()
     try:
-        return parse_json(text, place)
+        return parse_json(text, location)
     except ValueError as error:
         try:
             value = ast.literal_eval(text)
@@ -220,11 +220,11 @@ def _literal(cell: str, place: str) -> Any:
         return value
 
 
-_QUOTED = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
+_STRING_LIST = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
 """Start of a list or dict of strings, as Python and NumPy print them."""
 
 
-def _answers(field: str, cell: str, place: str) -> Any:
+def _parse_answers(field: str, cell: str, location: str) -> Any:
     """Parse a cell with answers: a list, as JSON or Python literal, or a single answer.
 
     A collection that contains only numbers is a single answer, such as the interval `[1, 2]`,
@@ -238,27 +238,27 @@ def _answers(field: str, cell: str, place: str) -> Any:
     value: Any = cell
     if text.startswith(("[", "(", "{", "array(")):
         try:
-            value = _literal(text, place)
+            value = _parse_literal(text, location)
         except ValueError:
             is_list = is_list_field and text.startswith("[") and text.endswith("]")
-            if is_list or _QUOTED.match(text):
-                raise _no_list(cell, place) from None
+            if is_list or _STRING_LIST.match(text):
+                raise _make_list_error(cell, location) from None
     if isinstance(value, list | tuple):
-        is_one = _is_of_numbers(value) and not (is_list_field and isinstance(value, list))
-        return cell if is_one else list(value)
-    if isinstance(value, dict | set) and value and not _is_of_numbers(value):
-        raise _no_list(cell, place)
+        is_single = _is_numeric(value) and not (is_list_field and isinstance(value, list))
+        return cell if is_single else list(value)
+    if isinstance(value, dict | set) and value and not _is_numeric(value):
+        raise _make_list_error(cell, location)
     return cell
 
 
-def _is_of_numbers(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     """Return True if the value is a number or a nonempty, possibly nested, collection of them."""
     if isinstance(value, list | tuple | set):
-        return len(value) > 0 and all(map(_is_of_numbers, value))
+        return len(value) > 0 and all(map(_is_numeric, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _no_list(cell: str, place: str) -> ValueError:
+def _make_list_error(cell: str, location: str) -> ValueError:
     return ValueError(
-        f'{place} is {cell!r:.100}; expected one answer, or a list as JSON such as ["x", "y"].'
+        f'{location} is {cell!r:.100}; expected one answer, or a list as JSON such as ["x", "y"].'
     )

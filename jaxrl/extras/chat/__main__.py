@@ -30,8 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.builders.saved_run import line, load_saved_run
-from jaxrl.config.loading import read_keys
+from jaxrl.builders.saved_run import format_error_line, load_saved_run
+from jaxrl.config.loading import parse_overrides
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        num_refused = answer(arguments, read_keys(others), display)
+        num_refused = answer(arguments, parse_overrides(others), display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
         display.stop()
-        sys.exit(line(error))
+        sys.exit(format_error_line(error))
     finally:
         display.stop()
     if num_refused:
@@ -91,13 +91,13 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
         raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
     run, model = arguments.run.absolute(), model and model.absolute()
     images = [str(Path(file).absolute()) for file in arguments.image]
-    is_talk = not arguments.questions
+    for_chat = not arguments.questions
     separate = [text for question in arguments.questions for text in (question, "")]
-    lines = typed(sys.stdin) if is_talk else separate
+    lines = typed(sys.stdin) if for_chat else separate
     num_refused = 0
     with contextlib.chdir(launch_folder(run)):
         components, config = load_saved_run(
-            run, model, display, step=step, keys=keys, is_talk=is_talk
+            run, model, display, step=step, keys=keys, for_chat=for_chat
         )
         # Loading weights after the last log line starts the spinner again.
         display.stop()
@@ -113,7 +113,7 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
             try:
                 trajectory, num_forgotten = conversation.ask(question, images)
             except (ValueError, OutageError) as error:  # later questions may still succeed
-                print(line(error), file=sys.stderr)
+                print(format_error_line(error), file=sys.stderr)
                 num_refused += 1
                 continue
             if num_forgotten:

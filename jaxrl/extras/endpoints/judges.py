@@ -17,7 +17,7 @@ from typing import Any
 
 import regex
 
-from jaxrl.config.keys import REPLAY, Key, refuse
+from jaxrl.config.keys import REPLAY, Key, reject_value
 from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
 from jaxrl.envs.rewards.combiner import PartCall, PartResult
 from jaxrl.envs.search.resilient import ResilientSearch
@@ -101,15 +101,15 @@ class JudgeSettings:
             )
         check_url("reward.judges", self.url)
         if "{response}" not in self.prompt:
-            refuse("reward.judges.prompt", self.prompt, "{response} in it")
+            reject_value("reward.judges.prompt", self.prompt, "{response} in it")
         try:
             num_groups = regex.compile(self.pattern).groups
         except regex.error as error:
-            refuse("reward.judges.pattern", self.pattern, f"a regular expression ({error})")
+            reject_value("reward.judges.pattern", self.pattern, f"a regular expression ({error})")
         if num_groups != 1:
-            refuse("reward.judges.pattern", self.pattern, "one group, around the number")
+            reject_value("reward.judges.pattern", self.pattern, "one group, around the number")
         if not self.low < self.high:
-            refuse("reward.judges.low", self.low, f"less than high={self.high}")
+            reject_value("reward.judges.low", self.low, f"less than high={self.high}")
 
     @property
     def max_concurrent(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jaxrl.data.chat_template import parts_of
+from jaxrl.data.chat_template import split_at_images
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
 from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
@@ -363,7 +363,7 @@ class ChatRollout(BaseRollout):
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
             content: Content = message["content"]
-            if images and None in (parts := parts_of(message["content"])):
+            if images and None in (parts := split_at_images(message["content"])):
                 content = [images.pop(0) if part is None else part for part in parts]
             prompt.append({**message, "content": content})
         return prompt

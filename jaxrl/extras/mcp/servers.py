@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from jaxrl.config.keys import refuse
+from jaxrl.config.keys import reject_value
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.tools.base import CallError, JsonTool, Tool, check_argument_names
@@ -48,7 +48,7 @@ def check_servers(specs: Sequence[Any]) -> None:
     """
     for spec in specs:
         if not _is_server(spec):
-            refuse(
+            reject_value(
                 "env.search.mcp",
                 specs,
                 'a tuple of {"command": ("python", "server.py"), "env": ("MY_KEY",)} or '

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.builders.capacity import MICRO_ROWS, gib
-from jaxrl.builders.method import batch_shape
+from jaxrl.builders.capacity import MICRO_ROWS, format_bytes
+from jaxrl.builders.method import compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.schema import flatten
 from jaxrl.extras.plan.memory import (
@@ -53,7 +53,7 @@ def find_micro_rows(
 
     # With one row per micro-batch, a mini-batch has one micro-batch per sequence.
     single_row = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
-    max_rows = -(-batch_shape(single_row, stage).num_micro // shards)
+    max_rows = -(-compute_batch_shape(single_row, stage).num_micro // shards)
     if target.platform == "cpu":
         max_rows = min(max_rows, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     # The peak grows with the rows, so bisection needs few plans.
@@ -61,8 +61,8 @@ def find_micro_rows(
     if num_fitting == 0 and must_fit:
         raise ValueError(
             f"config.{MICRO_ROWS[stage]}=0 selects a micro-batch that fits, but {shards} rows, one "
-            f"per device, need {gib(peak(1))}, and the limit is {gib(target.usable)}; --plan "
-            f"suggests changes, {IGNORE_PLAN_HINT}."
+            f"per device, need {format_bytes(peak(1))}, and the limit is "
+            f"{format_bytes(target.usable)}; --plan suggests changes, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
     return rows_each * shards, peak(rows_each)
@@ -98,10 +98,12 @@ def choose_micro_rows(
             if peak <= target.usable:
                 section.micro_rows = previous
                 continue
-            note = f" (not the original {previous}: they need {gib(peak)})"
+            note = f" (not the original {previous}: they need {format_bytes(peak)})"
         rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
-        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} per device")
+        notes.append(
+            f"config.{key}=0: {rows} rows{note}, planned at {format_bytes(peak)} per device"
+        )
     return notes
 
 
@@ -137,7 +139,7 @@ def suggest_settings(
         for settings in options:
             size = needed(settings)
             if size is not None and size <= usable:
-                single.setdefault(gib(size), Suggestion(settings=settings, needed=size))
+                single.setdefault(format_bytes(size), Suggestion(settings=settings, needed=size))
                 break
         for settings in options:
             if combined.needed <= usable:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.builders.capacity import gib, unit_of
+from jaxrl.builders.capacity import choose_unit, format_bytes
 from jaxrl.extras.plan.advice import Suggestion
 from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
@@ -24,7 +24,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
     title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
     table = Table(title=title)
     table.add_column("part")
-    unit, scale = unit_of(plan.peak)
+    unit, scale = choose_unit(plan.peak)
     table.add_column(unit, justify="right")
     for phase in plan.phases:
         table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / scale:.2f}[/bold]")
@@ -44,15 +44,16 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"{plan.num_params:,} parameters{trained}",
         f"at most {plan.tokens_per_step:,} tokens per step",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
-        f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
-        f"{gib(target.usable)} may be used ({USABLE_SHARE:.0%} of {gib(target.limit)}{qualifier})",
+        f"{'fits' if plan.fits else 'does not fit'}: {format_bytes(plan.peak)} at the peak, "
+        f"{format_bytes(target.usable)} may be used "
+        f"({USABLE_SHARE:.0%} of {format_bytes(target.limit)}{qualifier})",
     ]
     peak_phase = max(plan.phases, key=lambda phase: phase.peak)
-    largest = ", ".join(f"{name} {gib(size)}" for name, size in peak_phase.largest(2))
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak_phase.largest(2))
     lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
-        lines.append(f"would fit with {settings}: {gib(option.needed)}")
+        lines.append(f"would fit with {settings}: {format_bytes(option.needed)}")
     if not plan.fits and not advice:
         device_hint = (
             f"{num_needed} such devices would suffice (plan for them)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from jaxrl.builders.capacity import gib
+from jaxrl.builders.capacity import format_bytes
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import memory
 from jaxrl.models.architecture import Architecture
@@ -47,7 +47,8 @@ def fit_memory(
     if peak > target.limit:
         available = "but {} are free" if is_cpu else "but each has {}"
         message = (
-            f"the plan needs {gib(peak)} on each device, {available.format(gib(target.limit))}; "
+            f"the plan needs {format_bytes(peak)} on each device, "
+            f"{available.format(format_bytes(target.limit))}; "
             "--plan suggests changes"
         )
         # Free memory changes from minute to minute, so it never prevents a resume.

@@ -18,8 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxrl.builders.capacity import CacheSizes, check_length, check_rows, samples_beside
-from jaxrl.builders.method import batch_shape, frozen_entries, policy_architecture
+from jaxrl.builders.capacity import (
+    CacheSizes,
+    check_context_length,
+    check_row_counts,
+    samples_during_update,
+)
+from jaxrl.builders.method import (
+    build_policy_architecture,
+    compute_batch_shape,
+    find_frozen_entries,
+)
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan.host import read_host_memory
 from jaxrl.models.architecture import Architecture
@@ -228,8 +237,8 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
             exceed the model's maximum length.
     """
     mesh = make_target_mesh(config, model, target)
-    check_rows(config, mesh, target.num_processes)
-    check_length(config, model)
+    check_row_counts(config, mesh, target.num_processes)
+    check_context_length(config, model)
     training = [stage for stage in ("sft", "train") if stage in config.stages]
     phases = [plan_update(config, model, target, stage) for stage in training]
     if {"train", "evaluate"} & set(config.stages):
@@ -239,8 +248,8 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
     if target.platform == "cpu":
         phases += [_plan_checkpoint(config, model, target, stage) for stage in training]
         phases = [_add_process_memory(phase, config, model, target) for phase in phases]
-    policy = policy_architecture(config, model)
-    trained, _ = policy.param_specs(frozen_entries(config, policy))
+    policy = build_policy_architecture(config, model)
+    trained, _ = policy.param_specs(find_frozen_entries(config, policy))
     rollout = config.rollout
     return Plan(
         target=target,
@@ -258,7 +267,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     mesh = make_target_mesh(config, model, target)
     sizes, section = mesh.shape, config.optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
-    policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.of(model, mesh)
+    policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.compute(model, mesh)
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
     splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are sharded immediately
     itemsize = jnp.dtype(config.model.dtype).itemsize
@@ -271,7 +280,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         num_batch_shards(mesh),
         SHARES_PROMPTS[_resolve_kernels(config, model, target)],
     )
-    shape = batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
+    shape = compute_batch_shape(config, stage, shards * shares_prompts, sizes["context"], model)
     rows = shape.micro_rows // shards
     tokens = rows * shape.row_tokens // sizes["context"]
     chunk_tokens = max(config.model.logits_chunk_tokens // num_pieces(mesh), 1)
@@ -288,7 +297,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         "gradients": 4 * policy.trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
-    if stage == "train" and samples_beside(config):  # the next step's rollout is running
+    if stage == "train" and samples_during_update(config):  # the next step's rollout is running
         sampling = plan_rollout(config, model, target)
         kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
         kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
@@ -394,11 +403,11 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
     """Estimate the memory of the rollout phase, in training and evaluation."""
     phase, cache = _plan_sampling(config, model, target), _get_cache_sizes(config, model, target)
     pages = count_cache_pages(config, model, target)
-    is_fixed = cache.fixed_pages(config, target.platform) is not None
+    is_fixed = cache.fixed_num_pages(config, target.platform) is not None
     return replace(
         phase,
         kept=phase.kept | {"KV cache": pages * cache.page_bytes},
-        spare=0 if is_fixed else (pages - cache.pages_each) * cache.page_bytes,
+        spare=0 if is_fixed else (pages - cache.pages_per_row) * cache.page_bytes,
     )
 
 
@@ -413,11 +422,11 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
         ValueError: `rollout.cache_gib` is too small for one trajectory.
     """
     cache = _get_cache_sizes(config, model, target)
-    pages = cache.fixed_pages(config, target.platform)
+    pages = cache.fixed_num_pages(config, target.platform)
     if pages is not None:
         return pages
     remaining_bytes = target.usable - _plan_sampling(config, model, target).peak
-    return max(min(remaining_bytes // cache.page_bytes, 2 * cache.full), cache.pages_each)
+    return max(min(remaining_bytes // cache.page_bytes, 2 * cache.max_pages), cache.pages_per_row)
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
@@ -434,13 +443,13 @@ def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target
 
 def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
     mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
-    return CacheSizes.of(config, model, mesh, target.num_processes, page)
+    return CacheSizes.compute(config, model, mesh, target.num_processes, page)
 
 
 def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
     """Estimate the memory of the rollout phase without the KV cache."""
     mesh, is_cpu = make_target_mesh(config, model, target), target.platform == "cpu"
-    counts, cache = _ParamCounts.of(model, mesh), _get_cache_sizes(config, model, target)
+    counts, cache = _ParamCounts.compute(model, mesh), _get_cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize
@@ -454,7 +463,9 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         rows = min(rows, num_suites * config.eval.max_tasks * samples)
     programs = row_sizes(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
-    past = copies_pages(_resolve_kernels(config, model, target), target.platform) * cache.pages_each
+    past = (
+        copies_pages(_resolve_kernels(config, model, target), target.platform) * cache.pages_per_row
+    )
     heads = model.num_heads // mesh.shape["tensor"]
     read_heads = (model.num_heads + 2 * model.num_kv_heads) // mesh.shape["tensor"]
     kernels = model.num_layers * model.width * read_heads * model.head_dim
@@ -484,7 +495,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     if is_cpu and itemsize < 4:
         # Float32 copies of the cache and the weights last for all steps of a chunk. Prefill copies
         # half of the layers at a time. For a single row, every JAX version makes these copies.
-        cached = 2 * cache.page_bytes * (cache.fixed_pages(config, "cpu") or 0)
+        cached = 2 * cache.page_bytes * (cache.fixed_num_pages(config, "cpu") or 0)
         if copies or rows == 1:
             weights = counts.decode_layers + counts.table(model)
             decode["float32 copies"] = cached + 4 * weights
@@ -540,7 +551,10 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     }
     if config.mesh.rollout_devices:
         moment = {"decode weights": _decode_weight_bytes(config, model, target)}
-    elif config.stages != ("evaluate",) or policy_architecture(config, model).wrapper is not None:
+    elif (
+        config.stages != ("evaluate",)
+        or build_policy_architecture(config, model).wrapper is not None
+    ):
         moment = {"decode weights of one parameter": max(decode_sizes.values())}
     else:
         # A CPU has three copies of a parameter: in the page cache, as read, and as an array.
@@ -631,7 +645,7 @@ class _ParamCounts:
 
     @classmethod
     @functools.cache
-    def of(cls, model: Architecture, mesh: Any) -> _ParamCounts:
+    def compute(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
         layer_entries = layered_entries(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
@@ -652,8 +666,8 @@ def _shard_size(size: int, num_shards: int) -> int:
 
 def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any) -> PolicyWeights:
     """Count the policy's weights on one device."""
-    policy = policy_architecture(config, model)
-    frozen, dtype = frozen_entries(config, policy), jnp.dtype(config.model.dtype)
+    policy = build_policy_architecture(config, model)
+    frozen, dtype = find_frozen_entries(config, policy), jnp.dtype(config.model.dtype)
     return count_weights(policy, frozen, mesh, dtype)
 
 
@@ -700,8 +714,8 @@ SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:se
 
 def _decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the bytes of the sampler's weights on one device."""
-    mesh, policy = make_target_mesh(config, model, target), policy_architecture(config, model)
-    counts, dtype = _ParamCounts.of(model, mesh), jnp.dtype(config.model.dtype)
+    mesh, policy = make_target_mesh(config, model, target), build_policy_architecture(config, model)
+    counts, dtype = _ParamCounts.compute(model, mesh), jnp.dtype(config.model.dtype)
     head = _extra_head_itemsize(config, model, target) * counts.table(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
@@ -731,7 +745,7 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
     shards = num_batch_shards(mesh) * SHARES_PROMPTS[_resolve_kernels(config, model, target)]
     for stage in ("sft", "train"):
         if stage in config.stages:
-            shape = batch_shape(config, stage, shards, mesh.shape["context"], model)
+            shape = compute_batch_shape(config, stage, shards, mesh.shape["context"], model)
             rows, length = shape.micro_rows, shape.row_tokens
             _, chunk = split_evenly(rows * length, config.model.logits_chunk_tokens)
             shapes[f"{stage} update"] = (

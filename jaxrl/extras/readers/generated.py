@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.data.readers.base import Reader, Record, one_line, present
+from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 
 
 def reasoning_gym(
@@ -35,7 +35,7 @@ def reasoning_gym(
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(
             f"{config_key} is {source!r} of reasoning-gym, with seed={seed}, size={size} and "
-            f"{settings!r}: {one_line(error) or type(error).__name__}."
+            f"{settings!r}: {shorten_error(error) or type(error).__name__}."
         ) from error
     return _Generated(tasks, source)
 
@@ -52,12 +52,14 @@ class _Generated(Reader):
     def read(self, indices: Sequence[int]) -> list[Record]:
         records = []
         for index in indices:
-            place, entry = self.place(index), self._tasks[index]
-            record = present({"question": entry["question"], "metadata": entry["metadata"]}, place)
+            location, entry = self.location(index), self._tasks[index]
+            record = to_record(
+                {"question": entry["question"], "metadata": entry["metadata"]}, location
+            )
             # Puzzles with many solutions have no answer; their verifier reads the metadata.
             answer = str(entry["answer"] or "any that the verifier accepts")
-            records.append(record | {"answers": answer, "id": place, "data_source": self._name})
+            records.append(record | {"answers": answer, "id": location, "data_source": self._name})
         return records
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._name}:{self._tasks.seed}:{index + 1}"

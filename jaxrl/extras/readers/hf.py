@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.readers.base import Reader, Record, one_line, present
+from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 
 
 def hugging_face(
@@ -30,13 +30,13 @@ def hugging_face(
     try:
         rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # several libraries raise their own types
-        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
+        raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
     name = str(folder)
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
             splits = ", ".join(map(repr, rows))
-            place = config_key.removesuffix(".source") + ".split"
-            raise ValueError(f"{place} is {split!r}; {folder} has the splits {splits}.")
+            location = config_key.removesuffix(".source") + ".split"
+            raise ValueError(f"{location} is {split!r}; {folder} has the splits {splits}.")
         rows, name = rows[split], f"{folder} [{split}]"
     if not len(rows):
         raise ValueError(f"{name} holds no row; {config_key} must name at least one.")
@@ -47,7 +47,7 @@ def hugging_face(
 class _Rows(Reader):
     """Reader of one dataset. Images and audio stay encoded, as the stored bytes."""
 
-    fills_gaps = True
+    pads_with_nulls = True
 
     def __init__(self, rows: Any, name: str):
         self._rows, self._name = rows.with_format("arrow"), name
@@ -57,7 +57,7 @@ class _Rows(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         rows = self._rows[list(indices)].to_pylist()
-        return [present(row, self.place(i)) for row, i in zip(rows, indices, strict=True)]
+        return [to_record(row, self.location(i)) for row, i in zip(rows, indices, strict=True)]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._name}:{index + 1}"

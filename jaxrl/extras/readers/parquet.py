@@ -10,7 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrl.data.readers.base import Held, Reader, Record, one_line, open_files, present
+from jaxrl.data.readers.base import (
+    Reader,
+    Record,
+    UnchangedFile,
+    open_files,
+    shorten_error,
+    to_record,
+)
 
 HELD_BYTES = 2**25
 """Maximum total size of cached row groups, in bytes. The latest one is always cached."""
@@ -26,7 +33,7 @@ def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = No
         lambda path: _Parquet(path, config_key, dropped),
         source,
         config_key,
-        what="a Parquet file",
+        expected="a Parquet file",
         suffixes=(".parquet",),
     )
 
@@ -34,14 +41,16 @@ def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = No
 class _Parquet(Reader):
     """Reader of one Parquet file."""
 
-    fills_gaps = True
+    pads_with_nulls = True
 
     def __init__(self, path: Path, key: str, dropped: set[str]):
-        self._held = Held(path)
+        self._source = UnchangedFile(path)
         try:
-            self._file = pq.ParquetFile(self._held.file)
+            self._file = pq.ParquetFile(self._source.file)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} cannot be read as Parquet: {one_line(error)}.") from error
+            raise ValueError(
+                f"{path} cannot be read as Parquet: {shorten_error(error)}."
+            ) from error
         meta = self._file.metadata
         self._ends = np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)])
         self._names = [name for name in self._file.schema_arrow.names if name not in dropped]
@@ -53,7 +62,7 @@ class _Parquet(Reader):
         return int(self._file.metadata.num_rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        self._held.check()
+        self._source.check_unchanged()
         wanted = np.asarray(indices, np.int64)
         groups = np.searchsorted(self._ends, wanted, side="right")
         # Slice runs of consecutive rows, since `Table.take` does not support Arrow's view types.
@@ -62,7 +71,7 @@ class _Parquet(Reader):
         for run, group in zip(np.split(wanted, cuts), groups[[0, *cuts]], strict=True):
             start = int(run[0] - (self._ends[group - 1] if group else 0))
             rows += self._group(int(group)).slice(start, len(run)).to_pylist()
-        return [present(row, self.place(i)) for row, i in zip(rows, indices, strict=True)]
+        return [to_record(row, self.location(i)) for row, i in zip(rows, indices, strict=True)]
 
     def _group(self, group: int) -> pa.Table:
         if group in self._groups:
@@ -71,12 +80,12 @@ class _Parquet(Reader):
         try:
             table = self._file.read_row_group(group, columns=self._names)
         except (pa.ArrowException, OSError) as error:
-            place = f"{self._held.path}, row group {group + 1}"
-            raise ValueError(f"{place} cannot be read: {one_line(error)}.") from error
+            location = f"{self._source.path}, row group {group + 1}"
+            raise ValueError(f"{location} cannot be read: {shorten_error(error)}.") from error
         self._groups[group] = table
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > HELD_BYTES:
             self._groups.popitem(last=False)
         return table
 
-    def place(self, index: int) -> str:
-        return f"{self._held.path}:{index + 1}"
+    def location(self, index: int) -> str:
+        return f"{self._source.path}:{index + 1}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.data.readers.base import Reader, Record, one_line, present
+from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 from jaxrl.utils.json_io import parse_json, read_object
 
 
@@ -47,7 +47,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     try:
         builder = tensorflow_datasets.builder_from_directory(folder)
     except Exception as error:  # several libraries raise their own types
-        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
+        raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
     # TFDS would decode images itself, in any format that Pillow knows and of any size.
     if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
         raise ValueError(
@@ -59,9 +59,9 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         examples: Any = () if is_empty else builder.as_data_source(split)
     except (KeyError, ValueError) as error:
         name = config_key.removesuffix(".source") + ".split"
-        raise ValueError(f"{name} is {split!r}, of {folder}: {one_line(error)}") from error
+        raise ValueError(f"{name} is {split!r}, of {folder}: {shorten_error(error)}") from error
     except RuntimeError as error:
-        raise ValueError(f"{folder} cannot be read: {one_line(error)}.") from error
+        raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
     if is_empty:
         raise ValueError(
             f"{folder} holds no example in {split!r}; {config_key} must name at least one."
@@ -93,11 +93,11 @@ class _Examples(Reader):
         try:
             examples = self._examples.__getitems__(list(indices))
         except RuntimeError as error:
-            raise ValueError(f"{self._folder} cannot be read: {one_line(error)}.") from error
+            raise ValueError(f"{self._folder} cannot be read: {shorten_error(error)}.") from error
         records = []
         for example, index in zip(examples, indices, strict=True):
-            place = self.place(index)
-            plain = present(example, place)
+            location = self.location(index)
+            plain = to_record(example, location)
             fields = {name: value for name, value in plain.items() if value not in ("", [])}
             messages, metadata = fields.get("messages"), fields.get("metadata")
             if isinstance(messages, dict):  # TFDS returns a list of dicts as a dict of lists
@@ -106,9 +106,9 @@ class _Examples(Reader):
                 if not fields["messages"]:
                     del fields["messages"]
             if isinstance(metadata, str):
-                fields["metadata"] = parse_json(metadata, f"{place}: 'metadata'")
+                fields["metadata"] = parse_json(metadata, f"{location}: 'metadata'")
             records.append(fields)
         return records
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._folder} [{self._split}]:{index + 1}"

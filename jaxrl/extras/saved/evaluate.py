@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.builders.saved_run import line
+from jaxrl.builders.saved_run import format_error_line
 from jaxrl.runtime.resume import launch_folder
 from jaxrl.utils.text import replace_unencodable
 
@@ -35,7 +35,11 @@ def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
     """Run the stage `evaluate` of a run, in the folder in which the run was started."""
     run = run.absolute()
     if not (run / "config.json").is_file():
-        sys.exit(line(FileNotFoundError(f"{run} has no config.json; expected a run's workdir.")))
+        sys.exit(
+            format_error_line(
+                FileNotFoundError(f"{run} has no config.json; expected a run's workdir.")
+            )
+        )
     os.chdir(launch_folder(run))
     config = Path(__file__).with_name("config.py")
     steps = [] if step is None else [f"--step={step}"]

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.builders.components import build_model, export, read_model_and_tokenizer
-from jaxrl.builders.method import policy_architecture
+from jaxrl.builders.method import build_policy_architecture
 from jaxrl.builders.saved_run import (
-    fit_mesh,
-    line,
+    fit_config_to_host,
+    format_error_line,
     load_weights,
     read_config,
-    resolve_saved,
+    resolve_for_inference,
 )
-from jaxrl.config.schema import OWN_MODEL
+from jaxrl.config.schema import LOCAL_MODEL
 from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import CheckpointError, list_steps
 from jaxrl.runtime.resume import check_checkpoint_exists, launch_folder
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         folder = export_run(arguments.run, arguments.out, display, step=arguments.step)
     except (OSError, ValueError, CheckpointError) as error:
-        sys.exit(line(error))
+        sys.exit(format_error_line(error))
     finally:
         display.stop()
     print(folder)
@@ -74,14 +74,14 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
         raise FileNotFoundError(f"{run} has no checkpoint to export; train for a step first.")
     folder = (out or run / "steps" / str(step or steps[-1])).absolute()
     with contextlib.chdir(launch_folder(run)):
-        config.policy.name = OWN_MODEL
-        resolved = resolve_saved(config, is_changed=False)
-        fit_mesh(config)
+        config.policy.name = LOCAL_MODEL
+        resolved = resolve_for_inference(config, has_overrides=False)
+        fit_config_to_host(config)
         mesh = make_mesh(**config.mesh)
         architecture, tokenizer = read_model_and_tokenizer(
             resolved, mesh, is_local=True, log=display.log
         )
-        policy = policy_architecture(resolved, architecture)
+        policy = build_policy_architecture(resolved, architecture)
         model = build_model(resolved, mesh, policy, tokenizer)
         params, source = load_weights(model, config, run, None, display, step=step)
         display.log(f"weights: {source}")

@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.builders.saved_run import line
-from jaxrl.config.loading import read_keys
+from jaxrl.builders.saved_run import format_error_line
+from jaxrl.config.loading import parse_overrides
 from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve(arguments, others, display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         display.stop()
-        sys.exit(line(error))
+        sys.exit(format_error_line(error))
     finally:
         display.stop()
 
@@ -110,7 +110,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
                 step=arguments.step,
                 rows=arguments.rows,
                 name=arguments.name,
-                keys=read_keys(others),
+                keys=parse_overrides(others),
             )
         loaded.engine.compile(display.activity)
         display.stop()

@@ -253,7 +253,7 @@ class ChatHistory:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         chat += [message.to_template() for message in rest]
         try:
-            ids = self._tokenizer.render_prompt(chat, tools, behind=2)
+            ids = self._tokenizer.render_prompt(chat, tools, num_skipped=2)
         except ValueError:
             return None
         eos_ids = self._tokenizer.eos_ids

@@ -11,19 +11,19 @@ from typing import Any
 from jaxrl.builders.components import (
     build_engine,
     build_model,
+    collect_template_notes,
     read_model_and_tokenizer,
-    template_notes,
 )
-from jaxrl.builders.method import policy_architecture
+from jaxrl.builders.method import build_policy_architecture
 from jaxrl.builders.saved_run import (
-    chosen_model,
-    fit_mesh,
-    leave_out_adapter,
+    disable_adapter,
+    fit_config_to_host,
     load_weights,
     read_config,
-    resolve_saved,
+    resolve_for_inference,
+    resolve_weights_folder,
 )
-from jaxrl.config.schema import OWN_MODEL, default_config
+from jaxrl.config.schema import LOCAL_MODEL, default_config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.engine import ServedEngine
 from jaxrl.logs.display import Display
@@ -86,7 +86,7 @@ def load_model(
     if is_run(path):
         config = read_config(path)
         config.update_from_flattened_dict(dict(keys))
-        model = chosen_model(config, path, model, step)
+        model = resolve_weights_folder(config, path, model, step)
     elif model is None and step is None:
         config, model = default_config(), path
         config.update_from_flattened_dict(dict(keys))
@@ -94,17 +94,17 @@ def load_model(
         raise ValueError(f"{path} is not a run; --model and --step need one.")
     if model is not None:
         config.model.path = str(model)
-        leave_out_adapter(config)  # a run's export includes it
-    config.policy.name = OWN_MODEL
+        disable_adapter(config)  # a run's export includes it
+    config.policy.name = LOCAL_MODEL
     # A prompt may use all but one of the tokens that the context window allows.
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
-    resolved = resolve_saved(config, is_changed=bool(keys))
+    resolved = resolve_for_inference(config, has_overrides=bool(keys))
     if "rollout.max_total_tokens" not in keys:
         longest = read_architecture(config.model.path, config.model.architecture).max_positions
         rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
-    fit_mesh(config)
+    fit_config_to_host(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1
     rollout.max_num_seqs *= -(-rows // rollout.max_num_seqs)  # a multiple of the mesh's minimum
@@ -115,7 +115,7 @@ def load_model(
     architecture, tokenizer = read_model_and_tokenizer(
         resolved, mesh, is_local=True, now=now, log=display.log
     )
-    policy = policy_architecture(resolved, architecture)
+    policy = build_policy_architecture(resolved, architecture)
     if isinstance(policy, WrappedArchitecture):
         policy.check()
     # Stop strings differ between requests, so the host matches them, not the automaton.
@@ -132,7 +132,7 @@ def load_model(
     if loaded.stops:
         display.log(f"default stop strings, from the run: {', '.join(loaded.stops)}")
     params, weights = load_weights(loaded.model, config, path, model, display, step=step)
-    for note in template_notes(tokenizer):
+    for note in collect_template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")
     engine.set_weights(donate(loaded.model.whole(params)))

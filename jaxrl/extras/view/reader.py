@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl.config.schema import flat_json
+from jaxrl.config.schema import read_flat_config
 from jaxrl.extras.view.responses import classify_failure, is_correct
 from jaxrl.extras.view.trajectories import (
     MAX_ANSWER,
@@ -170,7 +170,7 @@ class RunReader:
         """
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
-            self.workdir / "config.json": flat_json,
+            self.workdir / "config.json": read_flat_config,
             self.workdir / "environment.json": _read_starts,
         }
         readers |= dict.fromkeys(self.workdir.glob(HISTORY_FILE), _read_changes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxrl.data.tokenizer import bytes_of_ids
+from jaxrl.data.tokenizer import decode_vocab
 from jaxrl.runtime.resume import launch_folder
 from jaxrl.utils.json_io import parse_json, to_finite_float
 
@@ -161,7 +161,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
         try:
             file = Path(folder) / "tokenizer.json"
             spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
-            return bytes_of_ids(spec), ""
+            return decode_vocab(spec), ""
         except Exception as error:  # tokenizers raises plain exceptions
             problem = f"No tokenizer ({error}); tokens are shown by their ids."
     return [], problem

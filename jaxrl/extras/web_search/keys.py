@@ -26,7 +26,7 @@ KEYS = {
 def _lacks_url(config: Any) -> bool:
     web = config.search.web
     is_self_hosted = config.search.engine == "web" and web.provider == "searxng"
-    return bool(is_self_hosted and not web.url and config.searches)
+    return bool(is_self_hosted and not web.url and config.has_search)
 
 
 RULES = (

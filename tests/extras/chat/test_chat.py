@@ -17,7 +17,7 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl.builders import saved_run
-from jaxrl.config.loading import read_keys
+from jaxrl.config.loading import parse_overrides
 from jaxrl.config.schema import default_config, to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
 from jaxrl.extras.chat import __main__ as chat
@@ -128,7 +128,7 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
     given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
-    keys = read_keys([f"--config.{key}" for key in given])
+    keys = parse_overrides([f"--config.{key}" for key in given])
     assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
     parts, config = saved_run.load_saved_run(run, None, display, step=20, keys=keys)
     assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
@@ -144,7 +144,7 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
 def test_a_budget_for_judges_alone_is_left_out(run):
     config = saved_run.read_config(run)
     config.ledger.prices, config.ledger.max_cost = {"helpful": 1.0}, 5.0
-    resolved_run = saved_run.resolve_saved(config, is_changed=True)
+    resolved_run = saved_run.resolve_for_inference(config, has_overrides=True)
     assert (resolved_run.ledger.prices, resolved_run.ledger.max_cost) == ({}, 0.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders import environment
-from jaxrl.builders.fingerprints import fingerprints
+from jaxrl.builders.fingerprints import compute_fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
@@ -171,10 +171,10 @@ def test_a_run_belongs_to_its_encoder_and_vectors(tmp_path, corpus, engine):
     config.search.engine = "dense"
     config.search.dense.corpus, config.search.dense.encoder = str(corpus), str(encoder)
     config.search.dense.embeddings = npy(tmp_path / "a.npy", np.array(engine._passages.vectors))
-    before = fingerprints(resolve_names(config))
+    before = compute_fingerprints(resolve_names(config))
     (encoder / "config.json").write_text("{}")
     config.search.dense.embeddings = npy(tmp_path / "b.npy", np.zeros((60, 32)))
-    after = fingerprints(resolve_names(config))
+    after = compute_fingerprints(resolve_names(config))
     changed = {key for key in before if before[key] != after[key]}
     assert changed == {"search.dense.encoder/config.json", "search.dense.embeddings"}
     assert {"search.dense.corpus", "search.dense.encoder/model.safetensors"} <= before.keys()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrl.builders.capacity import GIB, gib
+from jaxrl.builders.capacity import GIB, format_bytes
 from jaxrl.builders.validation import validate
 from jaxrl.extras.plan import advice, memory
 from tests.extras.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
@@ -70,7 +70,7 @@ class TestAdvice:
             assert (changed.needed, changed.fits) == (one.needed, True)
         # The sampler's cache takes what is left, so that all plans that fit have one peak. What
         # they need differs, and leaves headroom.
-        needed = [gib(one.needed) for one in found]
+        needed = [format_bytes(one.needed) for one in found]
         assert len({*needed}) == len(needed) > 1
         assert all(one.needed < NODE.usable for one in found)
 

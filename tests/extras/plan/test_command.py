@@ -17,7 +17,7 @@ from rich.console import Console
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.builders import components
-from jaxrl.builders.capacity import GIB, CacheSizes, gib
+from jaxrl.builders.capacity import GIB, CacheSizes, format_bytes
 from jaxrl.extras.plan import advice, display, memory
 from jaxrl.models.registry import read_architecture
 from tests.extras.plan.cases import NODE, QWEN_7B, ROOT, large_run
@@ -53,7 +53,7 @@ def plan(monkeypatch, capsys, tmp_path):
 
 
 def test_bytes_for_people_by_hand():
-    assert [gib(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
+    assert [format_bytes(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
         *("0.00 MiB", "1.50 MiB", "1024.00 MiB", "1.00 GiB", "2.50 GiB"),
     ]
 
@@ -226,15 +226,15 @@ class TestWithoutItsFolder:
 
     def test_a_run_on_an_accelerator_names_its_cache(self):
         config = large_run()
-        cache = CacheSizes.of(
+        cache = CacheSizes.compute(
             config, QWEN_7B, memory.make_target_mesh(config, QWEN_7B, NODE), 1, 64
         )
-        assert cache.fixed_pages(config, "gpu") is None
+        assert cache.fixed_num_pages(config, "gpu") is None
         with pytest.raises(ValueError, match=r"config\.rollout\.cache_gib is 0.*extras/plan"):
             components.count_free_pages(config, QWEN_7B, 64)
         config.rollout.cache_gib = 2.0
         # A page has keys and values of 28 layers with 4 heads of 128, in two bytes.
-        assert cache.fixed_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
+        assert cache.fixed_num_pages(config, "gpu") == 2 * GIB // (64 * 2 * 28 * 4 * 128 * 2)
 
     def test_the_flag_is_refused(self, tiny_world, plan):
         status, _, _ = plan(f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}")

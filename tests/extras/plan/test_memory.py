@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common import libtpu_environment
 from jaxrl.builders.capacity import GIB
-from jaxrl.builders.method import batch_shape, policy_architecture
+from jaxrl.builders.method import build_policy_architecture, compute_batch_shape
 from jaxrl.config import default_config
 from jaxrl.extras.plan import memory
 from tests import compiled_memory as programs
@@ -184,7 +184,9 @@ class TestByHand:
             keys = {"model.dtype": "bfloat16", "model.head_dtype": head}
             config = programs.small_run(1, 1, 1).with_values(keys)
             made = jax.eval_shape(
-                partial(policy_architecture(config, model).decode_weights, dtype=jnp.bfloat16),
+                partial(
+                    build_policy_architecture(config, model).decode_weights, dtype=jnp.bfloat16
+                ),
                 model.abstract_params(),
             )
             held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -531,7 +533,7 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     target = memory.Target(platform=platform, num_devices=1, memory_bytes=GIB)
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.plan_update(config, TINY_MOE, target, "train")
-    tokens = batch_shape(config, "train", 1).row_tokens
+    tokens = compute_batch_shape(config, "train", 1).row_tokens
     held = experts.activations - (0 if platform == "cpu" else experts.reused_activations)
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * held
