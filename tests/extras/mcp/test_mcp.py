@@ -93,7 +93,7 @@ def listed(schema):
 def test_a_missing_reference_is_an_error_of_the_server(reference):
     schema = {"type": "object", "properties": {"place": {"items": {"$ref": reference}}}}
     tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
-    with pytest.raises(ToolError, match="the tool 'find' a schema that cannot be used"):
+    with pytest.raises(ToolError, match="the tool 'find' with a schema that cannot be used"):
         tool.call_of({"place": ["here"]})
 
 
@@ -210,7 +210,7 @@ HANGS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); t
 def test_a_server_that_does_not_begin_is_ended(tmp_path):
     noted = tmp_path / "pid"
     server = McpServer({"command": (sys.executable, "-c", HANGS, str(noted))}, deadline_s=2)
-    with pytest.raises(ToolError, match="gave no answer within 2 s"):
+    with pytest.raises(ToolError, match="did not respond within 2 s"):
         server.tools()
     ends = time.monotonic() + 20
     while os.path.exists(f"/proc/{noted.read_text()}") and time.monotonic() < ends:
