@@ -327,9 +327,7 @@ def test_a_fault_of_the_engine_is_told_and_survived(engine, monkeypatch):
     with serving(engine) as (_, client):
         status, error = refusal(client, CHAT, LONG)
         assert (status, error["type"]) == (500, "server_error")
-        assert error["message"] == (
-            "the engine failed with RuntimeError; see the server's log."
-        )
+        assert error["message"] == ("the engine failed with RuntimeError; see the server's log.")
         assert client.chat(max_tokens=2)["choices"]
         assert client.metrics()["jaxrl_samples_failed_total"] == 1
 
