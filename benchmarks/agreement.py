@@ -109,10 +109,14 @@ def _trials(
     if table is experts_choice.KERNELS:
         return [experts_choice.make_trial(*sizes, dtype, device)]
     if table is attention_choice.TRAIN_KERNELS:
-        return [trials.of_train(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])]
-    of_pages = partial(trials.of_pages, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name])
+        return [
+            trials.make_packed_trial(*sizes, dtype, device, shares_prompts=SHARES_PROMPTS[name])
+        ]
+    make_paged_trial = partial(
+        trials.make_paged_trial, *sizes, dtype, device, page_tokens=PAGE_TOKENS[name]
+    )
     block = attention_choice.prefill_block_tokens(device.platform, *sizes[:2])
-    return [of_pages(num_queries=count) for count in (1, block)]
+    return [make_paged_trial(num_queries=count) for count in (1, block)]
 
 
 def far(got: Any, wanted: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Training and evaluation from Python, for example in a notebook.
+"""Train and evaluate from Python, for example in a notebook.
 
     from jaxrl.api import evaluate, train
     from jaxrl.config import default_config
@@ -9,8 +9,8 @@
     run = train(config, "runs/first")
     run.metrics.to_pandas().plot(x="step", y="critic/rewards/mean")
 
-The workdir holds the run, exactly as with `jaxrl train`. The same call resumes it, and
-`jaxrl train`, `chat` and `report` work on the same folder.
+The workdir has the same contents as with `jaxrl train`. Calling `train` again resumes the run, and
+`jaxrl train`, `chat` and `report` work with the same workdir.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Run:
 
     Attributes:
         workdir: Folder of the run.
-        metrics: One row per record of `metrics.jsonl`, null for missing metrics. `step` counts
-            over all stages, `stage` names the stage.
+        metrics: Table with one row per record of `metrics.jsonl`, null for missing metrics. The
+            column `step` counts over all stages; `stage` names the stage.
         scores: Means of the last evaluation, such as `scores["reward"]`, `scores["exact_match"]`,
             `scores["exact_match/greedy"]` or `scores["two_hop/exact_match"]`.
         scores_before: Means of the first evaluation, if there are several.
         best_checkpoint: Checkpoint with the highest `eval.best_metric`, or the latest one if none
-            has a value; None without checkpoints.
+            was evaluated; None if there are no checkpoints.
         report: HTML report of the run, if it exists.
     """
 
@@ -144,20 +144,20 @@ def train(
     accept_changes: bool = False,
     ignore_memory_plan: bool = False,
 ) -> Run:
-    """Run the configured stages in this process, from the workdir's latest checkpoint.
+    """Run the configured stages in this process, resuming from the latest checkpoint if any.
 
     Args:
         config: `jaxrl.config.default_config()` with changes. It is copied.
         workdir: Folder of the run; created if missing.
-        accept_changes: True to resume a workdir that began with other data, rewards or another
-            method.
+        accept_changes: True to resume even if data, rewards or the method differ from the start of
+            the run.
         ignore_memory_plan: True to start even if the plan needs more memory than a device has.
 
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
-            workdir is wrong.
+            workdir is invalid.
         KeyboardInterrupt: The user interrupted. Completed steps are saved, and the same call
-            resumes. A second interrupt stops at once, without saving.
+            resumes. A second interrupt stops immediately, without saving.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
@@ -169,17 +169,16 @@ def train(
 def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None) -> Run:
     """Evaluate a run on its held-out tasks and export its model.
 
-    Without checkpoints in the workdir, evaluates the model at `config.model.path`.
+    If the workdir has no checkpoints, evaluate the model at `config.model.path`.
 
     Args:
-        config: Configuration of the run. `eval.*` and `tasks.eval` may have changed; `stages` is
-            ignored.
+        config: Configuration of the run. `eval.*` and `tasks.eval` may differ; `stages` is ignored.
         workdir: Folder of the run.
-        step: Step of the checkpoint to evaluate into `eval/evaluate_<step>.json` and
-            `steps/<step>/`. The rest of the run stays unchanged.
+        step: Step of the checkpoint to evaluate. Results are written to
+            `eval/evaluate_<step>.json` and `steps/<step>/`; the run itself is not changed.
 
     Raises:
-        Exception: The errors of `train`.
+        Exception: See `train`.
     """
     config = config.copy_and_resolve_references()
     config.stages = ("evaluate",)
@@ -236,7 +235,7 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         except Interrupted:
             is_interrupted = True
         del run_stages
-    # Raised out here because a notebook keeps an error's frames alive, and the weights in them.
+    # Raised here because a notebook keeps an error's frames alive, and thus the weights in them.
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
     return load_run(workdir)
@@ -244,7 +243,7 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first interrupt into a stop request; a second one interrupts at once."""
+    """Turn the first interrupt into a stop request. A second one interrupts immediately."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested.is_set  # Python delivers signals to the main thread only

@@ -1,19 +1,19 @@
 """The command `jaxrl`.
 
-    jaxrl quickstart                              write a small world and train on it
+    jaxrl quickstart                              generate a small dataset and train on it
     jaxrl train --config=FILE --workdir=RUN       the same as `python -m jaxrl.launch`
-    jaxrl plan --config=FILE                      memory of each device; nothing is run
+    jaxrl plan --config=FILE                      estimate memory per device, without running
     jaxrl evaluate RUN                            evaluate a run's model or a checkpoint
     jaxrl export RUN                              write a checkpoint in Hugging Face format
     jaxrl view RUN [RUN ...]                      watch runs in a browser
-    jaxrl report RUN [RUN ...]                    write the same page as one file
-    jaxrl chat RUN [QUESTION ...]                 talk to a trained model, with its search
-    jaxrl serve RUN_OR_MODEL                      OpenAI- and Anthropic-compatible endpoint
-    jaxrl tiny-model --texts=FILE --out=FOLDER    random model, to rehearse a run
-    jaxrl --version                               version of jaxrl
+    jaxrl report RUN [RUN ...]                    write the same page to an HTML file
+    jaxrl chat RUN [QUESTION ...]                 chat with a trained model and its search engine
+    jaxrl serve RUN_OR_MODEL                      serve an OpenAI- and Anthropic-compatible API
+    jaxrl tiny-model --texts=FILE --out=FOLDER    create a tiny random model for test runs
+    jaxrl --version                               print the version
 
-`jaxrl COMMAND --help` describes a command. A file `configs/...` that is not in the working folder
-is the one that comes with the package.
+`jaxrl COMMAND --help` lists a command's flags. If a path `configs/...` does not exist in the
+working directory, the file that ships with the package is used.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ SUBCOMMANDS = {
     "serve": ("jaxrl.extras.serve",),
     "tiny-model": ("examples.tiny_model",),
 }
-"""Module of each command, and arguments before the user's."""
+"""Module of each command, and the arguments that precede the user's."""
 
 QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
 WORLD = Path("data/quickstart")
 
 
 def find_bundle() -> Path:
-    """Return the folder that holds configs/ and examples/: of the wheel, else of the checkout."""
+    """Return the folder with configs/ and examples/, in the installed wheel or the checkout."""
     package = Path(__file__).parent
     installed = package / "bundled"
     return installed if installed.is_dir() else package.parent
 
 
 def main() -> None:
-    """Run the program that the first argument names."""
+    """Run the command that the first argument names."""
     replace_unencodable()
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
@@ -65,7 +65,7 @@ def main() -> None:
     # Last, so that a user's own configs/ and modules come first.
     sys.path.append(str(find_bundle()))
     if command == "quickstart":
-        # The last file of the world: without it an earlier start was interrupted.
+        # The file that is written last. If it is missing, generate the dataset, perhaps again.
         has_world = (WORLD / "questions_eval.jsonl").is_file()
         if not has_world and not {"-h", "--help", "--helpfull"} & {*arguments}:
             world = importlib.import_module("examples.quickstart_world")
@@ -78,16 +78,16 @@ def main() -> None:
 
 
 def run(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a module as `python -m` does, in this process; it ends with its exit code."""
+    """Run a module like `python -m`, but in this process, and exit with its exit code."""
     sys.argv[1:] = [resolve_bundled_path(argument) for argument in arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
 def resolve_bundled_path(argument: str) -> str:
-    """Return the argument with the whole path of a `configs/...` that is only in the bundle.
+    """Expand a `configs/...` path that only exists in the bundle; return the argument.
 
-    A config file may be followed by a colon and its own argument.
+    The path may follow `--flag=` and precede a colon with an argument for the config file.
     """
     flag, equals, value = argument.rpartition("=")
     path, colon, rest = value.partition(":")

@@ -49,16 +49,16 @@ def build_record(
     fingerprint: str = "",
     has_results: bool = False,
 ) -> dict[str, Any]:
-    """Return an evaluation as JSON: summaries, and all answers to each question.
+    """Return the JSON record of an evaluation: summaries, and all answers to each question.
 
     Args:
-        step: Step over all stages.
-        stage: Stage that evaluates.
-        settings: Evaluation settings.
-        suites: Groups by suite.
-        summaries: Summaries by suite.
-        weights_step: Step of the weights; `step` by default.
-        fingerprint: Hash of everything else that the result depends on, for `read_metrics`.
+        step: Global step, counted over all stages.
+        stage: Stage that runs the evaluation.
+        settings: Section `eval` of the config.
+        suites: Evaluated groups, by suite name.
+        summaries: Means and confidence intervals, by suite name.
+        weights_step: Step that the weights come from; `step` by default.
+        fingerprint: Hash of all other inputs of the evaluation, compared by `read_metrics`.
         has_results: True to attribute each answer to tool results.
     """
     return {
@@ -88,7 +88,7 @@ def build_record(
 
 
 def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
-    """Write the record to `path` and the text to the same path with `.txt`, each atomically."""
+    """Write the record to `path` and the text to `path` with suffix `.txt`, each atomically."""
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
         with open_atomic(name) as file:
@@ -99,7 +99,7 @@ def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, f
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
     It must be repeated if the file is missing or damaged, if `weights_step` or `fingerprint`
-    differs, or if the environment failed, because it may work by now.
+    differs, or if the environment failed, since it may work now.
     """
     try:
         record = read_object(path)
@@ -123,7 +123,7 @@ def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, f
 
 
 def read_usage(path: Path) -> UsageStats:
-    """Return the usage of an evaluation on disk; zero if there is none."""
+    """Return the usage recorded in an evaluation file; zero if it is missing or damaged."""
     try:
         return UsageStats.from_json(read_object(path)["ledger"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -131,11 +131,11 @@ def read_usage(path: Path) -> UsageStats:
 
 
 def evaluate(run_state: RunState, params: Params) -> Params:
-    """Score the parameters in all final suites, unless the result is on disk.
+    """Evaluate the parameters on the final suites, or reuse a matching result on disk.
 
     This is the last stage, so it donates the parameters to the sampler.
     """
-    # Reuse an evaluation on disk. The main process decides for all.
+    # Reuse an evaluation on disk. The main process decides for all processes.
     progress, workdir = run_state.progress, run_state.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
     done, spent = None, UsageStats()
@@ -169,7 +169,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
 
 
 def fingerprint(run_state: RunState) -> str:
-    """Return a hash of what an evaluation depends on besides weights: settings, tasks, corpus."""
+    """Hash the inputs of an evaluation except the weights: settings, tasks, corpus, user code."""
     settings = run_state.settings.evaluation.depends_on
     prefixes = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
@@ -183,7 +183,7 @@ def fingerprint(run_state: RunState) -> str:
 def run_suites(
     run_state: RunState, stage: str, suites: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Evaluate the engine's weights and write `eval/<stage>_<step>.json` and `.txt`.
+    """Evaluate the engine's weights on `suites`; write `eval/<stage>_<step>.json` and `.txt`.
 
     Returns:
         Metrics, and the first error of each suite in which every episode failed.
@@ -200,7 +200,7 @@ def run_suites(
     groups_by_suite: dict[str, list[Group]] = {}
     ledger = UsageStats()
     for suite in suites:
-        # Earlier suites may have spent the budget of a model behind an endpoint. Its answers are
+        # Earlier suites may have spent the budget of a model behind an endpoint. Its responses are
         # recorded, so the next start continues from them.
         if run_state.components.external:
             run_state.check_budget()
@@ -223,7 +223,7 @@ def run_suites(
     }
     if run_state.components.sampler is not None:
         run_state.components.sampler.clear()  # the next rollout still needs the weights
-    # Write the results. Every process has them; one writes.
+    # Write the results. Every process has them; the main process writes.
     effective_weights_step = run_state.progress.effective_weights_step
     record = build_record(
         step,

@@ -1,11 +1,11 @@
-"""Command line: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
+"""Train: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
 
-Runs the configured stages in order. With an existing workdir it resumes from the latest checkpoint.
-On SIGTERM or SIGINT it saves and exits with code 75. Command-line values override `--values`, which
-overrides the config file.
+Runs the configured stages in order. An existing workdir resumes from its latest checkpoint. On
+SIGTERM or SIGINT, the run saves and exits with code 75. Command-line values override `--values`,
+which overrides the config file.
 
-With `--plan` nothing runs: it shows the memory that each device needs, computed from the model's
-config.json alone, and exits with 0 if that fits and 1 if not.
+`--plan` runs nothing. It shows the memory that each device needs, computed from the model's
+config.json, and exits with 0 if that fits and 1 if not.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Check the configuration, workdir and files, then run."""
+    """Check the configuration, workdir and files, then run the stages."""
     begun = threading.Event()
     sys.excepthook = _print_exception
     try:
@@ -135,7 +135,7 @@ def _print_exception(*raised: Any) -> None:
 
 
 def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
-    """Return the checked configuration, the workdir, and the job of this process."""
+    """Return the validated configuration, the workdir, and the multi-process job, if any."""
     try:
         config, workdir = _load_config(argv)
         # Imported late, so that a misspelled key is reported at once, without loading JAX.
@@ -179,13 +179,13 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 def _run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
-    """Build the run and execute its stages. Errors end the process.
+    """Build the run and execute its stages. Exit the process on errors.
 
     Args:
-        config: Checked configuration.
+        config: Validated configuration.
         workdir: Folder of the run; created if missing.
-        should_stop: Function that returns True once the run must save and end.
-        begin: Function called once a stop request must save the run.
+        should_stop: Function that returns True once the run must save and exit.
+        begin: Function to call once the run has progress that a stop request must save.
     """
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
@@ -263,22 +263,22 @@ def prepare_run(
     """Check a run against its workdir, files and code, and build its components.
 
     Args:
-        config: Checked configuration. Micro-batch sizes left to the memory plan are set in place.
+        config: Validated configuration. Micro-batch sizes of 0 are replaced in place.
         workdir: Folder of the run; created if missing.
         display: Progress display.
         stack: Exit stack that holds the lock of the workdir.
-        accept_changes: True to resume a workdir that began with other data or another method.
+        accept_changes: True to resume even if data, rewards or the method have changed.
         ignore_memory_plan: True to start even if the plan needs more memory than a device has.
         step: Step of the checkpoint to evaluate and export, instead of running the stages.
 
     Returns:
-        Function that runs the stages, given a function that returns True once the run must save
-        and end. See `run.run` for its errors.
+        Function that runs the stages. Its argument is a function that returns True once the run
+        must save and exit. For its errors, see `run.run`.
 
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, the workdir or
-            a file is wrong; the message says how to fix it.
-        OutageError: The environment's server did not answer the first query.
+            a file is invalid. The message says how to fix it.
+        OutageError: The search engine's server does not respond.
     """
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, run_settings
@@ -339,7 +339,7 @@ def prepare_run(
 
 
 def _exit_with_code(error: Exception, code: int) -> NoReturn:
-    """End the process with an exit code and a message."""
+    """Print an error and exit the process with a code."""
     from jaxrl.runtime import distributed
 
     if distributed.is_main():
@@ -350,10 +350,10 @@ def _exit_with_code(error: Exception, code: int) -> NoReturn:
 def _fit_memory(
     config: ConfigDict, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Fit a run of the run's own model to this host's devices. Return log lines about the choices.
+    """Choose micro-batch sizes that fit this host's devices, in place. Return log messages.
 
     Raises:
-        ValueError: The run does not fit, or it needs the memory plan and that extra was deleted.
+        ValueError: The run does not fit, or it needs the memory plan and that extra is missing.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
@@ -373,14 +373,14 @@ def _fit_memory(
 
 
 FIT = "jaxrl.extras.plan.fitting:fit_memory"
-"""Function that chooses micro-batches that fit and rejects a run that does not."""
+"""Function that chooses micro-batch sizes, and rejects a run that does not fit in memory."""
 
 SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
-"""Function that `--plan` calls."""
+"""Function that implements `--plan`."""
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = False) -> None:
-    """Raise if a different configuration started this workdir."""
+    """Check that the workdir is not the export source and that its run can resume."""
     for key, entry in configuration.KEYS.items():
         export_path = workdir / entry.written_to
         if entry.written_to and export_path.resolve() == Path(config[key]).resolve():
@@ -404,7 +404,7 @@ def _check_changes(
     *,
     accept_changes: bool,
 ) -> tuple[RunRecord | None, list[Change]]:
-    """Return the record of the workdir's run and the changes since. Reject unaccepted changes."""
+    """Return the workdir's run record and the changes since then. Reject unaccepted changes."""
     from jaxrl.runtime import resume
 
     begun = resume.read_record(workdir, accept_changes=accept_changes)
@@ -420,7 +420,7 @@ _SETTING = re.compile(r"--?(no)?config\.")
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """Parse the flags. Return the other arguments, with `--config.key=value` settings last."""
+    """Parse the flags. Return all other arguments, ending with `--config.key=value` settings."""
     # Log to the current sys.stderr, which redacts secrets and prints above the live display.
     flags.FLAGS.set_default("logtostderr", True)
     settings = [argument for argument in argv if _SETTING.match(argument)]
@@ -465,7 +465,7 @@ def _exit_with_error(error: Exception, remedy: str = "", place: Path | None = No
     Args:
         error: Error to report.
         remedy: Remedy for a system error, instead of the one in `REMEDIES`.
-        place: Path to name for a system error that names no file.
+        place: Path to report for a system error that names no file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
@@ -476,7 +476,7 @@ def _exit_with_error(error: Exception, remedy: str = "", place: Path | None = No
 
 
 def _is_system_error_in(error: Exception, folder: Path) -> bool:
-    """Return True for a system error in `REMEDIES` about a file in `folder`."""
+    """Return True if a system error listed in `REMEDIES` concerns a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())

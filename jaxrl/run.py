@@ -1,4 +1,4 @@
-"""Run the configured stages in order, starting or resuming from the latest checkpoint."""
+"""Run the configured stages in order, resuming from the latest checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[RunState, Params], Params]] = {
     "train": train,
     "evaluate": evaluate,
 }
-"""Stage functions: each takes the parameters at its start and returns those at its end."""
+"""Function of each stage, from the parameters at its start to those at its end."""
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
     contents: Mapping[str, str] | None = None,
     record_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the configured stages from the latest checkpoint of the workdir.
+    """Run the configured stages, resuming from the workdir's latest checkpoint if there is one.
 
     Args:
         settings: Settings of the stages.
@@ -63,17 +63,17 @@ def run(
         display: Progress display.
         should_stop: Function that returns True once the run must save and end.
         contents: Fingerprints of the configured files, saved in checkpoints.
-        record_start: Function called once any checkpoint is restored; from then on the workdir
-            belongs to this configuration.
+        record_start: Function that is called once, after the checkpoint, if any, is restored. From
+            then on, the workdir belongs to this configuration.
 
     Raises:
-        Interrupted: `should_stop` returned True. Completed steps are saved, here and below.
-        NothingWorksError: Every episode failed, several times in a row or in the last evaluation.
-        OutageError: The environment's server has not answered for too long.
+        Interrupted: `should_stop` returned True. Completed steps are saved.
+        NothingWorksError: Every episode failed in several consecutive batches, or in an evaluation.
+        OutageError: The environment's server has been unreachable for too long.
         BudgetSpentError: The run has spent its budget.
-        UnsoundError: A step had a sign of collapse that ends the run. That step is saved.
-        NotEnoughGroupsError: The filter kept too few groups.
-        UserCodeError: User code failed in a step. The steps before it are saved.
+        UnsoundError: A sign of collapse ended the run. The step that showed it is saved.
+        NotEnoughGroupsError: Too few groups passed the filter.
+        UserCodeError: User code failed in a step. Earlier steps are saved.
         UnreadableError: An image in a demonstration or checkpoint cannot be read.
         CheckpointError: The checkpoint to resume cannot be read.
     """
@@ -109,7 +109,7 @@ def run(
 
 
 def describe_unsaved_work(run_state: RunState) -> str:
-    """Describe what is lost if a run stops before its first checkpoint."""
+    """Return the message for a run that stops before its first checkpoint."""
     replies = run_state.settings.replay_folder
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
@@ -126,10 +126,10 @@ def evaluate_step(
     contents: Mapping[str, str],
     step: int,
 ) -> None:
-    """Evaluate and export the checkpoint of a step, leaving the rest of the run unchanged.
+    """Evaluate and export the checkpoint of a step, without changing the rest of the run.
 
     Writes scores to `eval/evaluate_<step>.json` and the model to `steps/<step>/` in the workdir.
-    `step` counts over all stages. For the other arguments see `run`.
+    `step` is counted over all stages. For the other arguments, see `run`.
 
     Raises:
         Interrupted: `should_stop` returned True.
@@ -172,7 +172,7 @@ def evaluate_step(
 
 
 def describe_no_learning(num_steps: int, learning_rate: float) -> str:
-    """Return a warning about a stage in which no update had a gradient."""
+    """Return the warning for a train stage in which no update had a gradient."""
     cause = (
         "config.optimizer.lr is 0"
         if learning_rate == 0
@@ -198,7 +198,7 @@ def _stop_display(display: Display) -> Iterator[None]:
 
 
 def run_stages(run_state: RunState) -> bool:
-    """Run the stages. If one ends early, save the progress and report why.
+    """Run the stages. If a stage is interrupted, save the progress and report why.
 
     Returns:
         False after a rollback: a new run state must resume from an earlier checkpoint.
@@ -263,7 +263,7 @@ def load_run_state(
     contents: Mapping[str, str],
     record_start: Callable[[], None] | None,
 ) -> RunState:
-    """Restore the run state from the workdir's latest checkpoint. For arguments see `run`."""
+    """Restore the run state from the latest checkpoint, or create it. For arguments, see `run`."""
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
     rollbacks = apply_rollbacks(workdir, checkpointer)
@@ -315,7 +315,7 @@ def load_run_state(
 
 
 def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """Apply rollback decisions that are newer than the latest complete checkpoint.
+    """Apply rollbacks decided after the latest checkpoint: remove or archive all later output.
 
     Returns:
         All decisions if the last one is newer than that checkpoint, else an empty list.
@@ -351,7 +351,7 @@ def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str,
 def apply_rollback(
     progress: Progress, decision: Mapping[str, Any], checkpointer: Checkpointer
 ) -> None:
-    """Apply a rollback decision to the restored progress."""
+    """Update the restored progress with a rollback decision."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
     # The cost of discarded steps and groups still counts.
@@ -367,14 +367,14 @@ def apply_rollback(
 
 
 def make_origin(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration and file fingerprints of this start, to compare on resume."""
+    """Return the configuration and file fingerprints, which are compared on resume."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
 def load_initial_params(run_state: RunState) -> Params:
-    """Return the parameters of the first stage: the checkpoint's, or else the model's.
+    """Return the initial parameters: from the checkpoint, or else from the model folder.
 
-    If nothing is trained, each is a function that reads it from disk; see `load_hf`.
+    If the run only evaluates, each leaf is a function that reads the parameter from disk.
     """
     settings, display, progress = run_state.settings, run_state.display, run_state.progress
     if run_state.components.external:
@@ -415,12 +415,12 @@ def write_report(run_state: RunState, log: Callable[[str], None]) -> None:
             write(run_state.workdir, log)
 
 
-REPORT = "jaxrl.extras.view.report:write_or_warn"
+REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 """Function that writes a run's report; missing if the extra was deleted."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the abstract arrays to restore from a checkpoint; `saved` is its progress."""
+    """Return abstract arrays for the items to restore from a checkpoint with progress `saved`."""
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()

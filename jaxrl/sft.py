@@ -28,7 +28,7 @@ SFT_DISPLAY_METRICS = {
     "lr": "sft/lr",
     "tokens/s": "perf/throughput",
 }
-"""Metric behind each number that the display shows."""
+"""Names of the metrics on the display, by label."""
 
 
 def sft(run_state: RunState, params: Params) -> Params:
@@ -38,7 +38,7 @@ def sft(run_state: RunState, params: Params) -> Params:
     num_steps, batch_size = stage.num_steps, stage.batch_size
     if not run_state.begin_stage("sft"):
         return params
-    # A new state, or the checkpoint's in the middle of the stage.
+    # Create the training state, or restore it in the middle of the stage.
     state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
@@ -92,6 +92,6 @@ def sft(run_state: RunState, params: Params) -> Params:
 def supervised_loss(
     logprobs: jax.Array, entropies: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, Metric]]:
-    """Compute the cross-entropy of assistant tokens; see `update.TokenLoss`."""
+    """Compute the cross-entropy of the tokens in `loss_mask`; a `TokenLoss`."""
     loss = negative_log_likelihood(logprobs, batch.loss_mask)
     return loss, {"sft/nll_loss": Metric(loss, "loss"), "sft/entropy": Metric(entropies)}

@@ -1,4 +1,4 @@
-"""RL training loop: each step from tasks to metrics, in one function."""
+"""RL training loop: one function that runs each step, from sampling tasks to logging metrics."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train(run_state: RunState, params: Params) -> Params:
     kl_fn = make_kl_fn(score, components.mesh, stage.shape, method)
 
     def add_divergences(groups: Sequence[Group]) -> list[Group]:
-        """Add divergences to groups if the method uses them."""
+        """Add each trajectory's divergence from the reference, if the method uses it."""
         if not needs_divergences(method.kl):
             return list(groups)
         assert run_state.state is not None
@@ -103,7 +103,7 @@ def train(run_state: RunState, params: Params) -> Params:
     # A signal may abort a compilation here: no state changes before a step's first update.
     with interruptible(run_state.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
-    # Evaluate first, or finish what the checkpoint left open.
+    # Evaluate first, or finish the step that the checkpoint left unfinished.
     if not is_resumed:
         begin_training(run_state)
     elif count := len(progress.in_flight_tasks):
@@ -241,21 +241,21 @@ def train(run_state: RunState, params: Params) -> Params:
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of a step's groups, at its start or one step ahead.
+    """Collector of the groups for each step, sampled when the step starts or one step ahead.
 
-    Prefetched groups are sampled with the weights from before the current step's update, and with
-    its controllers after `update_controllers`. The stage gate moves later, at that step's
-    evaluation, so prefetched groups still see the old gate.
+    Prefetched groups use the weights from before the current step's update, and the controllers
+    that `update_controllers` returned in that step. The stage gate is updated later, by the step's
+    evaluation, so prefetched groups use the old gate.
     """
 
     run_state: RunState
     stream: Stream[Task]
     add_divergences: DivergenceFn
-    failure: Exception | None = None  # raised by a prefetch; the next `get_groups` raises it again
+    failure: Exception | None = None  # error of a prefetch; the next `get_groups` raises it
     has_warned: bool = False  # True after the warning about idle devices
 
     def get_groups(self, policy_version: int) -> CollectedGroups:
-        """Return the groups for the current step, prefetched or sampled now."""
+        """Return the groups for the current step: the prefetched ones, or else new samples."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
@@ -274,13 +274,13 @@ class Collector:
     ) -> CollectedGroups | None:
         """Collect the next step's groups; return None if that step must collect them itself.
 
-        Stop requests wait until this returns, because the checkpoint does not contain the weights
-        that sample here.
+        Stop requests are deferred until this returns, because the checkpoint does not contain the
+        weights used for this rollout.
 
         Args:
             collected: Groups of the current step.
-            controllers: Controllers after `update_controllers` in the current step.
-            policy_version: Number of optimizer steps that the engine's weights have seen.
+            controllers: Controllers that `update_controllers` returned in the current step.
+            policy_version: Number of optimizer steps behind the engine's weights.
         """
         if not self._should_prefetch:
             return None
@@ -351,7 +351,7 @@ class Collector:
         return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_if_idle(self, idle_s: float, sampling_s: float) -> None:
-        """Warn once if a fixed lag idles the devices for 10% of sampling, and at least 1 s."""
+        """Warn once if a fixed lag leaves devices idle for 10% of sampling, and at least 1 s."""
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
         self.has_warned = True
@@ -369,14 +369,14 @@ def make_sampler(
     should_stop: Callable[[], bool],
     max_unfinished: int = 0,
 ) -> StepSampler:
-    """Return the sampler of one training step. It adds its usage to `run_state.pending_usage`.
+    """Return the sampler for a training step, which adds its usage to `run_state.pending_usage`.
 
     Args:
         run_state: State of the run.
-        step: Step over all stages, part of the sampling seeds.
-        policy_version: Number of optimizer steps that the engine's weights have seen.
-        should_stop: Returns True once the rollout is to be interrupted.
-        max_unfinished: Number of groups that may resume in a later step.
+        step: Global step, counted over all stages; part of the sampling seeds.
+        policy_version: Number of optimizer steps behind the engine's weights.
+        should_stop: Function that returns True to interrupt the rollout.
+        max_unfinished: Maximum number of groups that may be left for a later step to finish.
     """
     method, pending_usage = run_state.components.method, run_state.pending_usage
     sampling = SamplingConfig(
@@ -420,9 +420,9 @@ def begin_training(run_state: RunState) -> None:
 
 
 def bootstrap_controllers(run_state: RunState) -> None:
-    """Roll out tasks once to set thresholds, difficulties and targets before the first step.
+    """Set thresholds, difficulties and targets from a rollout before the first step.
 
-    Uses the first tasks of the file, with seeds that no step uses.
+    Uses the first `shaping.bootstrap_tasks` tasks (all if negative) and seeds that no step uses.
     """
     components, method = run_state.components, run_state.components.method
     count = method.shaping.bootstrap_tasks
@@ -454,7 +454,7 @@ BOOTSTRAP_STEP = 2**31 - 1
 
 
 def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
-    """Advance the method's stage gate, if any, by the accuracy of greedy answers."""
+    """Update the stage gate, if the method has one, with the accuracy of greedy decoding."""
     if not eval_metrics:
         return
     part = run_state.settings.evaluation.correct
@@ -468,7 +468,7 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
 
 
 def finish_step(run_state: RunState) -> None:
-    """Finish a step: evaluate and save a checkpoint if due, and write the record."""
+    """Finish a step: evaluate if due, write the record, and save a checkpoint if due."""
     # Evaluate if due. Greedy accuracy moves the stage gate.
     progress, is_last = run_state.progress, run_state.is_last_step
     settings = run_state.settings.evaluation
@@ -476,7 +476,7 @@ def finish_step(run_state: RunState) -> None:
     if is_last or (every and progress.stage_step % every == 0):
         eval_metrics = run_state.evaluate(settings.suites)
     update_gate(run_state, eval_metrics)
-    # Complete the record. A checkpoint without one needs no further evaluation.
+    # Complete the record. A checkpoint without a record has no evaluation left to do.
     assert progress.record is not None
     record = progress.record | eval_metrics | progress.controllers.metrics()
     record |= progress.ledger.metrics()
@@ -504,8 +504,8 @@ def act_on_signs(run_state: RunState) -> None:
     """Report the step's signs of collapse and apply `watch.action`.
 
     Raises:
-        RollBack: The action is to restore an earlier checkpoint.
-        UnsoundError: The action is to stop.
+        Rollback: The action is `roll_back`.
+        UnsoundError: The action is `stop`, or no rollback is possible.
     """
     progress, watch = run_state.progress, run_state.components.method.watch
     signs = progress.watched.acting
@@ -561,7 +561,7 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
 
 
 def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
-    """Return the value of `eval.best_metric`; None if nothing was evaluated or scored.
+    """Return the value of `eval.best_metric`; None if it is unused, missing or not finite.
 
     Raises:
         ValueError: The evaluation has no metric of that name.
@@ -580,7 +580,7 @@ def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float 
 
 
 def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
-    """Free the last state and return the best checkpoint's."""
+    """Free `state` and return the state of the best checkpoint."""
     settings, progress = run_state.settings.evaluation, run_state.progress
     abstract_state = make_restore_target(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     run_state.checkpointer.wait()
@@ -601,7 +601,7 @@ def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the step's first trajectories to its file, up to the configured number."""
+    """Write the first `num_logged_trajectories` trajectories of the step to its file."""
     if not distributed.is_main():
         return
     count = run_state.settings.num_logged_trajectories

@@ -32,7 +32,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStep:
-    """One sampled token."""
+    """A sampled token."""
 
     token_id: int
     token_text: str
@@ -54,23 +54,23 @@ class Divergence:
 
     @property
     def total(self) -> float:
-        """Sum over the trajectory in nats."""
+        """Sum over the trajectory, in nats."""
         return float(self.per_token.sum())
 
     @property
     def mean(self) -> float:
-        """Mean in nats per trained token; NaN without any."""
+        """Mean in nats per trained token; NaN if there are none."""
         return self.total / self.num_tokens if self.num_tokens else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EntropyWindows:
-    """Entropy windows along one trajectory (ARES)."""
+    """Window entropies of one trajectory, as in ARES; see `objectives.entropy`."""
 
-    values: np.ndarray  # float32 [L], nats; 0 without a complete window
+    values: np.ndarray  # float32 [L], nats; 0 where no complete window follows
     valid: np.ndarray  # bool [L], True if the window is complete
     is_high: np.ndarray  # bool [L], True if the value reaches the threshold at a trigger token
-    percentile: float  # `shaping.entropy_percentile` of the values, nats; NaN without any
+    percentile: float  # `shaping.entropy_percentile` of the valid values, nats; NaN if none
     excess: float  # sum over the windows of the excess over the threshold, nats
 
     @property
@@ -80,7 +80,7 @@ class EntropyWindows:
 
 
 class Attachment(Protocol):
-    """Non-text input within a text, such as an image, preprocessed for the model."""
+    """Preprocessed non-text input, such as an image, with a placeholder in the text."""
 
     @property
     def num_patches(self) -> int:
@@ -111,7 +111,7 @@ class Trajectory:
     sample_index: int  # within the group
     attempt: int = 0
     task: Task
-    opener: str = ""  # start of the response, if the chat template writes it as the prompt's end
+    opener: str = ""  # start of the response that the chat template writes into the prompt
     turns: tuple[Turn, ...]
     turn_starts: tuple[int, ...] = ()  # index of each turn's first token
     # For each context after the first: its start in `token_ids`, and how many of its first tokens
@@ -119,8 +119,8 @@ class Trajectory:
     contexts: tuple[tuple[int, int], ...] = ()
     outcome: Outcome
     reward: float = 0.0
-    turn_rewards: tuple[float, ...] = ()  # part of `reward` earned by each turn; () without
-    rest_reward: float = 0.0  # part of `reward` earned by no turn, if there are turn_rewards
+    turn_rewards: tuple[float, ...] = ()  # part of `reward` assigned to each turn; () if unused
+    rest_reward: float = 0.0  # part of `reward` assigned to no turn, if there are turn_rewards
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     reward_records: tuple[CallRecord, ...] = ()  # calls to judges, failed ones included
     final_answer: str = ""
@@ -137,23 +137,23 @@ class Trajectory:
 
     @property
     def has_signal(self) -> bool:
-        """True if any advantage is not 0."""
+        """True if any advantage is nonzero."""
         if self.turn_advantages is not None:
             return any(self.turn_advantages)
         return self.advantage != 0
 
     @property
     def token_advantages(self) -> np.ndarray:
-        """Advantage of each token's turn, or of the trajectory: float32 [L]."""
+        """Advantage of each token: that of its turn or of the trajectory, float32 [L]."""
         if self.turn_advantages is None:
             return np.full(len(self.token_ids), self.require("advantage"), np.float32)
         return np.array(self.turn_advantages, np.float32)[self.token_turns]
 
     @property
     def token_turns(self) -> np.ndarray:
-        """Turn index of each token: int [L]. Observations belong to the turn before them.
+        """Turn index of each token: int [L].
 
-        The prompt belongs to the first turn.
+        The prompt belongs to the first turn, an observation to the turn before it.
         """
         places = np.arange(len(self.token_ids))
         return np.maximum(np.searchsorted(self.turn_starts, places, side="right") - 1, 0)
@@ -168,7 +168,7 @@ class Trajectory:
 
     @property
     def query(self) -> str:
-        """The task's question, or else the last user message of its chat."""
+        """Question of the task, or else the last user message of its chat."""
         if self.task.question is not None:
             return self.task.question
         user_messages = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
@@ -186,20 +186,20 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """False for an environment error, which counts in no statistic and no loss."""
+        """False after an environment error, which excludes it from the loss and all statistics."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
 
     @property
     def error(self) -> str:
-        """Error of the environment; "" if it did not fail."""
+        """Message of the environment error; "" if there was none."""
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
     def require(self, name: str) -> Any:
-        """Return `divergence`, `windows` or `advantage`.
+        """Return the field `name`, such as `divergence`, which the step must have computed.
 
         Raises:
-            RuntimeError: The step has not computed it.
+            RuntimeError: The field is None.
         """
         value = getattr(self, name)
         if value is None:
@@ -211,12 +211,12 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens in `loss_mask`: sampled ones, and any that `with_loss_mask` added."""
+        """Number of tokens in `loss_mask`: sampled, or added by `with_loss_mask`."""
         return int(self.loss_mask.sum())
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt, observations included, repeated ones excluded."""
+        """Number of tokens after the prompt, including observations but not repeated tokens."""
         repeated = sum(count for _, count in self.contexts)
         return len(self.token_ids) - self.prompt_length - repeated
 
@@ -232,7 +232,7 @@ class Trajectory:
 
     @property
     def python_calls(self) -> list[str]:
-        """Code given to the Python tool."""
+        """Code passed to the Python tool."""
         return self.calls("python")
 
     @property
@@ -246,17 +246,17 @@ class Trajectory:
 
     @property
     def generated_text(self) -> str:
-        """The opener and all text after the prompt, observations included."""
+        """Text of the opener and of everything after the prompt, including observations."""
         text = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + text
 
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
-        """Return one record per sampled token.
+        """Return a record for each sampled token.
 
-        The last token of a turn is complete; `generated_text` ends at the stop string within it.
+        A turn's last token is not cut at the stop string, as it is in `generated_text`.
 
         Args:
-            token_text: Function that decodes one id.
+            token_text: Function that decodes a token id.
         """
         return [
             TokenStep(
@@ -270,7 +270,7 @@ class Trajectory:
 
     @property
     def full_input_ids(self) -> list[int]:
-        """Ids of prompt, sampled and inserted tokens, context by context."""
+        """Ids of all tokens: prompt, sampled and inserted, context by context."""
         return [int(token) for token in self.token_ids]
 
     @property
@@ -308,7 +308,7 @@ class GroupStats:
     task_id: str
     num_correct: int
     num_scored: int
-    mean_entropy: float  # nats per token, averaged over trajectories; NaN without any
+    mean_entropy: float  # nats per token, averaged over trajectories; NaN if there are none
     error: str = ""  # first environment error
 
     @classmethod
@@ -325,7 +325,7 @@ class GroupStats:
 
     @property
     def kind(self) -> str:
-        """One of `GROUP_KINDS`."""
+        """Kind of the group, one of `GROUP_KINDS`."""
         if not self.num_scored:
             return "failed"
         if 0 < self.num_correct < self.num_scored:
@@ -334,7 +334,7 @@ class GroupStats:
 
 
 GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
-"""Kinds of groups. In a failed group every trajectory had an environment error."""
+"""Kinds of groups. In a failed group, every trajectory had an environment error."""
 
 
 def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
@@ -343,7 +343,7 @@ def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
-    """Return a copy of the groups with new values in some fields.
+    """Return copies of the groups whose trajectories have new values in the given fields.
 
     Args:
         groups: Groups to copy.
@@ -367,10 +367,10 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
 
 
 class Columns:
-    """Arrays over the N trajectories of some groups, as inputs of objectives.
+    """Arrays over the N trajectories of a list of groups, as inputs of objectives.
 
-    Each is named after the parameter that takes it. The trajectories of a group are contiguous. N
-    includes those with environment errors, which belong to no group.
+    Objectives request an array by naming a parameter after it. The trajectories of a group are
+    contiguous. N includes trajectories with environment errors, whose group index is -1.
     """
 
     def __init__(self, groups: Sequence[Group]):
@@ -395,7 +395,7 @@ class Columns:
 
     @cached_property
     def is_correct(self) -> np.ndarray:
-        """True if the environment judged the answer correct: bool [N]; False for its errors."""
+        """True if the answer is correct, False after an environment error: bool [N]."""
         return np.array([t.is_correct and t.is_scored for t in self._members], bool)
 
     @cached_property
@@ -428,7 +428,7 @@ class Columns:
 
     @cached_property
     def rest_rewards(self) -> np.ndarray:
-        """Reward that belongs to no turn: float32 [N]."""
+        """Reward that is not assigned to any turn: float32 [N]."""
         rest = [t.rest_reward if t.turn_rewards else t.reward for t in self._members]
         return np.array(rest, np.float32)
 
@@ -449,13 +449,13 @@ class Columns:
 class Batch:
     """Trajectories packed into rows of T tokens: A micro-batches of b rows.
 
-    Index t of every array belongs to token t. No trajectory crosses a row.
+    Index t of every array belongs to token t. No trajectory spans two rows.
     """
 
     token_ids: jax.Array  # int32 [A, b, T]
     segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 for padding
     # int32 [A, b, T], position in the token's context. A shared prefix may be earlier in the row.
-    # The contexts of a trajectory follow each other: a new one starts where positions do not
+    # The contexts of a trajectory are adjacent: a new context starts where positions do not
     # increase by one.
     positions: jax.Array
     loss_mask: jax.Array  # bool [A, b, T], True for tokens that are trained on
@@ -463,20 +463,20 @@ class Batch:
     advantages: jax.Array  # float32 [A, b, T], constant within a trajectory or a turn
     rollout_logprobs: jax.Array  # float32 [A, b, T], from the sampler
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: equal to the current ones
-    ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
+    ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None if the loss does not use them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None if all tokens have kl.coef
-    # [A, b, T, ...], recorded arrays, and those of `Tower.input_arrays` if there are attachments.
+    # [A, b, T, ...]: recorded arrays and, if there are attachments, those of `Tower.input_arrays`.
     token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
-    # Only while a micro-batch is computed: `patches` [S, P, values] in the compute dtype and
-    # `places` int32 [S, P, W], on each of the S devices that share tokens those of its own rows.
+    # Set only while a micro-batch is computed: `patches` [S, P, values] in the compute dtype and
+    # `coords` int32 [S, P, W]. Each of the S devices that split the tokens has those of its rows.
     # Attachments in a prefix that a device's rows share are stored once.
     attached: Any = None
-    rest: Any = None  # Batch of trajectories that are measured but not trained on, or None
+    rest: Any = None  # Batch of trajectories used for metrics but not for gradients, or None
 
 
 @struct.dataclass
 class TrainState:
-    """Everything that the update step changes."""
+    """Training state, which the update step changes."""
 
     params: Params  # float32 master weights
     opt_state: Any

@@ -163,7 +163,7 @@ def no_pictures():
     """
     from jaxrl.extras.view import report  # after the hook
 
-    drawing = report.write_or_warn
+    drawing = report.write_report_or_warn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_or_warn", lambda *_: None)
+        patch.setattr(report, "write_report_or_warn", lambda *_: None)
         yield drawing

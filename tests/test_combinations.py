@@ -250,7 +250,7 @@ SIBLINGS = {
 @pytest.mark.minutes
 @pytest.mark.parametrize("module", SIBLINGS, ids=lambda module: module.__name__)
 def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    monkeypatch.setattr(report, "write_report_or_warn", lambda *_: None)
     config = module.get_config(str(tiny_world))
     sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
     sizes |= {"rollout.max_num_seqs": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
@@ -278,7 +278,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
 
 @pytest.mark.minutes
 def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    monkeypatch.setattr(report, "write_report_or_warn", lambda *_: None)
     config = base_config(tiny_world, source)
     config.update_from_flattened_dict(
         {

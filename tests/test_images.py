@@ -40,7 +40,7 @@ from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool, run_one
-from jaxrl.extras.endpoints.sent_images import sent_image
+from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import trajectory_to_record
 from jaxrl.logs.writers import write_images
@@ -137,11 +137,11 @@ class TestRecords:
         ("changes", "why"),
         [
             ({"images": ["a", "b"]}, r"t:1: 'images' holds 2, and the texts have 1 marks <image>"),
-            ({"images": [{"size": 3}]}, r"'images': of its images number 1: .*expected 'bytes' or"),
-            ({"images": ["http://a/b.png"]}, "expected a file, since nothing is downloaded"),
+            ({"images": [{"size": 3}]}, r"'images': image number 1: .*expected 'bytes' or"),
+            ({"images": ["http://a/b.png"]}, "expected a file, since URLs are not downloaded"),
             ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
             ({"images": 3}, "it is a int; expected a path, or bytes"),
-            ({"images": ["a"], "videos": ["b"]}, "t:1: there are videos, which are not supported"),
+            ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
         ],
     )  # fmt: skip
@@ -331,8 +331,8 @@ class TestProcessor:
             encoded(deep): "of mode I;16, with more than 8 bits per value.*save it with 8 bits",
             encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits per value",
             bytes(bomb): r"as an image: Image size \(400000000 pixels\) exceeds limit",
-            b"<svg/>": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",
-            b"": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",
+            b"<svg/>": "cannot be read as an image: its format is none of PNG, JPEG, WEBP, GIF, B",
+            b"": "cannot be read as an image: its format is none of PNG, JPEG, WEBP, GIF, B",
             encoded(drawn(1, 5000)): "absolute aspect ratio must be smaller than 200, got 5000",
         }
         for data, why in cases.items():
@@ -355,8 +355,8 @@ class TestProcessor:
             data = b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 8, 8, 8, 3) + bytes(300)
         else:
             data = encoded(drawn(16, 16), kind)
-        for use in (processor.num_tokens, processor, sent_image):
-            with pytest.raises(UnreadableError, match="it is none of PNG, JPEG, WEBP, GIF, BMP, T"):
+        for use in (processor.num_tokens, processor, prepare_image):
+            with pytest.raises(UnreadableError, match="its format is none of PNG, JPEG, WEBP, GIF"):
                 use(Picture(data=data))
         assert not (tmp_path / "called").exists()
 
@@ -372,7 +372,7 @@ class TestProcessor:
         assert processor(Picture(data=fitting)).patches.size
         for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{place}.load", decode)
-        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             with pytest.raises(UnreadableError, match="of 77 x 13 pixels; expected at most 1,000"):
                 use(Picture(data=larger))
 
@@ -387,9 +387,11 @@ class TestProcessor:
         for data in (jpeg[:2] + comment + jpeg[2:], jpeg + marks):
             assert processor(Picture(data=data)).patches.size
         monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
-        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+        for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             for data in (many, jpeg[:2] + comment + many[2:]):
-                with pytest.raises(UnreadableError, match="a JPEG of 110 scans; expected at most"):
+                with pytest.raises(
+                    UnreadableError, match="a JPEG with 110 scans; expected at most"
+                ):
                     use(Picture(data=data))
 
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):

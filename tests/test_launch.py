@@ -225,7 +225,7 @@ class TestModelFolder:
         (model / name).chmod(0)
         with as_nobody(), pytest.raises(PermissionError) as raised:
             read(model)
-        wanted = f"{model / name}: Permission denied; give this user the right to it (ls -l shows"
+        wanted = f"{model / name}: Permission denied; give this user permission (ls -l shows"
         assert launch._message(raised.value).startswith(wanted)
 
     def test_weights_that_are_damaged_or_missing(self, refusal, model):
@@ -271,12 +271,12 @@ class TestModelFolder:
         arguments = (f"--config.model.path={model}", "--config.prompt.system=Search.")
         refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
         with_fields(file, chat_template=f"{refuses}{{% endif %}}{template}")
-        wanted = "the tokenizer's chat template refuses a chat of the roles ['system', 'user']"
+        wanted = "the tokenizer's chat template rejects a chat with the roles ['system', 'user']"
         assert refusal(*arguments).endswith(f"{wanted}: no system")
         loop = "{% for message in messages if message['role'] != 'system' %}"
         drops = template.replace("{% for message in messages %}", loop)
         with_fields(file, chat_template=drops)
-        wanted = "drops message 1, of the role 'system': 'Search.'. Put its text into"
+        wanted = "drops message 1, with the role 'system': 'Search.'. Put its text into"
         assert wanted in refusal(*arguments)
         with_fields(file, chat_template=None)
         assert f"the tokenizer in {model} has no chat template, or none" in refusal(*arguments)
@@ -291,7 +291,7 @@ class TestIndex:
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write)
         message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
         assert f"could not be written to {tmp_path / 'index'}, where" in message
-        assert "name another folder for it by config.search.local.index" in message
+        assert "set config.search.local.index to another folder" in message
 
     def test_data_are_checked_first(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", None)
@@ -471,7 +471,7 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"
+    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the file size"
     assert done.stderr.startswith(wanted)
     assert done.stderr.count("\n") == 1
 

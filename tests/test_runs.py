@@ -384,7 +384,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     workdir = tmp_path / "run"
     workdir.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_or_warn", no_pictures)
+        patch.setattr(report, "write_report_or_warn", no_pictures)
         go_on(workdir)
     for record in records(workdir)[1:]:
         assert record["outcome/environment_error"] == 1

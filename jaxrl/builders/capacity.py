@@ -1,4 +1,4 @@
-"""Checks and sizes of rows, positions and KV-cache pages on the configured devices."""
+"""Check row counts and context length, and size the KV cache, for the configured devices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ GIB = 2**30
 
 
 def gib(size: int) -> str:
-    """Format a number of bytes in GiB, or in MiB below 1 GiB."""
+    """Format a size in bytes as GiB, or as MiB below 1 GiB."""
     unit, scale = unit_of(size)
     return f"{size / scale:.2f} {unit}"
 
 
 def unit_of(size: int) -> tuple[str, int]:
-    """Return the display unit for a number of bytes, and the unit's bytes."""
+    """Return the unit in which to display a size in bytes, and the unit's size in bytes."""
     return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
 
 
 MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
-"""Config keys of the rows per micro-batch, by stage."""
+"""Config key of the micro-batch size, by stage."""
 
 
 def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
-    """Check that the rows of the configured stages divide evenly over the devices.
+    """Check that the row counts of the configured stages divide evenly over the devices.
 
     Raises:
-        ValueError: A number of rows does not. The message names the key.
+        ValueError: A row count does not divide evenly. The message names the key.
     """
     batch, shards = " * ".join(BATCH_AXES), num_batch_shards(mesh)
     pieces = " * ".join(PIECE_AXES)
@@ -55,10 +55,10 @@ def check_rows(config: ResolvedConfig, mesh: Any, num_processes: int) -> None:
 
 
 def check_length(config: ResolvedConfig, model: Architecture) -> None:
-    """Check that trajectories fit in the model's positions.
+    """Check that trajectories fit in the model's context window.
 
     Raises:
-        ValueError: They are too long. The message names the key.
+        ValueError: They do not fit. The message names the key.
     """
     length = config.context_tokens
     if length > model.max_positions:
@@ -70,24 +70,24 @@ def check_length(config: ResolvedConfig, model: Architecture) -> None:
 
 
 def sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
-    """Return the number of devices, or groups along `tensor`, that sample separate rows."""
+    """Return the number of sampler shards: devices, or groups of devices along `tensor`."""
     devices = config.mesh.rollout_devices
     return num_processes * devices // mesh.shape["tensor"] if devices else num_pieces(mesh)
 
 
 def samples_beside(config: ResolvedConfig) -> bool:
-    """Return True if the same devices sample and update at the same time."""
+    """Return True if the same devices run sampling and the update concurrently."""
     return bool(config.rollout.async_level) and not config.mesh.rollout_devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """KV cache of the sampler on one device.
+    """Size of the sampler's KV cache on one device.
 
     Attributes:
-        rows: Trajectories decoded in parallel.
-        pages_each: Pages of a trajectory of maximum length.
-        page_bytes: Bytes of a page over all layers.
+        rows: Number of trajectories decoded in parallel.
+        pages_each: Number of pages for a trajectory of maximum length.
+        page_bytes: Size of a page in bytes, summed over all layers.
     """
 
     rows: int
@@ -103,7 +103,7 @@ class CacheSizes:
         num_processes: int,
         page_tokens: int,
     ) -> CacheSizes:
-        """Compute the sizes for pages of `page_tokens`. The mesh may be a planned one."""
+        """Compute the sizes for pages of `page_tokens`. The mesh may be abstract, as in a plan."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
@@ -114,17 +114,18 @@ class CacheSizes:
 
     @property
     def full(self) -> int:
-        """Pages for all rows at maximum length."""
+        """Number of pages that hold all rows at maximum length."""
         return self.rows * self.pages_each
 
     def fixed_pages(self, config: ResolvedConfig, platform: str) -> int | None:
-        """Return the pages of the cache; None if they depend on the device's free memory.
+        """Return the number of cache pages; None if it depends on the device's free memory.
 
-        `rollout.cache_gib` decides. If it is 0, all rows fit on a CPU, because other programs use
-        its memory too, and on a device that samples while it updates.
+        `rollout.cache_gib` sets the size. If it is 0, the cache holds all rows at maximum length on
+        a CPU, which shares its memory with other programs, and on a device that samples during the
+        update.
 
         Raises:
-            ValueError: The cache does not hold one trajectory.
+            ValueError: The configured cache is too small for one trajectory.
         """
         if not config.rollout.cache_gib:
             return self.full if platform == "cpu" or samples_beside(config) else None

@@ -1,4 +1,4 @@
-"""Build all objects of a run from a resolved configuration, before any long work."""
+"""Build all objects of a run from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents(Components):
-    """Components, plus objects for the code around the stages."""
+    """Components of the stages, plus the tokenizer and image processor for other callers."""
 
     tokenizer: Tokenizer
-    processor: Processor | None  # None if the model reads no images
+    processor: Processor | None  # None if the model does not support images
 
 
 def build(
@@ -91,20 +91,22 @@ def build(
     log: Log = lambda _: None,
     now: datetime | None = None,
 ) -> RunComponents:
-    """Build and check everything that the configured stages need; the search index comes last.
+    """Build and check everything that the configured stages need.
+
+    The search index is built last, after all cheaper checks.
 
     Args:
         c: Resolved configuration.
         show: Function that displays the current activity.
-        workdir: Folder of the run, with the recordings by default.
-        log: Function that logs lines about tools and the search engine.
-        now: Time given to the chat template; the current time by default.
+        workdir: Folder of the run, which holds the recordings by default.
+        log: Function that logs a message.
+        now: Time that the chat template sees; by default the current time.
 
     Raises:
-        FileNotFoundError, ValueError: A file, model or combination is wrong.
-        OutageError: The search engine's server does not answer.
+        FileNotFoundError, ValueError: A file, the model or a combination of settings is invalid.
+        OutageError: The search engine's server does not respond.
     """
-    # The model: the run's own, or one behind an endpoint that needs only config and tokenizer.
+    # The model: local, or behind an endpoint and thus without weights.
     clear_cache_if_edited()
     mesh = make_mesh(**c.mesh)
     method = build_method(c)
@@ -122,8 +124,8 @@ def build(
             "config.model.path reads images; expected 'none', or a model without images."
         )
     tools = build_tools(c, log)
-    # The control environment, with a search engine that finds nothing. It stands in for the real
-    # one in all checks, before an index is built.
+    # The control environment, whose search engine finds nothing. All checks use it, because they
+    # run before the index is built.
     control = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
     chat_tools = getattr(control, "chat_tools", ())
     if chat_tools:  # raises if the chat template cannot render tool results
@@ -171,7 +173,7 @@ def build(
         return Rollout(engine, env, tokenizer, automaton, *common[1:])
 
     def rollout_of(env: Env, seen_by: Processor | None = processor) -> SharedRollout:
-        # Groups from other processes arrive without images, which are then loaded again.
+        # Groups from other processes arrive without images, so the processor reloads them.
         return SharedRollout(
             local_rollout(env, seen_by), restore=seen_by.with_images if seen_by else list
         )
@@ -198,7 +200,7 @@ def build(
         if processor is None:
             raise ValueError(
                 "config.eval has the suite 'blank_images', but the model in config.model.path "
-                "reads no images; leave the suite out."
+                "does not support images; remove the suite."
             )
         controls["blank_images"] = rollout_of(env, processor.blank())
     return RunComponents(
@@ -224,8 +226,9 @@ def build(
 
 
 def run_settings(c: ResolvedConfig) -> Settings:
-    """Extract the settings of the stages from a configuration."""
-    # `depends_on` holds what affects an evaluation's result, so that it can be reused.
+    """Extract the settings of the stages from the configuration."""
+    # `depends_on` holds every value that affects evaluation results. Results are reused if it is
+    # unchanged.
     endpoint = c.policy.get(c.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
     values, copied = c.to_dict(), c.to_dict()  # keys are removed from the copy
@@ -234,7 +237,7 @@ def run_settings(c: ResolvedConfig) -> Settings:
     if c.policy.name != OWN_MODEL:
         depends_on["policy"] = copied["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
-            del depends_on["policy"]["openai"][key]  # these do not affect answers
+            del depends_on["policy"]["openai"][key]  # these do not affect completions
     if c.rollout.max_cost:
         depends_on["prices"] = c.ledger.prices
     return Settings(
@@ -266,10 +269,10 @@ def run_settings(c: ResolvedConfig) -> Settings:
 def _build_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
-    """Create the image processor; None if the model reads no images.
+    """Create the image processor; None if the model does not support images.
 
     Raises:
-        ValueError: The folder's preprocessor belongs to another model.
+        ValueError: preprocessor_config.json does not match the model's config.json.
     """
     if tokenizer.image_id is None:
         return None
@@ -287,10 +290,10 @@ def _build_processor(
 
 
 def _build_external(c: ResolvedConfig, workdir: Path | None, log: Log) -> ExternalModel | None:
-    """Create the client of a model behind an endpoint; None for the run's own model.
+    """Create the client for a model behind an endpoint; None for a local model.
 
     Raises:
-        ValueError: The API key is not set, or the workdir holds checkpoints of an own model.
+        ValueError: The API key is not set, or the workdir contains checkpoints of a local model.
     """
     if c.policy_class is None:
         return None
@@ -312,19 +315,19 @@ def read_model_and_tokenizer(
     now: datetime | None = None,
     log: Log = lambda _: None,
 ) -> tuple[Architecture, Tokenizer]:
-    """Read the architecture and the tokenizer.
+    """Read the model architecture and tokenizer, and check them against the config and devices.
 
     Args:
         c: Resolved configuration.
-        mesh: Mesh of the devices.
-        is_local: True if the model runs on these devices, which must then fit it.
-        now: Time given to the chat template; the current time by default.
-        log: Function that logs lines about the weights.
+        mesh: Mesh of all devices.
+        is_local: True if the model runs on these devices, False if it is behind an endpoint.
+        now: Time that the chat template sees; by default the current time.
+        log: Function that logs a message about the weights.
 
     Raises:
-        ValueError: The configuration, the devices and the model do not match.
+        ValueError: The model, tokenizer, configuration and devices are incompatible.
     """
-    # The architecture, checked against devices and keys. A model behind an endpoint runs elsewhere.
+    # The architecture. Checks against devices and config apply to a local model only.
     folder = c.model.path
     model = read_architecture(folder, c.model.architecture)
     if is_local:
@@ -361,7 +364,7 @@ def read_model_and_tokenizer(
 
 
 def template_notes(tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about the chat template and the prompts rendered so far."""
+    """Return notes and warnings about the chat template, given the prompts rendered so far."""
     notes = []
     if end := tokenizer.unknown_message_end:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
@@ -372,8 +375,7 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
         )
     if tokenizer.reads_clock:
         notes.append(
-            "the chat template asks for the time; it is always given "
-            f"{tokenizer.now:%Y-%m-%d %H:%M}"
+            f"the chat template reads the time, which is fixed to {tokenizer.now:%Y-%m-%d %H:%M}"
         )
     if own := tokenizer.left_out_system:
         notes.append(
@@ -385,7 +387,7 @@ def template_notes(tokenizer: Tokenizer) -> list[str]:
 
 
 def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Reject a tokenizer with more ids than the model, or with unknown end-of-message ids."""
+    """Reject a tokenizer that has more ids than the model, or EOS ids outside its vocabulary."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
             f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
@@ -400,10 +402,10 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Check that the devices can offload moments or activations to host memory.
+    """Check that the devices can offload optimizer moments or activations to host memory.
 
     Raises:
-        ValueError: They cannot. The message names the key.
+        ValueError: They cannot. The message names the key that enables offloading.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -422,7 +424,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
-    """Create the model of a policy, without parameters."""
+    """Create the `Model` for an architecture. It holds no parameters yet."""
     return Model(
         policy.on_mesh(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         mesh,
@@ -437,13 +439,13 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
 
 
 def export(model: Model, source: str, params: Params, parent: Path) -> None:
-    """Write the trained model in Hugging Face format; an adapter is also written separately.
+    """Export the trained model in Hugging Face format. An adapter is also exported separately.
 
     Args:
-        model: Policy to export.
-        source: Folder of the initial model.
+        model: Model to export.
+        source: Folder of the model from which training started.
         params: Trained parameters.
-        parent: Parent of the new folders.
+        parent: Folder in which the export folders are created.
     """
     if model.architecture.wrapper is not None:
         model.architecture.wrapper.export(params, parent, source)
@@ -452,10 +454,10 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
 
 
 def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, Stage]:
-    """Create the configured training stages and test their custom functions on examples.
+    """Create the configured training stages, and call their custom functions on example inputs.
 
     Raises:
-        ValueError: A custom function failed. The message names its key.
+        UserCodeError: A custom function failed. The message names its key.
     """
     losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
     stages = {}
@@ -493,7 +495,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
 
 
 def build_schedule(c: ResolvedConfig, platform: str) -> ReplySchedule:
-    """Create the schedule by which observations enter the sampler."""
+    """Create the schedule that decides when observations enter the sampler."""
     is_deterministic = c.rollout.deterministic
     return ReplySchedule(
         deterministic=platform == "cpu" if is_deterministic is None else is_deterministic,
@@ -511,8 +513,8 @@ def build_engine(
     *,
     kind: type[Engine] = Engine,
 ) -> Engine:
-    """Create the sampling engine, an instance of `kind`."""
-    # The cache gets the configured size, or what the memory plan leaves.
+    """Create the sampling engine, of class `kind`."""
+    # The cache has the configured size, or all memory that the plan leaves free.
     rollout, length = c.rollout, c.context_tokens
     sampling = local_mesh(mesh, c.mesh.rollout_devices)
     kernels = select_kernels(c.model.attention, sampling, policy, check_dtype=c.model.dtype)
@@ -550,7 +552,7 @@ def build_engine(
 
 
 def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the number of cache pages that fit in the memory left by the plan."""
+    """Return the number of KV-cache pages that fit in the memory that the plan leaves free."""
     plan = optional(PAGES_LEFT)
     if plan is None:
         raise ValueError(
@@ -561,11 +563,11 @@ def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -
 
 
 PAGES_LEFT = "jaxrl.extras.plan.fitting:count_free_pages"
-"""Function that sizes the sampler's cache given everything else on a device."""
+"""Function that computes how many cache pages fit next to everything else on a device."""
 
 
 def draw_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the token sampling kinds of the configured stages; without stages, those of chat."""
+    """Return the sampling kinds (`next_token`) that the stages need; without stages, for chat."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -602,7 +604,7 @@ def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[T
 def _fit_sources(
     tasks: Mixture[Task], rollout: BaseRollout, c: ResolvedConfig, show: Show
 ) -> tuple[Mixture[Task], list[str]]:
-    """Apply `fit_prompts` to each source. Also return notes about dropped tasks and shares."""
+    """Apply `fit_prompts` to each source. Also return notes on dropped tasks and the mixture."""
     sources, notes = [], []
     if len(tasks.sources) > 1:
         total = sum(source.weight for source in tasks.sources)
@@ -623,16 +625,17 @@ def _fit_sources(
 def fit_prompts(
     tasks: Sequence[Task], rollout: BaseRollout, c: ResolvedConfig, key: str
 ) -> tuple[Sequence[Task], str]:
-    """Return the tasks with prompts that fit, and a note about the others, or "".
+    """Drop tasks with overlong prompts unless they are truncated. Also return a note, or "".
 
     Args:
         tasks: Tasks of one source.
-        rollout: Player that measures and truncates prompts.
-        c: Resolved configuration; see `rollout.overlong_prompts`.
-        key: Key that names the file, for messages.
+        rollout: Rollout that checks the length of prompts.
+        c: Resolved configuration.
+        key: Config key of the source, for messages.
 
     Raises:
-        ValueError: An overlong prompt is refused, or dropping them would leave no task.
+        ValueError: A prompt is too long and `rollout.overlong_prompts` is "refuse", or all tasks
+            would be dropped.
     """
     limit = c.rollout.max_prompt_tokens
     try:
@@ -660,7 +663,7 @@ def fit_prompts(
 
 
 def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRollout) -> bool:
-    """Return True if a task's prompt fits. Errors name the task's line."""
+    """Return True if a task's prompt fits. Errors name the task's location."""
     try:
         return rollout.prompt_fits(task)
     except UnreadableError:
@@ -671,12 +674,12 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return True for ids that equal one of `words` up to spaces and case: bool [V].
+    """Return a bool [V] mask of the ids whose text is one of `words`; None without words.
 
-    None without words.
+    Case and surrounding whitespace are ignored.
 
     Raises:
-        ValueError: No id matches.
+        ValueError: No id equals any of the words.
     """
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""Build the environment with its search engine, tools and rewards."""
+"""Build the environment, search engine, tools and rewards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
     """Create all tools except search, including those of MCP servers.
 
     Raises:
-        ValueError: A tool needs a package that is not installed, or a server does not answer.
+        ValueError: A tool needs a package that is not installed, or an MCP server does not respond.
     """
     try:
         tools = [tool.make() for tool in c.tools]
@@ -52,10 +52,10 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
 
 
 def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[Tool]) -> Env:
-    """Instantiate the environment with the objects that its constructor accepts.
+    """Instantiate the environment, injecting the objects that its constructor accepts.
 
     Raises:
-        ValueError: `reward.weights` names a part that nothing measures, or `ledger.prices` names an
+        ValueError: `reward.weights` names a part that nothing computes, or `ledger.prices` names an
             unknown tool.
     """
     prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
@@ -92,7 +92,7 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
             "judge, because costs are counted by name."
         )
     unknown = [name for name in c.ledger.prices if name not in (*tools, *judges)]
-    if unknown and not is_dotted_path(c.env.name):  # a custom environment may have tools of its own
+    if unknown and not is_dotted_path(c.env.name):  # a custom environment may define further tools
         raise ValueError(
             f"config.ledger.prices names {unknown[0]!r}; expected some of "
             f"{', '.join((*tools, *judges))}."
@@ -100,7 +100,7 @@ def _check_prices(c: ResolvedConfig, tools: Sequence[str]) -> None:
 
 
 def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCombiner:
-    """Create the reward combiner and open the recordings of judges."""
+    """Create the reward combiner. Also open the recordings of LLM judges."""
     for part in c.reward_parts.values():
         if open_part := getattr(part, "open", None):
             open_part(workdir, process=jax.process_index(), log=log)
@@ -116,10 +116,10 @@ def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCo
 def build_search(
     c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
 ) -> ResilientSearch:
-    """Create the search engine with its cache, limits, retries and recording.
+    """Create the search engine, wrapped with cache, rate limits, retries and recording.
 
     Raises:
-        OutageError: The engine's server does not answer.
+        OutageError: The engine's server does not respond.
     """
     policy = from_section(RetryConfig, c.search)
     recording = None if c.search.replay == "off" else open_recording(c, workdir, log)
@@ -161,10 +161,10 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
 
 
 def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
-    """Create the control engine that returns random documents.
+    """Create the control engine, which returns random documents of `search`.
 
     Raises:
-        ValueError: The configured engine has no `documents`.
+        ValueError: The configured engine does not provide `documents`.
     """
     engine = search.engine
     if not isinstance(engine, DocumentSearch) or engine.documents is None:
@@ -179,12 +179,12 @@ def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
 
 
 def check_documents(c: ResolvedConfig, show: Callable[[str], None]) -> None:
-    """Read a corpus that is not indexed yet, to report malformed documents early.
+    """Check the documents of a corpus that is not indexed yet, if the run has an SFT stage.
 
-    Otherwise the error would come only after encoding the demonstrations, which may take minutes.
+    Otherwise, errors would only appear after the demonstrations are encoded, minutes later.
 
     Raises:
-        FileNotFoundError, ValueError: A document is malformed, or the corpus is missing or empty.
+        FileNotFoundError, ValueError: The corpus is missing or empty, or a document is malformed.
     """
     section = c.corpus_section
     if not section or "sft" not in c.stages:

@@ -1,4 +1,4 @@
-"""Fingerprints of the files named in a configuration."""
+"""Content hashes of the files that a configuration names."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 
 
 def fingerprints(config: ResolvedConfig) -> dict[str, str]:
-    """Hash the files that the configured stages read, by config key.
+    """Hash the content of the files that the configured stages read.
 
-    Names are config keys (`tasks.train.source`), for the model with a file
-    (`model.path/config.json`), for user code with a suffix (`advantage.name's file`). Equal
-    fingerprints mean equal content, regardless of location. Missing files are skipped.
+    Keys of the result are config keys (`tasks.train.source`), for model files with the file name
+    (`model.path/config.json`), for user code with a suffix (`advantage.name's file`). A file's path
+    does not affect its hash. Missing files are skipped.
 
-    Data, corpus and the model's small files are hashed completely. Weights may have hundreds of
+    Data, the corpus and small model files are hashed completely. Weights may have hundreds of
     gigabytes, so their hash covers the size, the header with all names and shapes, and
-    `WEIGHT_SAMPLES` evenly spaced blocks. Training changes nearly all blocks.
+    `WEIGHT_SAMPLES` evenly spaced blocks, nearly all of which change in training.
     """
     digests = _model_digests("model.path", Path(config.model.path))
     flat = flatten(config)
@@ -50,14 +50,14 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]
     for kind in kinds:
         for key, (files, extra) in task_files(config.task_sources[kind]).items():
-            # A single path keeps its plain digest, so that equal data compares equal everywhere.
+            # A single path keeps its plain digest, which does not depend on the config.
             parts = [*map(_data_digest, files), *([extra] if extra else [])]
             is_single = len(files) == 1 and not extra
             whole = "\n".join(parts).encode()
             digests[key] = parts[0] if is_single else hashlib.sha256(whole).hexdigest()
     if config.corpus_section:
         digests |= search_fingerprints(config)
-    # Files of user code. The modules that they import are not hashed.
+    # Files with user code, without the modules that they import.
     names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
@@ -73,7 +73,7 @@ def fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 
 def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
-    """Hash the files that the configured engine searches; see `fingerprints`."""
+    """Hash the corpus and encoder files of the configured search engine; see `fingerprints`."""
     section = CORPORA.get(config.search.engine, "")
     if not section:
         return {}
@@ -89,7 +89,7 @@ def search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 
 def _model_digests(key: str, model: Path) -> dict[str, str]:
-    """Hash the files of a model folder, named after its key."""
+    """Hash the files of a model folder. Names in the result start with `key`."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
     digests = {
         f"{key}/{path.relative_to(model).as_posix()}": _digest(path)
@@ -105,15 +105,17 @@ def _model_digests(key: str, model: Path) -> dict[str, str]:
 
 
 def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, str]) -> None:
-    """Check that all processes of a job have the same settings and files. All must call it.
+    """Check that all processes of a job have the same settings and files.
+
+    This is a collective operation: every process must call it.
 
     Args:
         config: Configuration of this process.
         workdir: Workdir of this process.
-        contents: Fingerprints of this process.
+        contents: Result of `fingerprints` in this process.
 
     Raises:
-        ValueError: Processes differ. Every process raises, with the same list of differences.
+        ValueError: Processes differ. Every process raises the same error.
     """
     settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
@@ -124,17 +126,17 @@ def check_alike(config: ResolvedConfig, workdir: Path, contents: Mapping[str, st
         rest = len(differing) - MAX_DIFFERENCES
         more = f"; and {rest} more" if rest > 0 else ""
         raise ValueError(
-            f"the processes of the job are not alike: {'; '.join(differing[:MAX_DIFFERENCES])}"
+            f"the processes of the job differ: {'; '.join(differing[:MAX_DIFFERENCES])}"
             f"{more}. Start all of them with the same command and the same files."
         )
 
 
 def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """Describe the settings and files in which processes differ from the first one.
+    """Describe the settings and files in which any process differs from process 0.
 
     Args:
         everyone: Settings and fingerprints of each process. A setting that names files is compared
-            by content only, because hosts may keep files in different folders.
+            by content only, because hosts may store files in different folders.
     """
     differing = []
     paths = {name.partition("/")[0] for _, contents in everyone for name in contents}
@@ -154,7 +156,7 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
 
 
 def _data_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a folder's files with their relative paths."""
+    """Return the SHA-256 of a file, or of a folder's files and their relative paths."""
     if path.is_file():
         return _digest(path)
     digest = hashlib.sha256()
@@ -169,7 +171,7 @@ def _digest(path: Path) -> str:
 
 
 def _sampled_digest(path: Path, *, header: int) -> str:
-    """Return the SHA-256 of a large file's size, first `header` bytes and sampled blocks."""
+    """Return the SHA-256 of a large file's size, its first `header` bytes and sampled blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -181,7 +183,7 @@ def _sampled_digest(path: Path, *, header: int) -> str:
 
 
 def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the blocks to hash: the header, then evenly spaced samples."""
+    """Yield the start and length of each block to hash: the header, then evenly spaced samples."""
     header = min(header, size, _LONGEST_HEADER)
     yield 0, header
     rest = size - header

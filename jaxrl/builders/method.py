@@ -1,4 +1,4 @@
-"""Build the training method: objectives with their settings, optimizers and batch shapes."""
+"""Build the training method, optimizer settings and batch shapes from the config."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 def from_section(kind: Callable[..., T], section: ConfigDict, /, **values: Any) -> T:
-    """Create a dataclass from the fields of a config section. `values` take precedence."""
+    """Create a dataclass from a config section. `values` override or add fields."""
     fields = [name for name in inspect.signature(kind).parameters if name in section]
     return kind(**{name: section[name] for name in fields} | values)
 
 
 def build_method(c: ResolvedConfig) -> Method:
-    """Create the method from its resolved objectives and settings."""
+    """Create the training method from the resolved functions and their settings."""
     rollout, kl = c.rollout, c.kl
     keys = {} if c.estimator.is_custom else subsection(c.advantage)
     schedules = {
@@ -87,7 +87,7 @@ def build_method(c: ResolvedConfig) -> Method:
 
 
 def optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings:
-    """Return the optimizer settings of a training stage."""
+    """Create the optimizer settings of the stage `sft` or `train`."""
     return from_section(
         OptimizerSettings,
         c.optimizer_section(stage),
@@ -103,10 +103,10 @@ def batch_shape(
     num_pieces: int = 1,
     model: Architecture | None = None,
 ) -> BatchShape:
-    """Return the shape of all mini-batches of a stage; see `BatchShape.for_sequences`.
+    """Return the shape shared by all mini-batches of a stage; see `BatchShape.for_sequences`.
 
-    A row holds the longest trajectory, rounded up to a multiple of 16 and of `num_pieces`, the
-    number of pieces that devices split it into.
+    The row length is `rollout.max_total_tokens`, rounded up to a multiple of 16 and of
+    `num_pieces`, the number of context-parallel pieces of a row.
     """
     rollout, unit = c.rollout, math.lcm(16, num_pieces)
     num_sequences, image_tokens = c.sft.batch_size, rollout.max_image_tokens
@@ -127,7 +127,7 @@ def batch_shape(
 
 
 def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
-    """Apply the configured output dtype and adapter to the model.
+    """Apply `model.head_dtype` and the enabled adapter to the model.
 
     Raises:
         ValueError: The model lacks a layer that the adapter targets, or does not support
@@ -144,6 +144,6 @@ def policy_architecture(c: ResolvedConfig, model: Architecture) -> Architecture:
 
 
 def frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
-    """Return the parameter entries that are not trained, except the base of an adapter."""
+    """Return the frozen parameter entries. An adapter freezes its base weights separately."""
     is_frozen = c.model.freeze_tower and not adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

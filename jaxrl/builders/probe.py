@@ -1,4 +1,4 @@
-"""Call user code once on example inputs, to report errors before the run starts."""
+"""Call user code on example inputs, to report errors before the run starts."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from jaxrl.utils.callables import (
 from jaxrl.utils.errors import ToolError
 
 SHAPE = (2, 32)
-"""Rows and tokens of the example arrays for losses."""
+"""Shape `[rows, tokens]` of the example arrays for loss functions."""
 
 MAX_SCHEDULE_STEPS = 100_000
-"""Largest number of steps at which a schedule is evaluated, evenly spaced over the stage."""
+"""Maximum number of steps, evenly spaced over a stage, at which a schedule is evaluated."""
 
 _DTYPES = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
 _DIFFERENTIATED = ("logprobs", "entropies", "log_ratios")
 
 
 def probe_schedule(settings: OptimizerSettings) -> None:
-    """Check that a learning-rate schedule returns finite rates of at least 0.
+    """Check that a learning-rate schedule returns finite, nonnegative rates.
 
     Raises:
-        UserCodeError: It raised or returned something else. The message names the key.
+        UserCodeError: The schedule raised or returned anything else. The message names the key.
     """
     schedule, count = settings.schedule, settings.num_updates
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
@@ -64,9 +64,9 @@ def probe_schedule(settings: OptimizerSettings) -> None:
 
 
 def probe_method(method: Method, max_response_tokens: int) -> None:
-    """Call the method's custom functions on arrays with the shapes and dtypes of a step.
+    """Call the method's custom functions on arrays with the shapes and dtypes of a training step.
 
-    Losses and KL estimators are traced with their gradients but not executed.
+    Losses, KL estimators and advantage estimators are traced, not executed.
 
     Raises:
         UserCodeError: A function raised, or returned a value of the wrong type or shape.
@@ -127,7 +127,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
 
 
 def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
-    """Trace a loss function and its gradient with respect to policy-dependent arguments."""
+    """Trace a loss, KL or token filter function, and its gradient unless it is a filter."""
     arrays = [
         jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
     ]
@@ -160,7 +160,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
         expected=f"{expected}, {list(SHAPE)} here",
         is_valid=is_valid,
     )
-    # Trace its gradient, which may fail although the function does not.
+    # Trace its gradient, which can fail even if the function itself does not.
     places = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
     if is_gate or not places:
         return
@@ -178,7 +178,7 @@ def _probe_loss(function: NamedFunction, *, is_gate: bool) -> None:
 
 
 def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
-    """Call each custom reward function on an example episode of a task.
+    """Call each custom reward function on an example episode for `task`.
 
     Raises:
         UserCodeError: A function raised, or did not return a number.
@@ -191,7 +191,7 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
     for part, function in c.reward_parts.items():
         if not isinstance(function, RewardFunction):
             continue  # calls to judges cost money
-        # A part may return None for an episode that it does not apply to.
+        # A part may return None for an episode to which it does not apply.
         combine = RewardCombiner(
             weights=dict.fromkeys(env.reward_parts[:1], 1.0),
             custom_parts={part: function},
@@ -204,12 +204,12 @@ def probe_rewards(c: ResolvedConfig, env: Env, task: Task) -> None:
 
 
 def probe_tools(c: ResolvedConfig, tools: Sequence[Tool], engine: Tool | None) -> None:
-    """Call each custom tool and search engine on an example.
+    """Call each custom tool and the custom search engine on an example argument.
 
     A tool may reject the example with a `CallError` or `ToolError`.
 
     Raises:
-        UserCodeError: A tool raised another exception, or did not return text.
+        UserCodeError: A tool raised any other exception, or did not return a string.
     """
     by_name = {tool.name: tool for tool in tools}
     for name, factory in zip(c.env.search.tools, c.tools, strict=True):
@@ -235,7 +235,7 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
 
 
 def _example_of(schema: Mapping[str, Any]) -> Any:
-    """Return an example value for a JSON schema, with required properties only."""
+    """Return an example value for a JSON schema, with only the required properties."""
     if "enum" in schema:
         return schema["enum"][0]
     kind = schema.get("type")

@@ -1,4 +1,4 @@
-"""Open the recording of search results for a run."""
+"""Open the on-disk recording of a run's search results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def open_recording(
 
     Args:
         config: Resolved configuration.
-        workdir: Folder of the run, with the recording by default; None without a run.
-        log: Function that logs damaged records.
+        workdir: Folder of the run, which holds the recording unless `search.replay_folder` is set;
+            None if there is no run.
+        log: Function that logs a message about each damaged record.
 
     Raises:
         ValueError: Neither a recording folder nor a workdir is set.
-        FileNotFoundError: `search.replay` is "only", and the recording has nothing of this engine.
+        FileNotFoundError: `search.replay` is "only", but nothing is recorded for this engine.
     """
     search = config.search
     if not (search.replay_folder or workdir):
@@ -57,11 +58,11 @@ _NOT_IN_RESULTS = {
     *("local.index", "dense.index", "dense.query_rows", "dense.batch_tokens"),
     "dense.query_batch_tokens",
 }
-"""Settings of built-in engines that do not change results, such as a server's address."""
+"""Settings of built-in engines that do not affect results, such as a server's URL."""
 
 
 def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the settings that affect results. A file is its content hash, None if missing."""
+    """Return the settings that affect results. A file's value is its hash; None if missing."""
     engine = config.search.engine
     if is_dotted_path(engine):
         return dict(config.search.settings)
@@ -87,15 +88,15 @@ def _engine_settings(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _is_file(setting: str) -> bool:
-    """Return True for a setting that names a file, which is compared by content."""
+    """Return True if the setting is a path, which is compared by content hash."""
     return f"search.{setting}" in KEYS and bool(KEYS[f"search.{setting}"].holds)
 
 
 def _as_recorded(engine: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings, taking the hashes of missing files from the only matching recording.
+    """Return the engine's settings, with the hashes of missing files taken from the recording.
 
     Raises:
-        FileNotFoundError: Several recordings match.
+        FileNotFoundError: A file is missing, and several recorded engines match the rest.
     """
     settings: dict[str, Any] = engine["settings"]
     missing = [key for key, value in settings.items() if value is None and _is_file(key)]

@@ -1,4 +1,4 @@
-"""Resolve every name in a checked configuration to an object, once."""
+"""Resolve every name in a validated configuration to an object."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from jaxrl.training import optimizer, watch
 from jaxrl.utils.callables import NamedFunction, is_dotted_path, probe, short_name
 
 NO_ENGINE = "none"
-"""Value of `search.engine` for no search tool."""
+"""Value of `search.engine` that disables search."""
 
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
-"""Engines with a corpus, and the section of `config.search` that names it."""
+"""Section of `config.search` that names the corpus, by engine."""
 
 ADAPTERS = {"model.lora.rank": "jaxrl.extras.lora.adapter:wrap_with_lora"}
-"""Keys that enable an adapter if above 0, and the functions that apply it to a model."""
+"""Functions that add an adapter to a model, by the key that enables it if above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFactory:
-    """Factory of a configured tool, with the name by which the model calls it."""
+    """Factory for a configured tool. The model calls the tool by `name`."""
 
     name: str
     make: Callable[[], Tool]
@@ -58,19 +58,19 @@ class ResolvedConfig:
     """A configuration with every name resolved. Sections of `config` are also attributes.
 
     Attributes:
-        config: The configuration.
-        env_class: Class for `env.name`.
-        protocol: Function from tool names to the protocol.
-        engine_class: Class for `search.engine`; None for "none".
+        config: Validated configuration.
+        env_class: Class that `env.name` selects.
+        protocol: Function that maps tool names to the protocol.
+        engine_class: Class that `search.engine` selects; None for "none".
         tools: Factories for `env.search.tools`.
-        environment_parts: Reward parts that the environment measures.
-        reward_parts: Other reward parts by recorded name.
-        reward_weights: Weights by part, in summation order.
-        policy_class: Class of a model behind an endpoint; None for the run's own model.
-        task_sources: Sources of `tasks.train` and `tasks.eval`, if a stage reads them.
+        environment_parts: Names of the reward parts that the environment computes.
+        reward_parts: All other reward parts, by the name under which they are logged.
+        reward_weights: Weight of each reward part, in summation order.
+        policy_class: Client class for a model behind an endpoint; None for a local model.
+        task_sources: Sources of `tasks.train` and `tasks.eval`, if a configured stage reads them.
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
             trajectory_filter, watcher: Functions of the method; None if the name is "none".
-        schedules: Learning-rate schedules by stage.
+        schedules: Learning-rate schedule of each stage.
     """
 
     config: ConfigDict
@@ -101,14 +101,14 @@ class ResolvedConfig:
         return self.config[key]
 
     def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
-        """Return a copy with new values for keys that hold no names."""
+        """Return a copy with new values by dotted key. Keys that hold names must not change."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
 
     @property
     def has_custom_rollout(self) -> bool:
-        """True if the environment runs its own episodes."""
+        """True if the environment implements `rollout` itself."""
         return hasattr(self.env_class, "rollout")
 
     def accepts(self, name: str) -> bool:
@@ -117,37 +117,37 @@ class ResolvedConfig:
 
     @property
     def searches(self) -> bool:
-        """True if a search engine is configured and the environment accepts one."""
+        """True if an engine is configured and the environment's constructor accepts one."""
         return self.accepts("engine") and self.config.search.engine != NO_ENGINE
 
     @property
     def has_tools(self) -> bool:
-        """True if a stop string can end a turn, so that an observation follows."""
+        """True if a turn can end with a stop string, after which an observation follows."""
         return bool(self.env_class.stop_strings)
 
     @property
     def suites(self) -> set[str]:
-        """Evaluation suites of the configured stages."""
+        """Names of the evaluation suites of the configured stages."""
         suites = {"train": self.config.eval.suites, "evaluate": self.config.eval.final_suites}
         return {suite for stage in self.config.stages for suite in suites.get(stage, ())}
 
     @property
     def needs_engine(self) -> bool:
-        """True if a live engine is needed, not only a recording.
+        """True if the run needs a live search engine, not only a recording.
 
-        The suite `random_search` needs the engine's documents.
+        The suite `random_search` always needs one, because it samples the engine's documents.
         """
         is_live = self.config.search.replay != "only" or "random_search" in self.suites
         return self.searches and is_live
 
     @property
     def corpus_section(self) -> str:
-        """Section of `config.search` that names the corpus, or "" without one."""
+        """Section of `config.search` that names the corpus; "" if the run needs no corpus."""
         return CORPORA.get(self.config.search.engine, "") if self.needs_engine else ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn, without those of MCP tools."""
+        """Strings that end a turn, except those of MCP tools."""
         if not issubclass(self.env_class, SearchEnv):
             return tuple(self.env_class.stop_strings)
         names = [tool.name for tool in self.tools]
@@ -155,9 +155,9 @@ class ResolvedConfig:
 
     @property
     def correct_by(self) -> str:
-        """The environment's reward part that decides correctness.
+        """Name of the environment's reward part that decides correctness.
 
-        If `reward.correct` names another part, `RewardCombiner` decides instead.
+        If `reward.correct` names a part of `reward_parts`, `RewardCombiner` overrides it.
         """
         parts, correct = self.environment_parts, self.config.reward.correct
         if correct in parts:
@@ -166,7 +166,7 @@ class ResolvedConfig:
 
     @property
     def reads_rewards(self) -> bool:
-        """False if the advantage estimator uses correctness only."""
+        """True if the advantage estimator uses rewards; False if it uses correctness only."""
         return "rewards" in self.estimator.arguments
 
     @property
@@ -176,15 +176,15 @@ class ResolvedConfig:
 
     @property
     def context_tokens(self) -> int:
-        """Largest number of tokens that the sampler attends to at once."""
+        """Maximum context length of the sampler in tokens."""
         rollout = self.config.rollout
         return int(rollout.context.max_tokens if self.has_contexts else rollout.max_total_tokens)
 
     @property
     def prompt_tokens(self) -> int:
-        """Largest number of tokens in a prompt of the sampler.
+        """Maximum length of a sampler prompt in tokens.
 
-        If episodes resume or have several contexts, a prompt may fill a context.
+        If episodes resume or have several contexts, a prompt may fill the entire context.
         """
         resumes = self.has_contexts or self.config.filter.unfinished_tasks > 0
         if resumes or self.has_custom_rollout:
@@ -193,9 +193,9 @@ class ResolvedConfig:
 
     @property
     def image_tokens(self) -> int:
-        """Largest number of image tokens in a trajectory.
+        """Maximum number of image tokens in a trajectory.
 
-        Without tools all images are in the prompt.
+        Without tools, all images are in the prompt.
         """
         rollout = self.config.rollout
         most = rollout.max_total_tokens if self.has_tools else rollout.max_prompt_tokens
@@ -205,8 +205,8 @@ class ResolvedConfig:
     def overlong_limit(self) -> int:
         """Response length in tokens at which the overlong penalty reaches its maximum.
 
-        Observations count as response but not toward `rollout.max_response_tokens`, so with that
-        limit alone every search would be overlong.
+        With tools, the response includes observations, which `rollout.max_response_tokens` does
+        not count. The default limit is therefore what the prompt leaves of `max_total_tokens`.
         """
         rollout = self.config.rollout
         room = rollout.max_total_tokens - rollout.max_prompt_tokens
@@ -215,11 +215,11 @@ class ResolvedConfig:
 
     @property
     def training_steps(self) -> dict[str, int]:
-        """Number of steps of each configured training stage."""
+        """Number of steps by training stage, for the configured stages."""
         return training_steps(self.config)
 
     def num_updates(self, stage: str) -> int:
-        """Return the number of optimizer steps of a stage."""
+        """Return the total number of optimizer steps in a stage."""
         if stage == "sft":
             return int(self.config.sft.num_steps)
         optimizer = self.config.optimizer
@@ -231,22 +231,22 @@ class ResolvedConfig:
 
 
 def training_steps(config: Any) -> dict[str, int]:
-    """Return the number of steps of each configured training stage."""
+    """Return the number of steps by training stage, for the configured stages."""
     steps = {"sft": config.sft.num_steps, "train": config.num_steps}
     return {stage: steps[stage] for stage in config.stages if stage in steps}
 
 
 def adapter_key(config: Any) -> str:
-    """Return the key of the enabled adapter, or "" without one."""
+    """Return the key that enables the adapter; "" if none is enabled."""
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
 
 def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
-    """Return the keys that must not change if checkpoints are to be resumed.
+    """Return the keys that must keep their values for a run to resume from its checkpoints.
 
     Args:
         c: New configuration.
-        before: Flat configuration of the run so far.
+        before: Values by dotted key with which the run has trained so far.
     """
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]
@@ -264,14 +264,13 @@ def fixed_keys(c: ResolvedConfig, before: Mapping[str, Any]) -> list[str]:
 def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
     """Resolve every name in a configuration.
 
-    Replaces entry-point names in `config` by dotted paths.
-
     Args:
-        config: The configuration.
-        needs_data: True to resolve the task sources of the configured stages.
+        config: Configuration with valid values. Entry-point names in it are replaced with dotted
+            paths, in place.
+        needs_data: True to also resolve the task sources of the configured stages.
 
     Raises:
-        ValueError: A name resolves to nothing usable. The message names the key.
+        ValueError: A name cannot be resolved. The message names the key.
     """
     # The environment comes first: its reward parts decide which other parts to resolve.
     resolve_entry_points(config)
@@ -349,7 +348,7 @@ def _env_class(config: ConfigDict) -> type[Env]:
 
 
 def _protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Protocol], Protocol]:
-    """Return a function from tool names to the protocol, and the protocol without tools."""
+    """Return the function that maps tool names to a protocol, and its result without tools."""
     key, name = "env.search.protocol", config.env.search.protocol
     function = resolve(key, name, PROTOCOLS, example="my_protocol.make")
     if not callable(function):
@@ -424,13 +423,13 @@ def _tool_class(key: str, name: str, cls: Any) -> type[Tool]:
 def _reward_parts(
     config: ConfigDict, environment_parts: Sequence[str]
 ) -> tuple[dict[str, RewardPart], dict[str, str]]:
-    """Resolve the reward parts that the environment does not measure.
+    """Resolve the reward parts that the environment does not compute.
 
     Returns:
-        Parts by recorded name, and recorded names by configured name. A function is recorded under
-        the last part of its dotted path, or under the full path if several have the same last part.
+        Reward parts by logged name, and logged names by configured name. The logged name of a
+        function is the last component of its dotted path, or the full path if that is ambiguous.
     """
-    # Recorded names. A part that only decides correctness needs no weight.
+    # Logged names. A part that only decides correctness needs no weight.
     reward = config.reward
     shorts = [short_name(name) for name in reward.weights if is_dotted_path(name)]
     named = list(reward.weights)
@@ -497,18 +496,18 @@ def _function(
     arrays: Sequence[str],
     **common: Any,
 ) -> Any:
-    """Resolve a function of the method with its settings.
+    """Resolve a function of the training method and bind its settings.
 
     Args:
-        config: The configuration.
+        config: Configuration with valid values.
         key: Key that holds the name. If it ends in `.name`, the section has `settings` and a
             subsection for each built-in name; otherwise the function has no settings.
-        table: Built-in functions by name; a None entry means no function.
-        arrays: Names of the arguments that the function may take.
-        common: Settings offered to every function of this kind.
+        table: Built-in functions by name. A value of None disables the function.
+        arrays: Names of the positional arguments that the function may take.
+        common: Settings passed to every function of this kind that accepts them.
 
     Returns:
-        A `NamedFunction`, or None.
+        A `NamedFunction`; None if the name is disabled in `table`.
     """
     section, _, last = key.rpartition(".")
     name, settings, settings_key = config[section][last], {}, key
@@ -525,10 +524,10 @@ def _function(
 def _resolve_function(
     key: str, name: str, table: Mapping[str, Any], arrays: Sequence[str]
 ) -> Callable[..., Any]:
-    """Resolve a function, and check that its positional parameters are among `arrays`.
+    """Resolve a function and check that its positional parameters are in `arrays`.
 
     Raises:
-        ValueError: The object is not a plain function of these arrays.
+        ValueError: The object is a class, a generator or a coroutine, or takes other parameters.
     """
     function: Callable[..., Any] = resolve(key, name, table, example="my_module.my_function")
     expected = f"a function of some of {', '.join(arrays)}, and of settings after a *"

@@ -1,4 +1,4 @@
-"""Load the configuration and trained weights of a saved run."""
+"""Load the configuration and trained weights of a saved run for inference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jaxrl.utils.text import escape_control_chars
 
 
 def line(error: Exception) -> str:
-    """Format an error as one line for the user."""
+    """Format an exception as a single-line error message."""
     known = format_os_error(error) if isinstance(error, OSError) else None
     return escape_control_chars(f"error: {' '.join((known or str(error)).split())}")
 
@@ -53,15 +53,16 @@ def load_saved_run(
 
     Args:
         run: Workdir of the run.
-        model: Model folder to use instead of the trained weights.
+        model: Model folder whose weights replace the trained ones.
         display: Progress display.
-        step: Step of the checkpoint to load; the end of the run by default.
-        keys: Values that override the run's configuration.
-        is_talk: True if a prompt holds a conversation, which may fill all but an answer's tokens.
+        step: Step of the checkpoint to load; by default the latest weights.
+        keys: Values by dotted key that override the run's configuration.
+        is_talk: True for multi-turn chat, where the prompt may use the entire context except the
+            tokens reserved for the answer.
 
     Raises:
-        FileNotFoundError, ValueError: There is no such run, model or step, or nothing is trained
-            yet.
+        FileNotFoundError, ValueError: The run, model or step does not exist, or the run has no
+            trained weights yet.
     """
     # Adapt the run's configuration.
     config = read_config(run)
@@ -80,7 +81,7 @@ def load_saved_run(
         longest -= max(min(rollout.max_response_tokens, 64), answer)
         rollout.max_prompt_tokens = max(rollout.max_prompt_tokens, longest)
     resolved = resolve_saved(config, is_changed=bool(keys))
-    config.search.replay = "off"  # new questions are not recorded, and must not change the run
+    config.search.replay = "off"  # do not add new questions to the run's recording
     # Build for this host's devices, then load the weights.
     fit_mesh(config)
     use_compilation_cache(config.compilation_cache, display.log)
@@ -102,16 +103,16 @@ def chosen_model(
     Args:
         config: Configuration of the run.
         run: Workdir of the run.
-        model: Model folder to use instead of the trained weights.
-        step: Step of the checkpoint to load.
+        model: Model folder whose weights replace the trained ones.
+        step: Step of the checkpoint to load; by default the latest weights.
 
     Raises:
-        FileNotFoundError: There is no such step, or nothing is trained yet.
+        FileNotFoundError: The step does not exist, or the run has no trained weights yet.
     """
     if step is not None:
         check_checkpoint_exists(run / "checkpoints", step)
     _, saved = read_latest_position(run / "checkpoints")
-    # Other fields of the progress depend on the method's functions, which may be missing here.
+    # The other fields of `Progress` may depend on user code, which may be missing on this host.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
     is_training = position.is_mid_stage(training_steps(config))
@@ -127,16 +128,16 @@ def chosen_model(
 
 
 def read_config(run: Path) -> ConfigDict:
-    """Load the configuration of a run, and make its user modules importable.
+    """Load a run's configuration, and make its user modules importable.
 
     Raises:
-        FileNotFoundError, ValueError: The folder is not a run, or has unknown keys.
+        FileNotFoundError, ValueError: The folder is not a run, or its config has unknown keys.
     """
     file = run / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
+        raise FileNotFoundError(f"{run} is not a run: no config.json. Name a run's workdir.")
     if "architectures" in read_object(file):
-        raise ValueError(f"{run} is a model, no run; name the run's workdir, and --model={run}.")
+        raise ValueError(f"{run} is a model; name a run's workdir, and set --model={run}.")
     add_code_folders(run)
     config = default_config()
     load_values(config, str(file), drops_missing=True)
@@ -144,15 +145,15 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
-    """Resolve the names that inference needs, without training, data and rewards.
+    """Resolve the names that inference needs: not those of training, data and rewards.
 
     Args:
         config: Configuration of the run; changed in place.
-        is_changed: True if values differ from the run's, so that they must be checked.
+        is_changed: True if values were overridden, so that the configuration is validated again.
     """
     if is_changed:
         check_values(config)
-    config.stages = ()  # read no data
+    config.stages = ()  # so that no data is read
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.ledger.max_cost = 0.0  # the budget applies to the run only
@@ -162,19 +163,19 @@ def resolve_saved(config: ConfigDict, *, is_changed: bool) -> ResolvedConfig:
     if is_changed:
         check_rules(resolved, needs_data=False)
     config.reward.correct = resolved.correct_by
-    # An episode needs some reward, although it is not used here.
+    # Scoring an episode requires a reward part, although inference ignores the reward.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
 
 
 def leave_out_adapter(config: ConfigDict) -> None:
-    """Disable the adapter, for a model that has it merged."""
+    """Disable the adapter in the config, for a model into which it is already merged."""
     section = adapter_key(config).rpartition(".")[0]
     defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
     config.update_from_flattened_dict(defaults if section else {})
 
 
 def leave_out_method(config: ConfigDict) -> None:
-    """Replace user code that only training needs by the defaults, because it may be missing."""
+    """Replace training-only user code with the defaults, because it may be missing."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
         if section.split(".")[0] in METHOD and entry.names_code and is_dotted_path(config[key]):
@@ -186,14 +187,14 @@ def leave_out_method(config: ConfigDict) -> None:
 
 
 METHOD = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "watch")
-"""Config sections of the training method."""
+"""Config sections that only training uses."""
 
 
 def fit_mesh(config: ConfigDict) -> int:
-    """Fit the mesh and the numbers of rows to this host's devices, for groups of one.
+    """Adjust the mesh and batch sizes in `config` to this host's devices, with groups of one.
 
     Returns:
-        Number of devices that split the rows of training.
+        Number of row shards in training.
     """
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0
@@ -218,7 +219,7 @@ def load_weights(
     *,
     step: int | None = None,
 ) -> tuple[Params, str]:
-    """Load the weights from `model`, or else from the checkpoint of `step` or the latest one.
+    """Load the weights from the folder `model`, or from a checkpoint if it is None.
 
     Returns:
         Parameters, and a description of their source.

@@ -1,4 +1,4 @@
-"""Validate a configuration: single values, names and combinations of keys."""
+"""Validate a configuration: values, names and combinations of keys."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergenc
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
 Finding = tuple[str, str]
-"""A key, and the expected value with the reason."""
+"""A key with an invalid value, and the expected value with the reason."""
 
 
 def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
-    """Check all keys and the rules between them, and resolve the names.
+    """Check all keys and the rules between them, and resolve all names.
 
     Args:
         config: Configuration with a value for every key.
-        needs_data: True to require the data files of the configured stages; a plan needs none.
+        needs_data: True to require the data of the configured stages; False for a memory plan.
 
     Raises:
-        ValueError: A value, name or combination is wrong. The message names the key.
+        ValueError: A value, name or combination is invalid. The message names the key.
     """
     check_values(config)
     resolved = resolve_names(config, needs_data=needs_data)
@@ -40,10 +40,10 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> ResolvedConfig:
 
 
 def check_values(config: ConfigDict) -> None:
-    """Check each key on its own.
+    """Check the value of each key, independently of other keys.
 
     Raises:
-        ValueError: A key is missing or unknown, or its value is wrong. The message names the key.
+        ValueError: A key is missing or unknown, or its value is invalid. The message names it.
     """
     values = flatten(config)
     check_keys(values)
@@ -61,11 +61,11 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
     """Check the rules between keys.
 
     Args:
-        c: Configuration with checked values.
-        needs_data: True to require the data files of the configured stages.
+        c: Resolved configuration with valid values.
+        needs_data: True to require the data of the configured stages.
 
     Raises:
-        ValueError: A combination is wrong. The message names the key.
+        ValueError: Keys conflict. The message names the key to change.
     """
     _check_tools(c)
     _check_rewards(c)
@@ -81,7 +81,7 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
 
 
 def warnings(c: ResolvedConfig) -> list[str]:
-    """Return a warning for each unusual setting, with the key, its value and the usual value."""
+    """Return a warning for each unusual setting, with its value and the usual one."""
     return [
         f"warning: config.{key} is {_value(c, key)!r}; usual is {usual}"
         for key, usual in _unusual_settings(c)
@@ -96,7 +96,7 @@ def _value(c: ResolvedConfig, key: str) -> Any:
 
 
 def _check_tools(c: ResolvedConfig) -> None:
-    """Reject tools that the protocol cannot call, and repeated tools."""
+    """Reject duplicate tools, and tools that the protocol cannot call."""
     key, names = "env.search.tools", c.env.search.tools
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -128,7 +128,7 @@ def _check_tools(c: ResolvedConfig) -> None:
 
 
 def _check_rewards(c: ResolvedConfig) -> None:
-    """Reject weights of parts that nothing measures."""
+    """Reject weights of unknown reward parts, and an invalid `reward.correct`."""
     if not c.stages:
         return  # inference only: no rewards
     measured = (*c.environment_parts, *c.reward_parts)
@@ -142,8 +142,8 @@ def _check_rewards(c: ResolvedConfig) -> None:
 
 
 def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield keys that are set but have no effect."""
-    # Each row has a key, whether it is read, and the condition for that.
+    """Yield a finding for each key that is set but has no effect."""
+    # Columns: a key, whether the run reads it, and the condition under which it does.
     shaping, kl, endpoint = c.shaping, c.kl, c.policy.get(c.policy.name)
     prices = [*c.ledger.prices.values()]
     if endpoint:
@@ -189,7 +189,7 @@ def _unread_keys(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield keys that conflict with others."""
+    """Yield a finding for each key that conflicts with other keys."""
     yield from _broken_run_rules(c)
     yield from _broken_method_rules(c)
     yield from _broken_filter_rules(c)
@@ -198,8 +198,8 @@ def _broken_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield conflicts between keys of advantages, losses and the KL term."""
-    # Advantage estimators and the groups and rewards that they need.
+    """Yield conflicts between settings of advantages, losses and the KL term."""
+    # Advantage estimators: the groups and rewards that they require.
     rollout, advantage, loss, kl = c.rollout, c.advantage, c.loss, c.kl
     correction, shaping = loss.correction, c.shaping
     is_grouped = not is_dotted_path(advantage.name) and (
@@ -217,7 +217,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
         if largest_k >= rollout.group_size:
             yield (
                 "advantage.pass_at_k",
-                "every k less than rollout.group_size: a whole group is a single set of answers",
+                "every k less than rollout.group_size: else a group is a single set of answers",
             )
         if advantage.name == "pass_at_k_full_sampling" and rollout.group_size < 2 * largest_k:
             yield (
@@ -299,8 +299,8 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
     if kl.apply_to == "reward" and is_weighed:
         yield (
             "kl.apply_to",
-            "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weigh "
-            "single tokens or trajectories",
+            "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance, which weight "
+            "individual tokens or trajectories",
         )
     num_trajectories = rollout.tasks_per_step * rollout.group_size
     if kl.controller == "adaptive" and kl.adaptive.horizon < num_trajectories:
@@ -314,7 +314,7 @@ def _broken_method_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield conflicts between keys of filters and reward shaping."""
+    """Yield conflicts between settings of filters and reward shaping."""
     # Filters.
     rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
     size, bounds = rollout.group_size, filter.accuracy_range
@@ -392,7 +392,7 @@ def _broken_filter_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield conflicts between keys of the model, the environment and evaluations."""
+    """Yield conflicts between settings of the model, environment, evaluation and watch."""
     if c.policy.name != OWN_MODEL:
         if c.stages != ("evaluate",):
             yield (
@@ -403,7 +403,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
         if c.rollout.overlong_prompts == "truncate_left":
             yield (
                 "rollout.overlong_prompts",
-                "'refuse' or 'drop' with a model behind an endpoint: messages are sent whole",
+                "'refuse' or 'drop' with a model behind an endpoint: messages are never truncated",
             )
         if c.model.replay:
             yield (
@@ -413,7 +413,7 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
     if c.model.head_dtype == c.model.dtype:
         yield "model.head_dtype", "'' if it equals model.dtype"
 
-    # Evaluation suites. Those of a stage that does not run are ignored.
+    # Evaluation suites of the configured stages.
     has_engine = c.env.name != "math" and c.search.engine != NO_ENGINE and not c.has_custom_rollout
     # A custom engine may have a corpus.
     has_corpus = c.searches and (is_dotted_path(c.search.engine) or c.search.engine in CORPORA)
@@ -451,13 +451,13 @@ def _broken_run_rules(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield numbers that do not fit together."""
+    """Yield a finding for each numeric setting that conflicts with another one."""
     # Mini-batches and lengths.
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:
         yield (
             "optimizer.num_minibatches",
-            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups stay whole",
+            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups are not split",
         )
     if rollout.max_prompt_tokens >= rollout.max_total_tokens:
         yield (
@@ -498,7 +498,7 @@ def _broken_limits(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield `eval.best_metric` if no evaluation computes it."""
+    """Yield a finding if no evaluation computes `eval.best_metric`."""
     if not c.checkpoint.keep_best or "train" not in c.stages:
         return
     suites, samples = c.eval.suites, c.eval.samples
@@ -528,7 +528,7 @@ def _unwritten_metric(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
-    """Yield required keys that are empty in sections that the run reads. Check addresses."""
+    """Yield a finding for each required key that is empty. Also check the engine's URL."""
     if not c.model.path:
         yield "model.path", "a path"
     if needs_data and "sft" in c.stages and not c.sft.source:
@@ -557,7 +557,7 @@ def _missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]
 
 
 def _unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield unusual settings, which cause a warning, with the usual value."""
+    """Yield the key and the usual value of each setting that deserves a warning."""
     for extra in EXTRA_KEYS.values():
         yield from ((rule.key, rule.expected) for rule in extra.warnings if rule.is_broken(c))
     is_training = "train" in c.stages

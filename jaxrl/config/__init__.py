@@ -1,4 +1,4 @@
-"""Configuration: the keys, loading of values, and resolution of names."""
+"""Configuration keys, loading of values, and resolution of names."""
 
 from jaxrl.config.schema import default_config
 

@@ -1,7 +1,7 @@
-"""Types for configuration keys and rules, and loading of the keys of extras.
+"""Types for configuration keys and rules, and loading of the keys that extras define.
 
-`schema.py` defines the keys of the core. Each folder of `extras/` defines its own in `keys.py`,
-which imports nothing else from the extra.
+`schema.py` defines the keys of the core. An extra defines its keys in `extras/*/keys.py`, which
+must not import the rest of the extra.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ml_collections import ConfigDict
 from jaxrl.utils.concurrency import MAX_TIMEOUT_S
 
 FREE = "free"
-"""A restart may change the key: results stay the same up to rounding."""
+"""A restart may change the key. Results stay the same up to rounding."""
 EVALUATION = "evaluation"
-"""The key affects only evaluations. A restart may change it unless they steer training."""
+"""A restart may change the key unless evaluations steer training. It affects nothing else."""
 TRAINING = "training"
-"""Another value is another experiment, but a restart that only evaluates may change the key."""
+"""Changing the key makes it another experiment, unless the restart only evaluates."""
 RESULTS = "results"
-"""Another value is another experiment."""
+"""Changing the key makes it another experiment."""
 
 MODEL = "a model"
 """Value of `Key.holds` for the path of a model folder."""
 CORPUS = "a corpus"
-"""Value of `Key.holds` for a file of documents or vectors; its hash is stored with its index."""
+"""Value of `Key.holds` for a corpus, whose content hash is stored with its index."""
 
 DTYPES = ("float32", "bfloat16")
 REPLAY = ("off", "record", "only")
@@ -37,38 +37,38 @@ REPLAY = ("off", "record", "only")
 
 @dataclass(frozen=True)
 class Key:
-    """One configuration key, with the constraints on its value alone."""
+    """One configuration key and the constraints on its value. Rules across keys are in `Rule`."""
 
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # Markdown, with the unit
     _: KW_ONLY
-    restart: str = ""  # "": the value of its section in `schema.RESTART`
-    above: float | None = None  # this and the next three bound a number
+    restart: str = ""  # effect of a change on restart; "": that of the section in `schema.RESTART`
+    above: float | None = None  # bounds of a number, like the next three
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
-    one_of: tuple[Any, ...] = ()  # choices; names in a registry are checked when resolved
-    some_of: tuple[str, ...] = ()  # choices for the entries of a tuple
-    is_valid: Callable[[Any], bool] | None = None  # further check
-    expected: str = ""  # expectation in error messages; "": derived from the fields above
-    example: Any = None  # example value for a mapping with user-defined names, for messages
-    is_nested: bool = False  # True if values of such a mapping may be lists and mappings
-    group: str = ""  # entry-point group whose names the key also accepts
+    one_of: tuple[Any, ...] = ()  # allowed values, unless they are names in a registry
+    some_of: tuple[str, ...] = ()  # allowed entries of a tuple
+    is_valid: Callable[[Any], bool] | None = None  # additional check
+    expected: str = ""  # expected value, for error messages; "": derived from the fields above
+    example: Any = None  # example item of a mapping with user-defined names, for error messages
+    is_nested: bool = False  # True if items of such a mapping may be lists and mappings
+    group: str = ""  # entry-point group whose names are valid values
     names_code: bool = False  # True if the value may be the dotted path of a user's function
-    required: str = ""  # expected value, if a run that reads the section cannot leave it empty
-    holds: str = ""  # `MODEL` or `CORPUS` for a path whose content is compared on resume
+    required: str = ""  # expected value, if it must be set when the run reads its section
+    holds: str = ""  # `MODEL` or `CORPUS`: a path whose content is compared on resume
     file: str = ""  # file in the folder that the key names; also compared on resume
-    written_to: str = ""  # workdir folder to which a run exports; the key must not name it
-    # Returns True if checkpoints depend on the value, so that a resumed run must keep it.
+    written_to: str = ""  # export folder in the workdir, which must not be the value
+    # Returns True if checkpoints depend on the value, so that a resumed run must not change it.
     is_fixed: Callable[[ConfigDict], Any] | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Reject a value of the wrong type, out of range or not among the choices.
+        """Check the type, range and allowed values.
 
-        ml_collections does not suffice: it accepts None for anything and a bool for a number.
+        ml_collections is too permissive: it accepts None for any type and a bool for a number.
 
         Raises:
-            ValueError: The value is invalid. The message names the key and what it expects.
+            ValueError: The value is invalid. The message names the key and the expected value.
         """
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
@@ -84,13 +84,13 @@ class Key:
             choices = ", ".join(str(choice) or repr(choice) for choice in self.one_of)
             refuse(name, value, self.expected or f"one of {choices}")
         if self.some_of and not all(choice in self.some_of for choice in value):
-            refuse(name, value, f"a tuple out of {self.some_of}")
+            refuse(name, value, f"a tuple with entries from {self.some_of}")
         if is_number and not self._is_in_range(value):
             refuse(name, value, self.expected or f"a number {self._range()}")
         if name.endswith("_s") and is_number and value > MAX_TIMEOUT_S:
-            refuse(name, value, f"at most {MAX_TIMEOUT_S:g} seconds, which are 31 years")
+            refuse(name, value, f"at most {MAX_TIMEOUT_S:g} seconds (31 years)")
         if isinstance(self.default, dict):
-            kinds = "true, false, a number or a text each"
+            kinds = "values that are true, false, a number or a string"
             kinds += ", or lists of these" * self.is_nested
             for inner, item in value.items():
                 if not isinstance(inner, str) or not _is_plain(item, is_flat=not self.is_nested):
@@ -117,13 +117,13 @@ class Key:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True for a number that fits in a float. A bool does not count."""
+    """Return True if the value is a number, not a bool, that a float can represent."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_plain(value: Any, *, is_flat: bool) -> bool:
-    """Return True for values that JSON can represent, without lists and mappings if `is_flat`."""
+    """Return True if JSON can represent the value. Lists and mappings are not flat."""
     if isinstance(value, dict) and not is_flat:
         return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:
@@ -137,34 +137,34 @@ def are_texts(values: tuple[Any, ...]) -> bool:
 
 
 def refuse(key: str, value: Any, expected: str) -> None:
-    """Raise a ValueError with a key's value and the expected one."""
+    """Raise a ValueError that states a key's value and the expected one."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of keys that is an error or a warning."""
+    """Rule across keys whose violation is an error or a warning."""
 
     key: str  # key to change
     is_broken: Callable[[ConfigDict], bool]
-    expected: str  # expected value, and the reason
+    expected: str  # expected value of that key, with the reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraKeys:
-    """Keys of an extra, rules between them, and warnings about unusual settings."""
+    """Keys of an extra, with rules across keys and warnings about unusual settings."""
 
     keys: Mapping[str, Key] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     warnings: tuple[Rule, ...] = ()
 
     def section(self, prefix: str) -> dict[str, Key]:
-        """Return the keys of a section, or the single key of that name."""
+        """Return the keys in a section. `prefix` may also be the name of a single key."""
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is missing."""
+    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is not there."""
     module = optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()
@@ -176,7 +176,7 @@ def load_extra_keys(folder: str) -> ExtraKeys:
 
 
 def optional(name: str) -> Any:
-    """Import the object `module:name`, or the module `module:`; None if its folder is missing."""
+    """Import `module:name`, or a module with `module:`; return None if its folder is missing."""
     try:
         return pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:

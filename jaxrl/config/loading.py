@@ -1,4 +1,4 @@
-"""Load configuration values from Python, YAML and JSON files and from the command line."""
+"""Load configuration values from Python, YAML and JSON files and the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jaxrl.utils.paths import suggest_path
 
 
 def load_config_file(argument: str) -> ConfigDict:
-    """Load the configuration from `get_config` in a Python file, and lock it.
+    """Call `get_config` of a Python file and return its configuration, locked.
 
     Args:
-        argument: Path of the file, optionally followed by a colon and an argument of `get_config`.
+        argument: Path of the file, optionally followed by a colon and an argument for `get_config`.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not Python, raises, or does not return a `ConfigDict`.
+        ValueError: The file is not Python or raises, or the result is not a `ConfigDict`.
     """
     path, _, given = argument.partition(":")
     if not Path(path).is_file():
@@ -40,7 +40,7 @@ def load_config_file(argument: str) -> ConfigDict:
             f"--config={path} takes a Python file, such as configs/quickstart.py; pass YAML or "
             f"JSON with --values={path}."
         )
-    Path(path).open().close()  # an OSError here is clearer than one from the import
+    Path(path).open().close()  # raises a clearer OSError than the import would
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -59,7 +59,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse `--config.key=value`, `--config.switch` and `--noconfig.switch` arguments.
 
     Raises:
-        ValueError: An argument has another form, or a key or value is wrong.
+        ValueError: An argument has a different form, or its key or value is invalid.
     """
     keys: dict[str, Any] = {}
     for argument in arguments:
@@ -89,16 +89,16 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -> None:
-    """Set keys from a YAML or JSON file, with nested or dotted names.
+    """Set keys from a YAML or JSON file, which may nest keys or use dotted names.
 
     Args:
-        config: Configuration to change.
+        config: Configuration to change in place.
         path: Path of the file.
-        drops_missing: True to skip keys of extras that are not installed.
+        drops_missing: True to skip keys of extras whose folders are missing.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is not YAML or not a mapping, or a key or value is invalid.
+        ValueError: The file is not a YAML mapping, or a key or value is invalid.
     """
     file = Path(path)
     if not file.is_file():
@@ -126,10 +126,10 @@ def load_values(config: ConfigDict, path: str, *, drops_missing: bool = False) -
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with an error for repeated keys."""
+    """PyYAML safe loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See `yaml.constructor.SafeConstructor`."""
+        """Construct a mapping. Raise a ValueError if it repeats a key."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         repeated = [name for name, count in Counter(names).items() if count > 1]
         if repeated:
@@ -141,7 +141,7 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(file: Path) -> Any:
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    # PyYAML's constructors raise many kinds, such as a KeyError for `!!bool zz`.
+    # PyYAML's constructors raise many exception types, such as a KeyError for `!!bool zz`.
     except Exception as error:
         text = " ".join(str(error).split())[:500]
         raise ValueError(f"{file} is not valid YAML or JSON: {text}.") from error
@@ -149,14 +149,14 @@ def _read_yaml(file: Path) -> Any:
 
 SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
 SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
-"""Lower-case words for True and False."""
+"""Boolean values by lower-case word."""
 
 
 def as_default(value: Any, default: Any) -> Any:
-    """Convert a text to the type of the default; return it unchanged if that fails.
+    """Convert a string to the type of the default; return it unchanged if that fails.
 
-    Accepts `yes` or `off` for a switch and `1e3` for an integer. YAML reads a number without a
-    point, such as 1e-6, as text.
+    Accepts `yes` or `off` for a bool and `1e3` for an integer. YAML also needs this conversion: it
+    parses a number without a decimal point, such as 1e-6, as a string.
     """
     if not isinstance(value, str):
         return value
@@ -176,10 +176,10 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
 
     Args:
         keys: Full dotted names.
-        source: File that sets the keys, for the message; "" for the command line.
+        source: Prefix for error messages that names the file; "" for the command line.
 
     Raises:
-        ValueError: A key is unknown. The message suggests the closest known one.
+        ValueError: A key is unknown. The message suggests the most similar key.
     """
     for key in keys:
         if problem := unknown_key(key, in_file=bool(source)):

@@ -25,13 +25,13 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
 
     Args:
         key: Full dotted key.
-        name: Entry of `table`, or a dotted path to a module on `sys.path`. `jaxrl.launch` adds the
-            folder of the config file to that path.
-        table: Objects by name. A text value is itself a dotted path.
+        name: Name in `table`, or dotted path of an object in a module on `sys.path`, to which
+            `jaxrl.launch` adds the folder of the config file.
+        table: Objects by name. A string value is the dotted path of the object.
         example: Dotted path for the error message, such as `my_env.MyEnv`.
 
     Raises:
-        ValueError: The name resolves to nothing. The message lists the alternatives.
+        ValueError: The name is unknown, or importing the object failed.
     """
     if not isinstance(name, str):
         raise ValueError(f"config.{key} is {name!r}; expected a name such as {example!r}.")
@@ -49,7 +49,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
         return entry
     package, _, path = entry.partition(".extras.")
     folder = re.split("[.:]", path)[0]
-    # Git deletes a folder but leaves `__pycache__` behind.
+    # Git may delete a folder's files but leave its `__pycache__`.
     if package == "jaxrl" and not (EXTRAS / folder / "__init__.py").exists():
         raise ValueError(
             f"config.{key} is {name!r}, which needs the missing folder jaxrl/extras/{folder}; "
@@ -60,14 +60,15 @@ def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> A
     except (Exception, SystemExit) as error:  # importing the module runs user code
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = "; put its file beside the config file, or add its folder to PYTHONPATH"
+            hint = "; put its file next to the config file, or add its folder to PYTHONPATH"
         raise ValueError(f"config.{key} is {entry!r}: {format_failure(error)}{hint}.") from error
 
 
 def _import(path: str) -> Any:
     """Import the object at a dotted path.
 
-    `pkgutil` reports why a module fails to import only if a colon separates module and object.
+    If that fails, try again with a colon before the last name: only then does `pkgutil` report why
+    a module failed to import.
     """
     try:
         return pkgutil.resolve_name(path)
@@ -81,13 +82,13 @@ def instantiate(
     """Instantiate `kind` with `settings`, injecting the objects it accepts.
 
     Args:
-        key: Key of the settings, for messages.
-        kind: Class or function. Parameters are matched by name.
-        settings: Arguments from the config. All of them are passed.
-        injected: Objects that the run provides. Each is passed if `kind` has a parameter for it.
+        key: Config key of the settings, for messages.
+        kind: Class or function.
+        settings: Keyword arguments from the config. All of them are passed.
+        injected: Objects that the run provides. Passed only to a parameter of the same name.
 
     Raises:
-        ValueError: A setting has no parameter, a required parameter has no value, or user code
+        ValueError: `kind` does not accept a setting, a required argument is missing, or user code
             raised.
     """
     parameters = inspect.signature(kind).parameters
@@ -109,10 +110,10 @@ def instantiate(
 
 
 def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for `section.name`.
+    """Return the settings for the function or class that `section.name` selects.
 
-    A built-in name has its own subsection or shares its family's: `pass_at_k` holds the settings
-    of `pass_at_k_bootstrap`. A dotted path takes `section.settings`.
+    For a built-in name, these are in the subsection of that name or of its family: `pass_at_k`
+    holds the settings of `pass_at_k_bootstrap`. For a dotted path, they are in `section.settings`.
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])
@@ -126,7 +127,7 @@ def _family(section: Mapping[str, Any], name: str) -> str:
 
 
 def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
-    """Reject `settings` combined with a built-in name.
+    """Reject `settings` if the section selects a built-in name, which does not read them.
 
     Raises:
         ValueError: `settings` is not empty. The message names the section to use instead.
@@ -143,14 +144,14 @@ def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
 def function_settings(
     key: str, name: str, function: Callable[..., Any], settings: Mapping[str, Any], **common: Any
 ) -> dict[str, Any]:
-    """Return values for the keyword-only parameters of a function.
+    """Select the values for the keyword-only parameters of a function.
 
     Args:
-        key: Key of the settings, for messages.
-        name: Name of the function, for messages.
+        key: Config key of the settings, for messages.
+        name: Configured name of the function.
         function: Function whose keyword-only parameters are settings.
-        settings: Values from the config. Built-in functions ignore those they do not accept.
-        common: Values offered to every function of this kind.
+        settings: Values from the config. A built-in function may ignore some of them.
+        common: Values for every function of this kind that accepts them.
 
     Raises:
         ValueError: A custom function does not accept a setting, or a required one is missing.
@@ -169,7 +170,7 @@ def _check_arguments(
     settings: Iterable[str],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Reject settings that are not accepted, and required parameters without an argument."""
+    """Raise a ValueError for an unknown setting or a missing required argument."""
     unknown = [setting for setting in settings if setting not in accepted]
     if unknown:
         raise ValueError(
@@ -183,21 +184,21 @@ def _check_arguments(
 
 
 REWARD_KEYS = ("reward.weights", "reward.settings")
-"""Mappings with names that may be entry points of rewards."""
+"""Keys of mappings whose names may be entry points of rewards."""
 
 
 def resolve_entry_points(config: ConfigDict) -> None:
-    """Replace entry-point names in the config with dotted paths, except those of rewards.
+    """Replace entry-point names in the config with dotted paths, except for rewards.
 
     A package registers, for example, an engine in its pyproject.toml:
 
         [project.entry-points."jaxrl.engines"]
         mine = "my_package.engine:MyEngine"
 
-    Keys with a `group` accept such names. Built-in names take precedence.
+    Keys with a `group` accept these names. Built-in names take precedence.
 
     Raises:
-        ValueError: Several packages register the name, or a key names one object twice.
+        ValueError: Several packages register the name, or two names refer to the same object.
     """
     for key, entry in KEYS.items():
         if entry.group and key not in REWARD_KEYS:
@@ -205,7 +206,7 @@ def resolve_entry_points(config: ConfigDict) -> None:
 
 
 def resolve_reward_entry_points(config: ConfigDict, environment_parts: Iterable[str]) -> None:
-    """Replace entry-point names of rewards. The environment's own parts take precedence."""
+    """Replace entry-point names of rewards. The environment's reward parts take precedence."""
     for key in REWARD_KEYS:
         _replace(config, key, KEYS["reward.weights"].group, set(environment_parts))
 
@@ -219,14 +220,14 @@ def _replace(config: ConfigDict, key: str, group: str, reserved: set[str]) -> No
 
 
 def _renamed(key: str, group: str, value: Any, reserved: set[str]) -> Any:
-    """Return a name, a tuple of names or a mapping of names with entry points replaced."""
+    """Replace entry points in a name, a tuple of names, or the keys of a mapping."""
     if isinstance(value, tuple):
         return tuple(_renamed(key, group, name, reserved) for name in value)
     if isinstance(value, Mapping):
         pairs = [(_renamed(key, group, name, reserved), item) for name, item in value.items()]
         renamed = dict(pairs)
         if len(renamed) < len(pairs):
-            raise ValueError(f"config.{key} names one object twice: {', '.join(value)}.")
+            raise ValueError(f"config.{key} names the same object twice: {', '.join(value)}.")
         return renamed
     if not isinstance(value, str) or not value or is_dotted_path(value) or value in reserved:
         return value
@@ -250,4 +251,4 @@ _TABLES = {
     "jaxrl.environments": "jaxrl.envs.base:ENVS",
     "jaxrl.architectures": "jaxrl.models.registry:ARCHITECTURES",
 }
-"""Built-in names by entry-point group."""
+"""Dotted paths of the built-in tables, by entry-point group."""

@@ -1,7 +1,7 @@
-"""Every configuration key, defined once: default, meaning, constraints, and effect on a restart.
+"""Definitions of all configuration keys: default, meaning, constraints, effect on a restart.
 
-`KEYS` is the source of value checks, `default_config()`, the comparison on resume and the tables in
-docs/configuration.md. Extras define their keys in `extras/*/keys.py`. Rules between keys are there
+Value checks, `default_config()`, the comparison on resume and the tables in docs/configuration.md
+derive from `KEYS`. Extras define further keys in `extras/*/keys.py`. Rules across keys are there
 and in `jaxrl/builders/validation.py`.
 """
 
@@ -49,10 +49,10 @@ SECTIONS = {
     "loss.token_filter.off_policy": "stability",
     "watch.sentinel": "sentinel",
 }
-"""Sections and single keys defined by extras, with the folder in `extras/`."""
+"""Folder in `extras/` by section or key that it defines."""
 
 EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(SECTIONS.values())}
-"""Keys and rules by folder; empty for a missing folder."""
+"""Keys and rules by folder in `extras/`; empty for a missing folder."""
 
 
 def _extra(section: str) -> dict[str, Key]:
@@ -60,7 +60,7 @@ def _extra(section: str) -> dict[str, Key]:
 
 
 def missing_folder(key: str) -> str:
-    """Return the folder of the missing extra that defines a key or section, or ""."""
+    """Return the folder of the extra that defines a key or section if it is missing; else ""."""
     folders = [f for section, f in SECTIONS.items() if f"{key}.".startswith(f"{section}.")]
     return next((folder for folder in folders if not EXTRA_KEYS[folder].keys), "")
 
@@ -72,7 +72,7 @@ OWN_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
 MIN_TEMPERATURE = 1e-3
-"""Lower temperatures are practically greedy, and much lower ones make logits infinite."""
+"""Minimum temperature. Below, sampling is practically greedy, and logits may overflow."""
 
 
 def _are_messages(values: tuple[Any, ...]) -> bool:
@@ -84,7 +84,7 @@ def _are_mappings(values: dict[str, Any]) -> bool:
 
 
 def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
-    """Return True for pairs (step, k) of integers with steps increasing from 0 and k >= 1."""
+    """Return True for pairs (step, k) of integers whose steps increase from 0, with k >= 1."""
     if not all(isinstance(one, tuple) and [type(n) for n in one] == [int, int] for one in pairs):
         return False
     steps = [step for step, _ in pairs]
@@ -92,10 +92,10 @@ def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
     return is_rising and all(k >= 1 for _, k in pairs)
 
 
-# Table formatted by hand: key, default, meaning; then constraints and the effect on a restart.
+# Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
 def _optimizer(section: str) -> dict[str, Key]:
-    """Return the optimizer keys of a section, shared by SFT and RL."""
+    """Return the optimizer keys for a section, which SFT and RL share."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
         f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first has 1 / "
@@ -111,8 +111,7 @@ def _optimizer(section: str) -> dict[str, Key]:
         f"{section}.epsilon": Key(1e-8, "AdamW's epsilon.", above=0),
         f"{section}.grad_clip": Key(1.0, "Global norm to which gradients are clipped. 0: none.",
             at_least=0),
-        # No key for the second moment: with beta2 = 0.999 a step changes it by less than bfloat16
-        # resolves.
+        # No key for the second moment: with beta2 = 0.999, bfloat16 is too coarse for its updates.
         f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment. The second is "
             "float32.", one_of=DTYPES),
         f"{section}.offload": Key(False, "Keep both moments in host memory between updates.",
@@ -124,7 +123,7 @@ def _optimizer(section: str) -> dict[str, Key]:
 
 
 def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
-    """Return the keys of the training or held-out tasks."""
+    """Return the keys for the training tasks or the held-out tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
             "name of a generated data set."),
@@ -146,7 +145,7 @@ def _tasks(name: str, what: str, split: str) -> dict[str, Key]:
 
 
 STAGES = ("sft", "train", "evaluate")
-"""Stages of a run in order."""
+"""Stages of a run, in the order in which they run."""
 
 _ENTRIES: dict[str, Key] = {
     "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "
@@ -405,7 +404,7 @@ _ENTRIES: dict[str, Key] = {
         "counted once. A call beyond it ends the episode. 0: no limit.", at_least=0),
     "rollout.max_num_seqs": Key(64, "Trajectories decoded side by side, in total; a multiple of "
         "`data` × `fsdp` × `expert` × `context`.", above=0, restart=FREE),
-    # The upper bound exceeds any device's memory and keeps the number of bytes exact.
+    # The upper bound exceeds any device's memory, yet its size in bytes is an exact float.
     "rollout.cache_gib": Key(0.0, "GiB of KV cache per device. 0: what the plan leaves; on a "
         "CPU, room for `max_num_seqs` trajectories of full length.", at_least=0,
         at_most=2**20, restart=FREE),
@@ -557,7 +556,7 @@ _ENTRIES: dict[str, Key] = {
         "`blank_images`.", some_of=SUITES),
     "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the stage "
         "`evaluate`.", some_of=SUITES, restart=FREE),
-    # Above 256, counting votes over all subsets takes seconds per question.
+    # With more than 256, counting votes over all subsets takes seconds per question.
     "eval.samples": Key(1, "Samples per question; `greedy` has one.", above=0, at_most=256),
     "eval.temperature": Key(1.0, "Temperature of these samples.", at_least=MIN_TEMPERATURE,
         expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0"),
@@ -624,7 +623,7 @@ RESTART = {
     **dict.fromkeys(("shaping", "filter", "advantage", "loss", "kl"), TRAINING),
     **dict.fromkeys(("optimizer", "sft", "tasks.train"), TRAINING),
 }
-"""Value of `Key.restart` by section, for keys without one."""
+"""Default of `Key.restart` by section."""
 
 
 def _restart(name: str) -> str:
@@ -633,24 +632,24 @@ def _restart(name: str) -> str:
 
 
 KEYS = {name: replace(key, restart=key.restart or _restart(name)) for name, key in _ENTRIES.items()}
-"""All keys by full dotted name."""
+"""All configuration keys by full dotted name."""
 
 
 class Config(ConfigDict):
-    """The configuration or a section of it, with one-line errors that name the full key.
+    """Configuration, or a section of it, with one-line errors that name the full key.
 
-    The errors of ml_collections list all keys of a section.
+    In contrast, the errors of ml_collections list all keys of a section.
     """
 
     _section = ""  # name of the section with a trailing dot
 
     def with_section(self, section: str) -> Config:
-        """Set the section name for error messages and return self."""
+        """Set the section name used in error messages, and return self."""
         object.__setattr__(self, "_section", f"{section}.")
         return self
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key; raise a ValueError if it does not exist or the value has the wrong type."""
+        """Set a key. Raise a ValueError if it does not exist or the value has the wrong type."""
         name = f"{self._section}{key}"
         if self.is_locked and key not in self and (problem := unknown_key(name)):
             raise ValueError(problem)
@@ -659,7 +658,7 @@ class Config(ConfigDict):
             super().__setitem__(key, value)
         except TypeError as error:
             wrong_type = error
-        # Raised outside the handler, so that the traceback does not show the original error.
+        # Raised outside the handler, so that the traceback omits the original error.
         if wrong_type is not None:
             if problem := unknown_key(name):
                 raise ValueError(problem)
@@ -667,7 +666,7 @@ class Config(ConfigDict):
             raise wrong_type
 
     def __getattr__(self, attribute: str) -> Any:
-        """Return a key or a section; raise an AttributeError if it does not exist."""
+        """Return a key's value or a section. Raise an AttributeError if it does not exist."""
         try:
             return super().__getattr__(attribute)
         except AttributeError as error:
@@ -675,7 +674,7 @@ class Config(ConfigDict):
         raise AttributeError(problem)
 
     def copy_and_resolve_references(self, visit_map: dict[int, Any] | None = None) -> Config:
-        """Return a copy; see ml_collections."""
+        """Copy the configuration and its section name. See ml_collections."""
         copy = super().copy_and_resolve_references(visit_map)
         object.__setattr__(copy, "_section", self._section)
         return copy
@@ -694,15 +693,15 @@ OTHER_NAMES = {
     "max_model_len": "max_total_tokens",
     "max_steps": "num_steps",
 }
-"""Names from other trainers and samplers, with the last parts of the equivalent keys here."""
+"""Last part of the equivalent key, by the name that other trainers or samplers use."""
 
 
 def unknown_key(key: str, *, in_file: bool = False) -> str:
-    """Return an error message about an unknown key; "" if the key exists.
+    """Return an error message for an unknown key; "" if the key exists.
 
     Args:
         key: Full dotted name.
-        in_file: True if a file of values sets the key, False for Python or the command line.
+        in_file: True if a YAML or JSON file sets the key, False for Python or the command line.
     """
     if key in KEYS:
         return ""
@@ -726,7 +725,7 @@ def unknown_key(key: str, *, in_file: bool = False) -> str:
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Return suggestions for a misspelled key, by the last part of its name or by spelling."""
+    """Return keys with the same last part as an unknown key, or else a similar spelling."""
     section, _, last = key.rpartition(".")
     last = OTHER_NAMES.get(last, last)
     if f"{section}.{last}" in KEYS:
@@ -742,14 +741,14 @@ def _similar_keys(key: str) -> list[str]:
 
 
 def default_config() -> Config:
-    """Return a configuration with every key at its default."""
+    """Return a configuration in which every key has its default value."""
     config = Config()
     for key, entry in KEYS.items():
         *sections, name = key.split(".")
         place = config
         for depth, section in enumerate(sections, start=1):
             if section not in place:
-                # ConfigDict would turn a mapping into a section; in these sections it must not.
+                # In sections with mappings, ConfigDict must not convert these to sections.
                 prefix = ".".join(sections[:depth])
                 inner = Config(convert_dict=prefix not in _WITH_MAPPINGS)
                 place[section] = inner.with_section(prefix)
@@ -760,13 +759,13 @@ def default_config() -> Config:
 
 
 MAPPINGS = {key: entry.example for key, entry in KEYS.items() if isinstance(entry.default, dict)}
-"""Keys that hold mappings with user-defined names, and an example value of each."""
+"""Example item by key, for keys whose values are mappings with user-defined names."""
 
 _WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
 
 
 def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested values to pairs of dotted key and value, in order. Repeated keys remain."""
+    """Flatten nested values to (dotted key, value) pairs, in order. Duplicates are kept."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
@@ -777,7 +776,7 @@ def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, A
 
 
 def with_tuples(value: Any) -> Any:
-    """Convert lists, including nested ones, to tuples, as the configuration stores them."""
+    """Convert lists to tuples recursively, because the configuration stores tuples."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(
@@ -789,7 +788,7 @@ def with_tuples(value: Any) -> Any:
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
-    """Return all values by dotted key."""
+    """Return the values of a configuration by dotted key."""
     return dict(flat_pairs(config.to_dict()))
 
 
@@ -799,5 +798,5 @@ def flat_json(path: Path) -> dict[str, Any]:
 
 
 def to_json(config: ConfigDict) -> str:
-    """Serialize the configuration as JSON, for the workdir's `config.json`."""
+    """Serialize a configuration to JSON, as in a workdir's `config.json`."""
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"

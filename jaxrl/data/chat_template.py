@@ -1,12 +1,12 @@
-"""Chat rendering with a model's chat template, without losing or adding content.
+"""Chat rendering with a model's chat template that neither loses nor adds content.
 
-Templates rewrite their input. Some remove the thoughts from earlier messages, so worked examples
-would answer without having searched; others add a default system message. So each chat is rendered
-twice: as it is, and with markers in place of the message contents. The second rendering shows what
-the template itself writes, and where.
+Templates rewrite their input. Some remove the thoughts from earlier messages, so that worked
+examples would answer without having searched; others add a default system message. Each chat is
+therefore rendered twice: as is, and with markers instead of the message contents. The second
+rendering shows which text the template itself writes, and where.
 
-Other fields of a message, such as `tool_calls`, are rendered by the template. A rendering with
-markers in place of their values shows whether it writes them all. If not, the chat is refused.
+The template renders other message fields, such as `tool_calls`. Another rendering, with markers
+instead of their values, shows whether it writes them all. If not, the chat is rejected.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxrl.envs.base import Message
 from jaxrl.envs.images import MARK
 
 _MARK = re.compile("\ue000([0-9]+)\ue001|\ue002([^\ue002\ue003]*)\ue003")
-"""Marker in place of a text, with its number, or a pair of markers around a token in a field.
+"""Numbered marker that replaces a text, or a pair of markers around a token in a field.
 
-The private-use characters occur in no template.
+They use private-use characters, which no template contains.
 """
 
 
@@ -38,12 +38,12 @@ def _mark(number: int) -> str:
 
 
 def mark_token(text: str) -> str:
-    """Put markers around the text of a token, to find it in the output of a template."""
+    """Put markers around a token's text, to find it in the output of a template."""
     return f"\ue002{text}\ue003"
 
 
 Shape = tuple[tuple[str, tuple[str, ...] | None, str], ...]
-"""For each message of a chat: its role, the types of its content parts, and its fields as JSON.
+"""Role, types of the content parts, and other fields as JSON, for each message of a chat.
 
 The types are None for plain text, and () for empty content in a message with other fields.
 """
@@ -53,15 +53,15 @@ Place = tuple[str | int, ...]
 
 
 def reads_clock(template: str) -> bool:
-    """Return True if a chat template reads the clock, as Llama 3.2's does for today's date."""
+    """Return True if a chat template reads the current time, as Llama 3.2's does for the date."""
     return re.search(r"\bstrftime_now\b", template) is not None
 
 
 def with_fixed_clock(template: str, now: datetime) -> str:
-    """Return a chat template with `strftime_now` fixed to a time.
+    """Return a chat template in which `strftime_now` always returns `now`.
 
-    Templates can only call the functions that transformers passes, so a macro replaces it. The
-    macro supports directives of one letter, optionally with one glibc flag or modifier.
+    Templates can only call functions that transformers passes, so a macro replaces `strftime_now`.
+    It supports directives of one letter, optionally with one glibc flag or modifier.
     """
     if not reads_clock(template):
         return template
@@ -79,23 +79,23 @@ def with_fixed_clock(template: str, now: datetime) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a rendered chat."""
+    """Part of a rendered chat."""
 
     text: str
-    is_given: bool  # True for content of a message, False for text of the template
+    is_given: bool  # True for message content, False for text that the template writes
 
 
 class Chat:
-    """A chat template, and the text that it writes around message contents.
+    """Chat template, and the text that it writes around message contents.
 
     Attributes:
-        opener: Start of the model's message that the template writes, such as `<think>` and a
+        opener: Text with which the template starts the model's message, such as `<think>` and a
             line break; "" for most templates.
         message_end: Text after an assistant message.
-        wrapper: All text before, between and after messages.
+        wrapper: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
             template does not support images.
-        left_out: Default system message that was removed from some rendered chat; "" if none.
+        left_out: Default system message that `render` removed from a chat; "" so far if none.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class Chat:
         bos: str = "",
         mark_tokens: Callable[[str], str] = lambda text: text,
     ):
-        """Render chats of markers to find the text that the template writes.
+        """Probe the template: render chats of markers to find the text around them.
 
         Args:
-            apply: Function that renders messages, with the generation prompt if the flag is set.
-            bos: Text of the tokenizer's beginning-of-sequence token; "" for none.
-            mark_tokens: Function that applies `mark_token` to each chat control token in a text.
-                Called for fields other than role and content.
+            apply: Function that renders messages. The flag adds the generation prompt.
+            bos: Text of the tokenizer's beginning-of-sequence token; "" if it has none.
+            mark_tokens: Function that applies `mark_token` to each control token in a text. Used
+                for all fields except role and content.
         """
         self._apply, self._mark_tokens = apply, mark_tokens
         self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
         self.left_out = ""
-        # The opener is the text before the model's message that earlier messages do not have.
+        # The opener is the text that precedes the model's next message but no earlier message.
         chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
         self.opener = ""
         if chat is not None and asked is not None and asked[-1].startswith(chat[1]):
@@ -136,23 +136,22 @@ class Chat:
         with_images: bool = False,
         has_default_system: bool = False,
     ) -> list[Piece]:
-        """Render a chat up to the start of the model's next message, in pieces.
+        """Render a chat up to the start of the model's next message, as a list of pieces.
 
-        Contents are stripped of surrounding whitespace if the template strips them. If the template
-        drops more than whitespace, the contents are complete nevertheless. Other fields are as the
-        template writes them.
+        Contents lose surrounding whitespace if the template strips it. Anything else that the
+        template would cut from them is kept. The template renders all other fields.
 
         Args:
-            messages: The chat.
-            with_images: True if `<image>` in the contents stands for an image.
+            messages: Chat messages.
+            with_images: True if `<image>` in the contents is a placeholder for an image.
             has_default_system: True to keep the template's default system message in a chat
                 without a system message.
 
         Raises:
-            ValueError: The template refuses the chat, or drops a message or a field.
+            ValueError: The template rejects the chat, or drops a message or a field.
         """
         check_result_order(messages)
-        # Split the chat into its shape, which decides the template's text, and its texts.
+        # Split the chat into its shape, which determines the template's text, and its contents.
         roles = tuple(message["role"] for message in messages)
         fields = [_fields_of(message) for message in messages]
         split = [
@@ -167,16 +166,16 @@ class Chat:
         except Exception as error:  # a template is a program and may raise anything
             what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
-                f"the tokenizer's chat template refuses a chat of the roles {list(roles)}: "
+                f"the tokenizer's chat template rejects a chat with the roles {list(roles)}: "
                 f"{what}{error}"
             ) from error
-        # A text whose marker is missing was dropped.
+        # If the marker of a text is missing, the template dropped that text.
         for number, (index, part) in enumerate(texts):
             if number not in frame and part.strip():
                 role, content = roles[index], messages[index]["content"]
                 shown = content if len(content) <= 60 else f"{content[:60]}…"
                 raise ValueError(
-                    f"the tokenizer's chat template drops message {index + 1}, of the role "
+                    f"the tokenizer's chat template drops message {index + 1}, with the role "
                     f"{role!r}: {shown!r}. Put its text into another message "
                     "(config.prompt.template holds the question), or fix the template in the "
                     "model's folder."
@@ -188,7 +187,7 @@ class Chat:
         stripped = [content.strip() for content in contents]
         if "".join(piece.text for piece in _fill(frame, stripped)) == text:
             contents = stripped
-        # Remove a default system message that nobody asked for.
+        # Remove an unwanted default system message.
         if "system" not in roles and not has_default_system:
             start = frame[0]
             assert isinstance(start, Piece)
@@ -200,18 +199,18 @@ class Chat:
         return _fill(frame, contents)
 
     def turn(self, message: Message) -> str:
-        """Render an assistant message that calls a tool, as the model itself would write it.
+        """Render an assistant message that calls a tool, in the form that the model would generate.
 
-        The result has no message header and no end of message.
+        The result has neither message header nor end of message.
 
         Raises:
-            ValueError: The template refuses the message, drops a part of it, or does not support
+            ValueError: The template rejects the message, drops a part of it, or does not support
                 tool results.
         """
         first, *_, last = self.tool_turn([0])
         opening = {"role": "user", "content": "?"}
         header = self._texts("user", "assistant", "tool")
-        assert header is not None  # `tool_turn` has checked this
+        assert header is not None  # checked by `tool_turn`
         chat = [opening, message, {"role": "tool", "content": "?"}]
         pieces = self.render(chat, has_default_system=True)
         text = "".join(piece.text for piece in pieces)
@@ -227,11 +226,11 @@ class Chat:
     def tool_turn(self, num_images: Sequence[int]) -> list[str]:
         """Return the template's text before, between and after tool results, including images.
 
-        The first text starts right after an assistant message, and the last one ends where the next
-        assistant message starts.
+        The first text starts right after an assistant message. The last one ends right before the
+        next assistant message.
 
         Args:
-            num_images: Number of images after the text of each result.
+            num_images: Number of images in each result, which follow its text.
 
         Raises:
             ValueError: The template does not support the role `tool`, or images in its messages.
@@ -248,14 +247,14 @@ class Chat:
             )
         if texts is None:
             raise ValueError(
-                "the tokenizer's chat template does not take messages of the role 'tool'; expected "
-                "one that shows results of tools. Set config.env.search.protocol to one with tags, "
-                "or config.model.path to a model that was trained to call tools."
+                "the tokenizer's chat template does not support messages with the role 'tool'; "
+                "expected one that renders tool results. Set config.env.search.protocol to one "
+                "with tags, or config.model.path to a model that was trained to call tools."
             )
         return texts[2:]
 
     def _check_fields(self, shape: Shape) -> None:
-        """Check that the template writes all fields of all messages.
+        """Check that the template renders all fields of all messages.
 
         Raises:
             ValueError: The template drops a field. The error names the field and the message.
@@ -268,7 +267,7 @@ class Chat:
             values[number] = place, _put(marked, place, _mark(number))
         try:
             written = self._apply(marked, True)
-        except Exception:  # the template needs a value that is more than text
+        except Exception:  # the template requires a value that is not a string
             written = ""
         found = {int(mark[1]) for mark in _MARK.finditer(written) if mark[1]}
         for number, (place, value) in values.items():
@@ -277,8 +276,8 @@ class Chat:
                 name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
                 raise ValueError(
                     f"the tokenizer's chat template drops {name[1:]!r} of message "
-                    f"{int(index) + 1}, of the role {shape[int(index)][0]!r}: {value!r:.60}. Leave "
-                    "it out, or put its text into the content of a message."
+                    f"{int(index) + 1}, with the role {shape[int(index)][0]!r}: {value!r:.60}. "
+                    "Remove it, or put its text into the content of a message."
                 )
 
     def _reads(self, shape: Shape, place: Place) -> bool:
@@ -292,7 +291,7 @@ class Chat:
             return True
 
     def _frame_of(self, shape: Shape, asks: bool) -> tuple[Piece | int, ...]:
-        """Return the template's pieces, with the number of each given text at its position."""
+        """Return the pieces that the template writes, with an int in place of each content text."""
         chat = _filled(shape, _marks(shape))
         for index, (_, _, fields) in enumerate(shape):
             if fields:
@@ -307,11 +306,11 @@ class Chat:
         return (*frame, Piece(text[start:], False))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
-        """Call `_texts_of` for text messages with these roles."""
+        """Call `_texts_of` for plain-text messages with these roles."""
         return self._texts_of(tuple((role, None, "") for role in roles), asks=asks)
 
     def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
-        """Return the template's text before, between and after texts; None if it refuses them."""
+        """Return the template's text around the content texts; None if it omits any of them."""
         try:
             frame = self._frame(shape, asks)
         except Exception:  # if this affects a real chat, `render` reports it
@@ -323,8 +322,8 @@ class Chat:
     def _find_own_system(self, bos: str) -> tuple[str, str]:
         """Return the start of a chat with a default system message, and its replacement.
 
-        A default message is recognized because the user message follows it in the same form as it
-        follows an explicit system message. Both are "" if the template has no default.
+        The start is recognized as a system message if the user message after it looks the same as
+        after an explicit system message. Both results are "" if the template has no default.
         """
         given, alone = self._texts("system", "user"), self._texts("user")
         if given is None or alone is None:
@@ -335,13 +334,13 @@ class Chat:
         own = whole.removesuffix(header)
         if not (begin and middle.startswith(end) and whole == own + header):
             return "", ""
-        # Keep a BOS token that precedes the chat. One that starts each message is in the header.
+        # Keep a BOS token that starts the chat. One that starts every message is in the header.
         instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
 
 
 def parts_of(content: str) -> list[str | None]:
-    """Split content into texts and images (None) at the placeholders, without empty texts."""
+    """Split content at its image placeholders, into nonempty texts and None for each image."""
     if MARK not in content:
         return [content]
     first, *others = content.split(MARK)
@@ -352,7 +351,7 @@ def parts_of(content: str) -> list[str | None]:
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
     """Check that tool results are in the order of their calls.
 
-    Most chat templates drop the ids and names that link results to calls.
+    The order matters because most chat templates drop the ids and names that link them.
 
     Raises:
         ValueError: A result is out of order or has no call. The error names the message.
@@ -371,7 +370,7 @@ def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
         for field, known in (("tool_call_id", ids), ("name", names)):
             given, expected = message.get(field), known[num_results - 1 : num_results]
             is_unknown = given not in known
-            # A name may also belong to a person or program, but an id always belongs to a call.
+            # A name may also refer to a person or program, but an id always refers to a call.
             is_free = is_unknown and (field == "name" or not known or None in known)
             if given is not None and [given] != expected and not is_free:
                 raise ValueError(
@@ -382,10 +381,10 @@ def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _fields_of(message: Message) -> str:
-    """Return the fields other than role and content that are not null, as JSON; "" for none.
+    """Serialize the non-null fields other than role and content to JSON; "" if there are none.
 
     Raises:
-        ValueError: A value is not JSON, or contains a marker character.
+        ValueError: A value has no JSON form, or contains a marker character.
     """
     fields = {
         name: value
@@ -401,15 +400,16 @@ def _fields_of(message: Message) -> str:
     if reserved := re.search("[\ue000-\ue003]", text):
         raise ValueError(
             f"the fields {[*fields]} of a message hold the character {reserved[0]!a}, which marks "
-            "texts here; take it out."
+            "texts here; remove it."
         )
     return text
 
 
 def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | None]:
-    """Split content into texts and images; [] for empty content in a message with other fields.
+    """Split content into texts and images (None).
 
-    Templates render tool calls differently after a text than without one.
+    Empty content in a message with other fields becomes [], because templates render tool calls
+    differently after a text.
     """
     if has_fields and not content:
         return []
@@ -417,20 +417,20 @@ def _split(content: str, *, with_images: bool, has_fields: bool) -> list[str | N
 
 
 def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Return the types of content parts; None for plain text, () for empty content."""
+    """Return the types of content parts: None for plain text, () for empty content."""
     if parts and None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)
 
 
 def _marks(shape: Shape) -> list[str]:
-    """Return one marker per text of a chat with this shape."""
+    """Return a marker for each content text of a chat with this shape."""
     count = sum(1 if kinds is None else kinds.count("text") for _, kinds, _ in shape)
     return [_mark(number) for number in range(count)]
 
 
 def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Build messages from a shape and texts."""
+    """Build chat messages from a shape and the content texts."""
     left = iter(texts)
     messages = []
     for role, kinds, fields in shape:
@@ -446,7 +446,7 @@ def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Yield the paths of all values in message fields that are not null or blank."""
+    """Yield the path of each value that is neither null nor blank, except roles and contents."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if len(place) != 1 or key not in ("role", "content"):
@@ -456,9 +456,9 @@ def _places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def _is_link(messages: Sequence[Mapping[str, Any]], place: Place) -> bool:
-    """Return True if a value only links a result to its call, or marks a call.
+    """Return True if a value only links a tool result to its call, or only labels a call.
 
-    The order of messages carries the same information; see `check_result_order`.
+    Templates may drop it, because `check_result_order` ensures that the order is enough.
     """
     match place:
         case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):
@@ -483,7 +483,7 @@ def _put(messages: list[dict[str, Any]], place: Place, value: str | None) -> Any
 
 
 def _with_tokens(value: Any, mark_tokens: Callable[[str], str]) -> Any:
-    """Apply `mark_tokens` to all strings of a JSON value."""
+    """Apply `mark_tokens` to all strings in a JSON value, including keys."""
     if isinstance(value, dict):
         return {mark_tokens(key): _with_tokens(inner, mark_tokens) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Conversion of records to tasks and demonstrations."""
+"""Parse records of any format into tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
     """Convert a record to a task.
 
     A record has one of `question` (text), `messages` (a chat) and `prompt` (either). Its answers
-    are in `answers`, `golden_answers` or `answer`; see `accepted_answers`. In verl's records,
-    `prompt` is the chat, and the answers are in `reward_model`. `id` (default: `place`),
-    `data_source` and `metadata` are optional. All other fields go to `Task.metadata`.
+    are in `answers`, `golden_answers` or `answer`; see `accepted_answers`. In verl's format,
+    `prompt` is a chat, and the answers are in `reward_model`. `id` (default: `place`),
+    `data_source` and `metadata` are optional. All other fields are added to `Task.metadata`.
 
-    `images` is one image or a list (see `envs.images.picture`), one for each `<image>` placeholder
-    in the text. Without placeholders, the images precede the question or the first user message.
-    Message content may also be a list of parts that contain images.
+    `images` is an image or a list of images (see `envs.images.picture`), one for each `<image>`
+    placeholder in the text. Without placeholders, the images precede the question or the first user
+    message. Message content may also be a list of parts, some of which are images.
 
     Args:
-        fields: Fields of the record.
-        place: Location `file:row` of the record, for errors.
-        folder: Base folder for relative paths; by default the folder in `place`.
+        fields: Values by field name.
+        place: Location `file:row` of the record, for error messages.
+        folder: Base folder for relative paths; by default the folder of the file in `place`.
 
     Raises:
         ValueError: A field is missing or has the wrong type.
@@ -46,7 +46,7 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
 def read_demonstration(
     fields: dict[str, Any], place: str
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Return the chat of a demonstration, and the images of the placeholders in its prompt.
+    """Convert a record to the chat of a demonstration and the images in its prompt.
 
     Raises:
         ValueError: The record is not a chat, or has images after the first assistant message.
@@ -107,11 +107,11 @@ def _parse_task(fields: dict[str, Any], place: str, folder: Path) -> Task:
     )
 
 
-OTHER_NAMES = "config.tasks.*.columns maps other names, as {'problem': 'question'}."
+OTHER_NAMES = "config.tasks.*.columns maps other names, such as {'problem': 'question'}."
 
 
 def _prompt_name(fields: dict[str, Any]) -> str:
-    """Return the name of the field with the question or the chat."""
+    """Return the name of the field that contains the question or the chat."""
     names = [name for name in ("question", "messages") if fields.get(name) is not None]
     if not names and fields.get("prompt") is not None:
         return "prompt"
@@ -134,10 +134,10 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
-    """Return the answers of a verl record: the ground truth, or its `target`.
+    """Return the accepted answers of a verl record: the ground truth, or its `target`.
 
-    An object without a target is meant for a reward function that reads the metadata. Its JSON is
-    the only answer.
+    If the ground truth is an object without `target`, its JSON is the only answer, because it is
+    meant for a reward function that reads the metadata.
     """
     truth = reward_model.get("ground_truth")
     if isinstance(truth, dict):
@@ -157,11 +157,8 @@ def _ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
 def accepted_answers(value: Any) -> tuple[str, ...]:
     """Convert a value to a tuple of accepted answers.
 
-    A string or number is one answer, and so is each item of a list or NumPy array. Nulls are
-    dropped.
-
     Args:
-        value: Field of a record in any format.
+        value: A string or number, or a list or NumPy array of these. Nulls are dropped.
 
     Raises:
         ValueError: An answer is blank, or is neither a string nor a finite number.
@@ -180,16 +177,16 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
         elif item is not None:
             raise ValueError(f"an answer is {item!r:.100}; {expected}.")
     if not all(answer.strip() for answer in answers):
-        raise ValueError("an answer is blank, which nothing can match; leave it out.")
+        raise ValueError("an answer is blank, which nothing can match; remove it.")
     return tuple(answers)
 
 
 def _number_text(number: float) -> str:
-    """Format a finite number as people write it: `42.0` as 42, `1e-05` as 0.00001."""
+    """Format a finite number without exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
     if isinstance(number, int):
         return str(int(number))
     value = Decimal(repr(float(number)))
-    # Tables widen float32 to float64: 0.1 becomes 0.10000000149011612. Restore the short form.
+    # Tables may widen float32 to float64: 0.1 becomes 0.10000000149011612. Restore the short form.
     with np.errstate(over="ignore"):
         narrow = np.float32(number)
     if len(value.as_tuple().digits) > MAX_DIGITS and float(narrow) == number:
@@ -204,24 +201,24 @@ MAX_DIGITS = 15
 def read_chat(
     messages: Any, given: Sequence[Picture], folder: Path
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
-    """Return a chat with plain text contents, and the images of its placeholders.
+    """Normalize a chat to text contents with image placeholders. Also return the images.
 
-    Other fields of a message stay, for the chat template to render. Call arguments become objects,
-    and null fields are dropped.
+    All other non-null fields of a message are kept for the chat template. JSON strings in the
+    arguments of tool calls become objects.
 
     Args:
-        messages: Messages with text content, or with a list of parts as in chat templates. Content
-            is optional in an assistant message that calls a tool or has other fields.
-        given: Images for the placeholders, and for image parts without an image.
+        messages: Messages whose content is text, or a list of parts as in chat templates. Content
+            is optional in an assistant message that has other fields, such as tool calls.
+        given: Images for the placeholders in texts, and for image parts without an image.
         folder: Base folder for relative paths in parts.
 
     Raises:
-        ValueError: The value is not a chat, or placeholders and images differ in number.
+        ValueError: The value is not a chat, or the number of images and placeholders differs.
     """
     chat: list[Any] = []
     marks: list[Picture | None] = []  # None for an image from `given`
     has_parts = False
-    # Join the parts of each message to one text with placeholders.
+    # Join the parts of each message into a single text with placeholders.
     for message in messages if isinstance(messages, list) else [messages]:
         message = _with_fields(message) if isinstance(message, dict) else {}
         content = message.get("content")
@@ -256,7 +253,7 @@ def read_chat(
 
 
 def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Remove nulls from a message; add empty content to an assistant message with other fields.
+    """Drop null fields, normalize tool calls, and add missing content to assistant messages.
 
     Raises:
         ValueError: The tool calls are malformed.
@@ -273,16 +270,16 @@ def _with_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(fields: Any) -> dict[str, Any]:
-    """Return an object without its null fields; {} for anything else."""
+    """Return a dict without its null fields; {} if the value is not a dict."""
     if not isinstance(fields, dict):
         return {}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Normalize a tool call; arguments that are the JSON of an object become that object.
+    """Normalize a tool call, and parse its arguments if they are the JSON of an object.
 
-    Like transformers, accept name and arguments without the enclosing `function`.
+    Like transformers, accept `name` and `arguments` outside `function`.
     """
     fields = _without_nulls(call)
     bare = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
@@ -302,7 +299,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
-    """Return a content part as text, and its image if it has one.
+    """Convert a content part to text or a placeholder. Also return its image, if any.
 
     Raises:
         ValueError: The part is neither text nor an image.
@@ -327,11 +324,11 @@ def _part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 
 
 def _images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-    """Return the images of the field `images`."""
+    """Parse the field `images`, and reject videos."""
     if fields.get("videos"):
         raise ValueError(
-            "there are videos, which are not supported; leave the column out, by "
-            "columns={'videos': ''}, or the record."
+            "videos are not supported; drop the column with columns={'videos': ''}, or remove "
+            "the record."
         )
     try:
         return pictures(fields.get("images"), folder)

@@ -1,4 +1,7 @@
-"""Lossless JSON of trajectories for checkpoints and processes. `logs.records` is for people."""
+"""Lossless JSON serialization of trajectories, for checkpoints and transfer between processes.
+
+`logs.records` writes the human-readable format.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ ARRAYS = {
 
 
 MEASURED = ("divergence", "windows")
-"""Fields that a step recomputes because the policy has changed."""
+"""Fields that are not saved, because the next step recomputes them with the new policy."""
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Convert a trajectory to plain JSON values without loss.
+    """Convert a trajectory to JSON values.
 
-    Arrays become base64 of their little-endian bytes. `MEASURED` and `attachments` are omitted;
-    `Processor.with_images` recreates the latter from the images.
+    Arrays are encoded as base64 of their little-endian bytes. `MEASURED` and `attachments` are
+    omitted; `Processor.with_images` restores the latter from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "attachments", "token_arrays")  # token_arrays are added below if any
+    left_out = (*MEASURED, "attachments", "token_arrays")  # `token_arrays` is added below
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         fields[name] = _encoded(fields[name], dtype)
@@ -54,7 +57,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """Invert `to_json`, except for the omitted fields.
+    """Restore a trajectory from the output of `to_json`, without the omitted fields.
 
     Raises:
         UnreadableError: An image file is missing or has changed.
@@ -76,7 +79,7 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     fields["turns"] = tuple(map(_turn, fields["turns"]))
     fields["reward_records"] = _records(fields.get("reward_records", ()))
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
-        if fields.get(name) is not None:  # old checkpoints do not have these fields
+        if fields.get(name) is not None:  # absent in old checkpoints
             fields[name] = tuple(fields[name])
     fields["contexts"] = tuple(map(tuple, fields.get("contexts", ())))
     fields["outcome"] = Outcome(fields["outcome"])
@@ -100,7 +103,7 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
 
 
 def turn_to_json(turn: Turn) -> dict[str, Any]:
-    """Convert a turn to plain JSON values, with rare fields only if they have a value."""
+    """Convert a turn to JSON values. Omit rarely used fields that are empty."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {
         "images": list(map(_picture_to_json, turn.images)),
@@ -112,7 +115,7 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def _picture_to_json(picture: Picture) -> dict[str, str]:
-    """Return an image's path and digest, or its bytes if it has no file."""
+    """Convert an image to its path and digest, or to base64 bytes if it has no file."""
     if picture.path:
         return {"path": picture.path, "digest": picture.digest}
     return {"data": base64.b64encode(picture.data).decode("ascii")}
@@ -143,15 +146,15 @@ def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
 
 
 def calls_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the records of judge calls as plain JSON values."""
+    """Convert the trajectory's judge calls to JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 
 
 def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
-    """Convert the trajectories of each group by `to_json`."""
+    """Convert the trajectories of each group with `to_json`."""
     return [[to_json(trajectory) for trajectory in group.trajectories] for group in groups]
 
 
 def groups_from_json(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
-    """Invert `groups_to_json`."""
+    """Restore groups from the output of `groups_to_json`."""
     return [Group(trajectories=tuple(map(from_json, group))) for group in saved]

@@ -1,4 +1,4 @@
-"""Shuffled, endless stream of tasks or demonstrations, from one source or a mixture."""
+"""Endless shuffled stream of tasks or demonstrations from one source or a mixture."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Generic[Item]):
-    """Items of a stream and their sampling weight."""
+    """Items of one source, and its sampling weight in a mixture."""
 
     items: Sequence[Item]
-    weight: float = 1.0  # positive; the source is sampled in proportion to it
+    weight: float = 1.0  # positive; relative to the weights of the other sources
     name: str = ""  # name in metrics
 
 
@@ -45,25 +45,25 @@ class Mixture(Sequence[Item]):
 
 
 class Stream(Generic[Item]):
-    """Endless stream of items, reshuffled each epoch.
+    """Endless stream of items, reshuffled every epoch.
 
-    The order depends on the seed, not on the number of processes, so a restart needs only the
-    number of items taken. In a mixture, each source has its own order and epochs, and the weights
-    alone decide which source comes next.
+    The order depends only on the items and the seed, so the number of items taken so far is enough
+    to resume. In a mixture, the order in which sources alternate depends only on their weights, and
+    each source is shuffled separately.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int):
-        import grain  # imported late, since it imports JAX, which config checks do without
+        import grain  # imported late, because it imports JAX, which config checks do not need
 
         sources = items.sources if isinstance(items, Mixture) else (Source(items=items),)
         self.num_items = len(items)
         self._sources = sources
-        # Exact integer shares: the weights' decimal text as fractions, scaled to integers.
+        # Convert the decimal weights to fractions and scale them to integers, without rounding.
         exact = [Fraction(str(source.weight)) for source in sources]
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._shares = [int(weight * scale) for weight in exact]
         self._orders = [
-            # The first source uses the run's seed. The prime 2654435761 spreads the other seeds.
+            # The first source uses the run's seed. The prime 2654435761 separates the other seeds.
             grain.MapDataset.source(source.items)
             .seed((seed + place * 2_654_435_761) % 2**32)
             .shuffle()
@@ -73,13 +73,13 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """Number of items after which every source is exhausted, up to rounding of shares."""
+        """Number of items after which every source has completed an epoch, up to rounding."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)
 
     def take(self, position: int, count: int) -> list[Item]:
-        """Return items `position` to `position + count - 1` of the stream."""
+        """Return `count` items of the stream, starting at `position`."""
         places = (next_of(self._shares, at) for at in range(position, position + count))
         return [self._orders[source][index] for source, index in places]
 
@@ -96,11 +96,14 @@ class Stream(Generic[Item]):
 
 
 def taken_of(shares: Sequence[int], position: int) -> list[int]:
-    """Return how many of a mixture's first `position` items come from each source.
+    """Count how many of a mixture's first `position` items come from each source.
 
-    The first source takes its share, rounded up, and the others divide the rest in the same way. So
-    the first two are within 1 of their exact shares, and the n-th within n - 1, since each earlier
-    source rounds. Shares are positive integers.
+    The first source gets its share, rounded up, and the others divide the rest in the same way. The
+    first two counts are within 1 of their exact shares, and the n-th within n - 1.
+
+    Args:
+        shares: Positive integer weight of each source.
+        position: Number of items of the mixture.
     """
     counts, rest, total = [], position, sum(shares)
     for share in shares:
@@ -111,7 +114,7 @@ def taken_of(shares: Sequence[int], position: int) -> list[int]:
 
 
 def next_of(shares: Sequence[int], position: int) -> tuple[int, int]:
-    """Return the source of item `position` of a mixture, and the item's index in that source."""
+    """Return the source of the item at `position` of a mixture, and its index in the source."""
     now, then = taken_of(shares, position), taken_of(shares, position + 1)
     source = next(i for i, (a, b) in enumerate(zip(now, then, strict=True)) if b > a)
     return source, now[source]

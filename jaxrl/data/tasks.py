@@ -1,8 +1,8 @@
-"""Task sources named in the config: open, check and mix them.
+"""Open, check and mix the task sources that the config names.
 
-A small source is kept parsed in memory. A large one is read once to check it, and then one task at
-a time when needed. It takes some tens of bytes per task: its position, and hashes of its id and
-question.
+A small source is parsed once and kept in memory. A large source is read completely to check it, and
+later parsed on access. It needs tens of bytes of memory per task, for its position and for hashes
+of its id and question.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from jaxrl.envs.base import Task
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
 HELD = 100_000
-"""Maximum number of tasks of a source that is kept parsed in memory."""
+"""Maximum number of tasks in a source that is kept in memory."""
 
 HELD_BYTES = 2**28
-"""Maximum size of inline images of a source that is kept in memory, in bytes."""
+"""Maximum total size in bytes of the inline images in a source that is kept in memory."""
 
 _BLOCK = 1000  # number of records read at a time
 
@@ -52,9 +52,9 @@ _BLOCK = 1000  # number of records read at a time
 class TaskSource:
     """Configuration of a task source."""
 
-    key: str  # config key of the section, or of the entry of `sources`
+    key: str  # config key of the section, or of its entry in `sources`
     source: str = ""
-    format: str = ""  # "" to derive it from the path
+    format: str = ""  # "" to infer it from the path
     split: str = "train"
     settings: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -64,26 +64,26 @@ class TaskSource:
 
     @property
     def format_name(self) -> str:
-        """Name of the format, derived from the path if none is configured."""
+        """Name of the format, inferred from the path if none is configured."""
         return self.format or format_of(self.source)
 
     @property
     def name(self) -> str:
-        """Name in metrics and messages."""
+        """Name of the source in metrics and messages."""
         return self.data_source or Path(self.source).stem or self.format
 
 
 FIELDS = tuple(
     f.name for f in dataclasses.fields(TaskSource) if f.name not in ("key", "make_reader")
 )
-"""Keys that an entry of `sources` may have."""
+"""Allowed keys of an entry in `sources`."""
 
 
 def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
-    """Return the sources of `tasks.train` or `tasks.eval`, with readers resolved.
+    """Return the sources of `tasks.train` or `tasks.eval`, with their readers resolved.
 
     Raises:
-        ValueError: A source is malformed, or its format is not a known reader.
+        ValueError: A source is malformed, or its format is unknown.
     """
     section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
     entries = section.pop("sources")
@@ -92,7 +92,7 @@ def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
     split = section.pop("split")
     unused = [name for name in FIELDS if section.get(name)]
     if unused:
-        expected = f"nothing beside {key}.sources, whose entries have keys of their own"
+        expected = f"no value together with {key}.sources, whose entries set this key"
         refuse(f"{key}.{unused[0]}", section[unused[0]], expected)
     sources = []
     for index, entry in enumerate(entries):
@@ -115,7 +115,7 @@ def _resolve_source(fields: Mapping[str, Any], key: str, kind: str) -> TaskSourc
         (
             "weight",
             kind == "train" or source.weight == 1,
-            "no weight: held-out tasks are all played",
+            "no weight: evaluations use all held-out tasks",
         ),
         ("settings", isinstance(source.settings, Mapping), "a mapping"),
         (
@@ -134,16 +134,16 @@ def _reader_of(source: TaskSource) -> Callable[..., Any]:
     key, name = f"{source.key}.format", source.format_name
     reader: Any = resolve(key, name, READERS, example="my_tasks.Sums")
     if not callable(reader):
-        refuse(key, name, "a class or a function that makes a sequence of records")
+        refuse(key, name, "a class or a function that returns a sequence of records")
     return reader
 
 
 SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl"}
-"""Formats by file suffix. Files with other suffixes are JSONL."""
+"""Format by file suffix. Files with any other suffix are JSONL."""
 
 
 def format_of(source: str) -> str:
-    """Derive the format of a file, a pattern or a folder from its name or contents."""
+    """Infer the format of a file, pattern or folder from its name or contents."""
     path = Path(source)
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
@@ -155,7 +155,7 @@ def format_of(source: str) -> str:
 
 
 def open_reader(source: TaskSource) -> Reader:
-    """Open the reader of a source.
+    """Open a source with the reader for its format.
 
     Raises:
         FileNotFoundError, ValueError: The source cannot be opened. The message names the key.
@@ -175,20 +175,20 @@ def open_reader(source: TaskSource) -> Reader:
 
 
 class Tasks(Sequence[Task]):
-    """Tasks of one source, all checked at the start. A large source parses at each access.
+    """Tasks of one source, all checked when opened. A large source is parsed on access.
 
     Attributes:
-        key: Config key of the source's section.
+        key: Config key of the source's section, with the prefix `config.`.
         ids: Hashes of the ids, uint64 [N].
         questions: Hashes of the questions, uint64 [N, 2]; see `question_hashes`.
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
-        """Open and check a source. `show` receives the progress of a large one.
+        """Open and check a source. `show` displays the progress for a large one.
 
         Raises:
             FileNotFoundError, ValueError: The source cannot be read, or a record is malformed. The
-                message names file and row.
+                message names its file and row.
         """
         self.key, self._source = f"config.{source.key}", source
         self._reader = open_reader(source)
@@ -220,7 +220,7 @@ class Tasks(Sequence[Task]):
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
 
     def _read(self, indices: Sequence[int]) -> list[Task]:
-        """Read tasks. Errors become a UserCodeError that names key and location."""
+        """Read the tasks at `indices`. Convert any error to a UserCodeError."""
         try:
             records = self._reader.read(indices)
             return [self._parse(r, i) for r, i in zip(records, indices, strict=True)]
@@ -236,7 +236,7 @@ class Tasks(Sequence[Task]):
             kept = {name: value for name, value in record.items() if name not in source.columns}
             named = {new: record[old] for old, new in source.columns.items() if old in record}
             record = kept | {name: value for name, value in named.items() if name}
-        if self._reader.fills_gaps:  # else each call would have null arguments from all others
+        if self._reader.fills_gaps:  # else a call would have null arguments from other calls
             chats = {name: record[name] for name in ("messages", "prompt") if name in record}
             record = {**record, **without_gaps(chats)}
         refuse_bytes(record, place)
@@ -268,7 +268,7 @@ class Tasks(Sequence[Task]):
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
-        """Return the tasks for which `kept`, bool [N], is True."""
+        """Return the tasks for which the mask `kept`, bool [N], is True."""
         tasks = copy.copy(self)
         tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
         tasks.questions = self.questions[kept]
@@ -280,7 +280,7 @@ class Tasks(Sequence[Task]):
 def open_tasks(
     sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
 ) -> Mixture[Task]:
-    """Open and check all sources. See `Tasks` and `check_ids` for errors."""
+    """Open and check all sources. For errors, see `Tasks` and `check_ids`."""
     opened = [Tasks(source, show) for source in sources]
     check_ids(opened)
     names = [source.name for source in sources]
@@ -292,12 +292,12 @@ def open_tasks(
 
 
 def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Task]:
-    """Return all tasks of a file or folder. `key`, such as `tasks.train`, is for errors."""
+    """Read all tasks of a file or folder. Errors name `key`, such as `tasks.train`."""
     return list(open_tasks([TaskSource(key=key, source=str(source), split=split)]))
 
 
 def check_ids(sources: Sequence[Tasks]) -> None:
-    """Raise a ValueError if two tasks share an id, since trajectories and difficulties use it."""
+    """Raise a ValueError if two tasks have the same id."""
     everything = Mixture([Source(items=tasks) for tasks in sources])
     ids = np.concatenate([tasks.ids for tasks in sources])
     order = np.argsort(ids, kind="stable")
@@ -305,12 +305,12 @@ def check_ids(sources: Sequence[Tasks]) -> None:
     pairs = sorted((int(order[i + 1]), int(order[i])) for i in again)
     for second, first in pairs:
         task = everything[second]
-        if task.id == everything[first].id:  # otherwise only the hashes collide
+        if task.id == everything[first].id:  # else only the hashes collide
             place, other = (_place(sources, index) for index in (second, first))
             is_same_file = place.rpartition(":")[0] == other.rpartition(":")[0]
             where = f"line {other.rpartition(':')[2]}" if is_same_file else other
             raise ValueError(
-                f"{place}: the id {task.id!r} is that of {where} already; make ids unique, for "
+                f"{place}: the id {task.id!r} is already used in {where}; make ids unique, for "
                 "example with the dataset's name as a prefix (set data_source of each source), or "
                 "omit 'id' everywhere."
             )
@@ -325,7 +325,7 @@ def _place(sources: Sequence[Tasks], index: int) -> str:
 
 
 def check_data_sources(tasks: Sequence[Task], key: str) -> None:
-    """Raise a ValueError if a dataset has the name of a summary over datasets."""
+    """Raise a ValueError if a task's `data_source` is in `RESERVED`."""
     for task in tasks:
         if task.data_source in RESERVED:
             raise ValueError(
@@ -335,14 +335,14 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
 
 
 RESERVED = ("all", "mean")
-"""Names of summaries over datasets, which no dataset may have."""
+"""Names of evaluation summaries over datasets, which no dataset may have."""
 
 
 def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
-    """Return a warning if held-out questions are among the training tasks, else "".
+    """Return a warning if the training tasks contain held-out questions, else "".
 
-    Questions are compared without case, whitespace and final punctuation. Chats are equal if their
-    messages are, or their question in verl's `extra_info`. Images must be equal too.
+    The comparison ignores case, whitespace and final punctuation. Two chats match if their messages
+    or their questions in the metadata (verl's `extra_info`) match. Images must match too.
     """
     asked = question_hashes(held_out)
     known, first = np.unique(question_hashes(tasks), return_index=True)
@@ -350,13 +350,13 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
         return ""
     at = np.searchsorted(known, asked).clip(max=len(known) - 1)
     is_known = known[at] == asked
-    # The first training task that matches each held-out task. Each task has two hashes.
+    # The first training task that matches each held-out task, given two hashes per task.
     others = np.where(is_known, first[at] // 2, len(tasks)).min(axis=1)
     both = [
         (held_out[index], tasks[int(others[index])])
         for index in np.flatnonzero(is_known.any(axis=1)).tolist()
     ]
-    # Compare the texts too, since hashes may collide.
+    # Compare the texts too, because hashes may collide.
     both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
     if not both:
         return ""
@@ -370,10 +370,10 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 
 
 def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
-    """Return hashes of each task's question, uint64 [N, 2].
+    """Compute hashes of each task's question, uint64 [N, 2].
 
-    A chat with a known question has two hashes, of its messages and of the question. For other
-    tasks both are equal.
+    A chat with a question in its metadata has a hash of its messages and a hash of the question.
+    For any other task, both hashes are equal.
     """
     if isinstance(tasks, Tasks):
         return tasks.questions
@@ -391,7 +391,7 @@ def _hashes_of(task: Task) -> tuple[int, int]:
 
 
 def _identities(task: Task) -> list[str]:
-    """Return identifying texts. Two tasks with the same question share at least one."""
+    """Return texts that identify a task. Tasks with the same question share at least one."""
     if task.question is not None:
         texts = ["question " + normalized_question(task.question)]
     else:
@@ -405,7 +405,7 @@ def _identities(task: Task) -> list[str]:
 
 
 def normalized_question(text: str) -> str:
-    """Normalize case and whitespace of a question, and remove final punctuation."""
+    """Normalize the case and whitespace of a question, and strip final punctuation."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?.")
 
 
@@ -415,10 +415,10 @@ def _hash(text: str) -> int:
 
 
 def task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
-    """Return the files of `tasks.train` or `tasks.eval` by key, such as `tasks.train.sources/0`.
+    """Return the files of each source by key, such as `tasks.train.sources/0`.
 
-    For an entry of `sources`, the rest of its configuration comes with them as JSON, because only
-    its path may change without consent.
+    For an entry of `sources`, the other fields of its configuration are returned as JSON, because
+    only its path may change on resume without `--accept_changes`; otherwise "".
     """
     by_key = {}
     for source in sources:

@@ -1,4 +1,4 @@
-"""Byte-level tokenizer: text to token ids and back, with chat templates."""
+"""Byte-level BPE tokenizer with chat templates."""
 
 import contextlib
 import json
@@ -19,26 +19,26 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 from jaxrl.utils.text import escape_control_chars
 
 MAX_IDS = 2**24
-"""Maximum vocabulary size, to bound the list of ids. Published vocabularies end near 260,000."""
+"""Maximum vocabulary size. Published vocabularies have at most about 260,000 ids."""
 
-_MAX_CHATS = 64  # maximum number of cached templates with different tools
-_SLACK_TOKENS = 128  # extra tokens to encode beyond the requested prefix
+_MAX_CHATS = 64  # maximum number of cached chat templates, one per set of tools
+_SLACK_TOKENS = 128  # tokens to encode beyond the requested prefix
 
 
 class Tokenizer:
     """Byte-level BPE tokenizer with a chat template, in Hugging Face's format.
 
     Attributes:
-        vocab_bytes: Bytes of each id: the text of an added token, b"" for an unused id.
-        num_tokens: Number of ids, at most the number of embedding rows of the model.
-        eos_ids: Ids that end the model's message; the tokenizer's EOS id comes first.
-        opener: Text that the chat template writes at the start of the model's message, and so at
+        vocab_bytes: Bytes that each id decodes to; b"" for an unused id.
+        num_tokens: Vocabulary size, at most the number of rows of the model's embedding.
+        eos_ids: Ids that end the model's message, starting with the tokenizer's EOS id.
+        opener: Text that the chat template writes at the start of the model's message, and thus at
             the end of every prompt; "" for most templates.
-        pad_id: Padding id. Masks never depend on it.
-        image_id: Id of an image token; None if the model does not support images.
-        video_id: Id of a video token; None if the model does not support videos.
-        now: Time shown to the chat template.
-        reads_clock: True if the template may read the time.
+        pad_id: Padding id, which must not be used to compute masks.
+        image_id: Id of the image token; None if the model does not support images.
+        video_id: Id of the video token; None if the model does not support videos.
+        now: Time that the chat template sees.
+        reads_clock: True if the chat template reads the time.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class Tokenizer:
 
         Args:
             hf_tokenizer: A `PreTrainedTokenizerFast`.
-            eos_ids: Further ids that end a message.
-            eos_tokens: Texts of further tokens that end a message.
-            template_arguments: Arguments of the chat template, such as `enable_thinking`.
-            image_id: Id of an image token, as the template writes it.
-            video_id: Id of a video token.
-            now: Time for the chat template; by default the current time.
+            eos_ids: Additional ids that end a message.
+            eos_tokens: Texts of additional tokens that end a message.
+            template_arguments: Variables for the chat template, such as `enable_thinking`.
+            image_id: Id of the token that the chat template writes for an image.
+            video_id: Id of the token that the chat template writes for a video.
+            now: Time that the chat template sees; by default the current time.
 
         Raises:
-            ValueError: The tokenizer has an unsupported type, or lacks a token or argument.
+            ValueError: The tokenizer type is unsupported, an EOS or image token is invalid, or the
+                template does not read an argument.
         """
         self._hf_tokenizer = hf_tokenizer
         text = hf_tokenizer.backend_tokenizer.to_str()
@@ -72,8 +73,8 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A copy without added tokens encodes untrusted text. It also leaves added tokens that are
-        # not flagged as special (`<think>`, `<tool_call>`) as plain text.
+        # A copy without added tokens encodes untrusted text. Even added tokens that are not marked
+        # special (`<think>`, `<tool_call>`) then stay plain text.
         self._plain = tokenizers.Tokenizer(self._tokenizer.model)
         self._plain.normalizer = self._tokenizer.normalizer
         self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
@@ -88,7 +89,7 @@ class Tokenizer:
         self.vocab_bytes = bytes_of_ids(spec)
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
-        # Ids that end a message: the tokenizer's, those of generation_config.json, the config's.
+        # Ids that end a message: from the tokenizer, generation_config.json and the config.
         eos = hf_tokenizer.eos_token_id
         named: list[int] = []
         for token_text in eos_tokens:
@@ -109,7 +110,7 @@ class Tokenizer:
         self.pad_id = self.eos_ids[0] if pad is None else pad
         special = [token["id"] for token in spec["added_tokens"] if token["special"]]
         self._added_ids = {token["id"] for token in spec["added_tokens"]}
-        # The chat template, with a fixed time so that all prompts of a run agree.
+        # The chat template, with a fixed time so that all prompts of a run have the same date.
         arguments = dict(template_arguments or {})
         templates = _templates_of(hf_tokenizer)
         _check_arguments(arguments, "\n".join(templates))
@@ -119,8 +120,8 @@ class Tokenizer:
         self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
-        # The image id must be one that the template writes. A template that writes no added token
-        # for an image does not support images, so there is nothing to compare.
+        # The template must write `image_id` for an image. If it writes no added token, it does not
+        # support images, and there is nothing to check.
         written = {self.decode([id]): id for id in self.encode(self._chat.image)}
         is_known = image_id in written.values() or not self._added_ids & {*written.values()}
         if image_id is not None and not is_known:
@@ -129,8 +130,8 @@ class Tokenizer:
                 f"one that its chat template writes for an image: {written}. Fix config.json."
             )
         self.opener = self._chat.opener
-        # Ids that message contents must not produce: control tokens of the chat, and image and
-        # video tokens, which text could fake.
+        # Ids that message contents must never produce: the chat's control tokens, and image and
+        # video tokens.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.wrapper)}
         self._chat_ids |= {image_id, video_id}
         for template in templates[1:]:
@@ -148,9 +149,9 @@ class Tokenizer:
         template_arguments: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> "Tokenizer":
-        """Load from a local folder, without network access.
+        """Load a tokenizer from a local folder, without network access.
 
-        `eos_ids` includes those of `generation_config.json` if it exists.
+        `eos_ids` includes those in `generation_config.json` if it exists.
         """
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
@@ -164,11 +165,11 @@ class Tokenizer:
         with quiet_transformers(), _loading(folder):
             from transformers import AutoTokenizer
 
-            # Never contact the hub, neither for the folder nor for names in its files.
+            # Never contact the hub, not even for model names in the files of the folder.
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        # A dict holds several named templates; the default one is required.
+        # If there are several named templates, one must be called default.
         template = hf_tokenizer.chat_template
         named = template if isinstance(template, dict) else {"default": template}
         if not template or not all(isinstance(named.get(n), str) for n in ("default", *named)):
@@ -188,23 +189,23 @@ class Tokenizer:
             )
 
     def opener_with(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return the `opener` of a chat with these tools."""
+        """Return the opener (see `Tokenizer`) of chats with these tools."""
         return self._chat_with(tools).opener
 
     def encode(self, text: str) -> list[int]:
-        """Encode `text`. Special tokens in it are parsed, but none are added."""
+        """Encode `text`. Special tokens in it are parsed, but no BOS or EOS token is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode untrusted text. Added tokens such as `<|im_end|>` are not parsed."""
+        """Encode untrusted text, without parsing added tokens such as `<|im_end|>`."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_start(self, text: str, max_tokens: int) -> list[int]:
-        """Return the first `max_tokens` ids of `encode_plain(text)`, at a cost bounded by them.
+        """Return the first `max_tokens` ids of `encode_plain(text)` without encoding all of it.
 
-        Merges work on pieces of the text, so text far after an id does not change it. Only the last
-        ids of a prefix depend on the text that is cut off, so `_SLACK_TOKENS` more are encoded. If
-        the tokenizer normalizes, thousands of marks on one letter are sorted within the prefix.
+        Only the last ids of a prefix depend on the text after it, because BPE merges within short
+        pieces of text. `_SLACK_TOKENS` more tokens are encoded and then dropped. The result may
+        differ for thousands of combining marks on one letter if the tokenizer normalizes text.
         """
         num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
         return self.encode_plain(text[:num_characters])[:max_tokens]
@@ -217,22 +218,22 @@ class Tokenizer:
         behind: int = 0,
         has_default_system: bool = False,
     ) -> list[int]:
-        """Return the ids of a chat up to the start of the model's next message.
+        """Render and encode a chat up to the start of the model's next message.
 
         Messages cannot inject control tokens: special tokens, and tokens that the template itself
-        writes, stay plain characters in contents and other fields. Other added tokens are parsed:
-        `<think>` in an example is the token that a model writes.
+        writes, are encoded as plain text in contents and other fields. Other added tokens are
+        parsed, so `<think>` in an example is the token that a model generates.
 
         Args:
-            messages: Chat messages. The template renders fields other than role and content.
-            tools: JSON schemas of the tools, which the template describes.
+            messages: Chat messages. The template also renders fields other than role and content.
+            tools: JSON schemas of the tools that the template describes.
             image_tokens: Number of tokens of each image, one per `<image>` placeholder. If empty,
                 placeholders are plain text.
-            behind: Number of leading messages to leave out; none of them may be blank.
-            has_default_system: See `Chat.render`.
+            behind: Number of leading messages to omit. None of them may be blank.
+            has_default_system: True to keep the template's default system message.
 
         Raises:
-            ValueError: The template refuses the chat, drops a message or a field, or does not
+            ValueError: The template rejects the chat, drops a message or a field, or does not
                 support tools or images.
         """
         pieces = self._chat_with(tools).render(
@@ -246,11 +247,11 @@ class Tokenizer:
         return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
 
     def render_turn(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the text of an assistant message, see `Chat.turn`."""
+        """Render an assistant message as text; see `Chat.turn`."""
         return self._chat_with(tools).turn(message)
 
     def render_image(self, num_tokens: int) -> tuple[list[int], str]:
-        """Return the ids and the text of an image of `num_tokens` tokens."""
+        """Return the ids and the text that represent an image of `num_tokens` tokens."""
         return self._expand(self.encode(self._chat.image), [num_tokens]), self._chat.image
 
     def render_results(
@@ -259,14 +260,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         image_tokens: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
-        """Return the ids and the text of tool results as the chat template renders them.
+        """Render tool results with the chat template; return their ids and their text.
 
-        They start after the id that ended the model's message, and end where its next message
-        starts. Added tokens inside results are not parsed.
+        They start after the EOS id of the model's message and end at the start of its next message.
+        Added tokens inside results are not parsed.
 
         Raises:
-            ValueError: The template does not support tool results, or its end of message is not one
-                of `eos_ids`.
+            ValueError: The template does not support tool results, or ends messages with a token
+                that is not in `eos_ids`.
         """
         shown = image_tokens or [()] * len(results)
         first, *others = self._chat_with(tools).tool_turn([len(counts) for counts in shown])
@@ -284,7 +285,7 @@ class Tokenizer:
         return self._expand(ids, counts), "".join(piece.text for piece in pieces)
 
     def _expand(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        """Repeat the image token of each image to its number of tokens."""
+        """Repeat the image token of each image as often as the image has tokens."""
         num_written = ids.count(self.image_id) if self.image_id is not None else 0
         if num_written != len(image_tokens):
             raise ValueError(
@@ -298,7 +299,7 @@ class Tokenizer:
         return [id for id in ids for _ in range(next(counts) if id == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]], template: str | None = None) -> Chat:
-        """Return a chat with tools, from `template` or the model's template for these tools."""
+        """Create the chat template for these tools, from `template` or the model's default."""
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
         if template is None and self._hf_tokenizer.chat_template:
             template = self._hf_tokenizer.get_chat_template(tools=[*tools] or None)
@@ -317,7 +318,7 @@ class Tokenizer:
         )
 
     def _mark_tokens(self, text: str) -> str:
-        """Put markers around the control tokens of the chat."""
+        """Put markers around the control tokens in a text; see `chat_template.mark_token`."""
         return self._chat_tokens.sub(lambda token: mark_token(token[0]), text)
 
     def _chat_with(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
@@ -335,15 +336,14 @@ class Tokenizer:
                     "reads `tools`. Set config.env.search.protocol to one with tags, or "
                     "config.model.path to a model that was trained to call tools."
                 )
-            if len(self._chats) > _MAX_CHATS:  # clients of a server may define their own tools
-                # Evict the oldest, except the first, which has no tools. Another thread may already
-                # have done so.
+            if len(self._chats) > _MAX_CHATS:  # clients of a server may define tools
+                # Evict the oldest template that has tools, unless another thread just did.
                 self._chats.pop(list(self._chats)[1], None)
             self._chats[key] = self._make_chat(tools)
         return self._chats[key]
 
     def _encode_chat(self, pieces: Sequence[Piece], reserved: Container[int]) -> list[int]:
-        """Encode a chat without parsing reserved added tokens in message contents."""
+        """Encode a rendered chat. Reserved tokens in message contents are encoded as plain text."""
         text = "".join(piece.text for piece in pieces)
         is_given = [piece.is_given for piece in pieces for _ in piece.text]
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -359,7 +359,7 @@ class Tokenizer:
         ]
         if len(kept) == len(added):
             return encoding.ids
-        # Encode the text between real added tokens separately. A forged token does not split it.
+        # Encode the text between real added tokens as plain text, including forged tokens.
         ids, begin = [], 0
         for id, start, end in kept:
             ids += [*self.encode_plain(text[begin:start]), id]
@@ -368,23 +368,23 @@ class Tokenizer:
 
     @property
     def left_out_system(self) -> str:
-        """Default system message that was removed from some prompt; "" if none was."""
+        """Default system message that was removed from a prompt; "" if none was so far."""
         return next((chat.left_out for chat in self._chats.values() if chat.left_out), "")
 
     @property
     def unknown_message_end(self) -> str:
-        """Added token after the model's messages if it is not in `eos_ids`; else ""."""
+        """Added token with which the template ends messages if it is not in `eos_ids`; else ""."""
         ids = self.encode(self._chat.message_end.strip())[:1]
         is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unknown else ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode `ids`, including special tokens. Bytes that are not UTF-8 become U+FFFD."""
+        """Decode `ids`, including special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
 
 
 def _templates_of(hf_tokenizer: Any) -> list[str]:
-    """Return the default chat template, and the one for tools if it differs."""
+    """Return the default chat template, and the one for chats with tools if it differs."""
     if not hf_tokenizer.chat_template:
         return []
     default, for_tools = hf_tokenizer.get_chat_template(), hf_tokenizer.get_chat_template(tools=[])
@@ -392,11 +392,11 @@ def _templates_of(hf_tokenizer: Any) -> list[str]:
 
 
 _OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template")
-"""Arguments that users cannot set, because they decide what is rendered and how."""
+"""Arguments that `prompt.chat_template_kwargs` must not set, because the tokenizer does."""
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
-    """Raise a ValueError for arguments that the chat template does not read."""
+    """Raise a ValueError if the chat template does not read an argument, or it is reserved."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)
         if name in _OWN_ARGUMENTS or not is_read:
@@ -409,7 +409,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 
 @contextlib.contextmanager
 def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
-    """Convert any library error to a one-line ValueError; errors of types `ours` pass through."""
+    """Convert library errors to one-line ValueErrors. Errors of types `ours` pass unchanged."""
     try:
         yield
     except (KeyboardInterrupt, *ours):
@@ -423,7 +423,7 @@ def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
 
 
 def _ids_of_images(folder: Path) -> dict[str, int]:
-    """Return the image and video token ids in `config.json`, if any."""
+    """Read the ids of the image and video tokens from `config.json`; {} if it has none."""
     try:
         fields = read_object(folder / "config.json")
     except (OSError, ValueError):
@@ -433,7 +433,7 @@ def _ids_of_images(folder: Path) -> dict[str, int]:
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:
-    """Return the end-of-sequence ids in `generation_config.json`; [] if it does not exist."""
+    """Read the EOS ids from `generation_config.json`; [] if the file or the field is missing."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
@@ -445,10 +445,10 @@ def _generation_eos_ids(folder: Path) -> list[int]:
 
 
 def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
-    """Return the bytes of every id in a tokenizer.json.
+    """Return the bytes that each id decodes to, from the contents of a tokenizer.json.
 
     Raises:
-        ValueError: The tokenizer is not byte-level BPE, or has an id that is too large.
+        ValueError: The tokenizer is not byte-level BPE, or has an id of at least `MAX_IDS`.
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
@@ -477,9 +477,9 @@ def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the character for each byte in byte-level BPE, as in GPT-2.
+    """Return the character that represents each byte in byte-level BPE, as in GPT-2.
 
-    Printable Latin-1 characters map to themselves, the others to U+0100 and up.
+    Printable Latin-1 characters represent themselves; U+0100 and up represent the other bytes.
     """
     escape_control_chars = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))

@@ -1,4 +1,4 @@
-"""Environment interface and its records."""
+"""Environment interface and its data classes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Outcome(enum.StrEnum):
 
 
 class OutageError(ToolError):
-    """A tool has answered no call for longer than the run waits.
+    """A tool or judge has been down for longer than the run tolerates.
 
     Attributes:
-        fallback: Text to show instead, in an episode that ends as an environment error. If None,
-            the run stops.
+        fallback: Result to show instead; the episode then ends as an environment error. None to
+            stop the run.
     """
 
     def __init__(self, message: str, *, fallback: str | None = None) -> None:
@@ -42,7 +42,7 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Sources of an answer, in order: the tool, the cache, an identical call in flight from another
+"""Sources of a result, in order: the tool, the cache, an identical call in flight from another
 episode, a recording, or the fallback text of an outage."""
 
 
@@ -55,15 +55,15 @@ class CallRecord:
     source: str = "tool"  # one of SOURCES
     attempts: int = 1
     waited_s: float = 0.0
-    error: str | None = None  # why there is no answer
-    result_index: int = 0  # index of its result in the turn
+    error: str | None = None  # why there is no result
+    result_index: int = 0  # index of the result in the turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A question record, with either `question` or `messages`, and all accepted answers.
+    """A question record: `question` or `messages`, and all accepted answers.
 
-    The text contains one `<image>` placeholder per image, in order.
+    The text contains an `<image>` placeholder for each image, in order.
     """
 
     id: str
@@ -77,12 +77,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Chat messages that ask a question.
+    """Prompt template: system message, examples and user message.
 
     Attributes:
         system: System message; "" for none.
         template: User message that contains `{question}`. Other braces are literal.
-        examples: Messages between the system and user messages.
+        examples: Few-shot messages between the system and user messages.
     """
 
     system: str
@@ -96,7 +96,7 @@ class Prompt:
             )
 
     def messages(self, task: Task) -> list[Message]:
-        """Return the first messages of an episode: the task's messages if it has any."""
+        """Return the initial messages of an episode; `task.messages` replaces the template."""
         if task.messages is not None:
             return list(task.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -106,7 +106,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """Text that the environment inserts, with images after `body`.
+    """Text that the environment inserts after a turn, with images after `body`.
 
     Only `body` may be truncated to fit a token budget. It is untrusted text, so special tokens in
     it are encoded as plain text. `prefix` and `suffix` contain the protocol's tags.
@@ -119,16 +119,15 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The full text before truncation."""
+        """Complete text before truncation."""
         return self.prefix + self.body + self.suffix
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResults:
-    """Results of one message's calls, which the chat template renders.
+    """Results of the calls in one model message, rendered by the chat template.
 
-    Each is untrusted text that may be truncated, like the body of an `Observation`, with images
-    after it.
+    Each body is untrusted text that may be truncated, like `Observation.body`. Images follow it.
     """
 
     bodies: tuple[str, ...]
@@ -136,7 +135,7 @@ class ToolResults:
 
     @property
     def images_of_each(self) -> tuple[tuple[Picture, ...], ...]:
-        """`images` with one entry per body."""
+        """Images of each body; () for a body without images."""
         return self.images or ((),) * len(self.bodies)
 
 
@@ -144,15 +143,15 @@ class ToolResults:
 class StepResult:
     """The environment's reply to one model message.
 
-    The episode ends if `outcome` is set. Otherwise the model continues, after the `observation` if
-    there is one. With an `error` but no outcome, the observation is a fallback, and the episode
+    The episode ends if `outcome` is set. Otherwise, the model continues after the `observation`, if
+    any. With an `error` but no outcome, the observation is a fallback, and the episode
     later ends as an environment error.
     """
 
     observation: Observation | ToolResults | None = None
     outcome: Outcome | None = None
     tool_call: str | None = None  # the first call
-    tool: str | None = None  # its tool; None for the search engine
+    tool: str | None = None  # tool of that call; None for the search engine
     latency_s: float = 0.0
     error: str | None = None
     records: tuple[CallRecord, ...] = ()  # one per call
@@ -168,13 +167,13 @@ class Turn:
     observation: str | None = None  # as inserted, possibly truncated
     results: tuple[str, ...] = ()  # one per call, if the observation is `ToolResults`
     latency_s: float = 0.0
-    error: str | None = None  # error of the environment
+    error: str | None = None  # why the environment failed
     records: tuple[CallRecord, ...] = ()
     images: tuple[Picture, ...] = ()  # images of the observation
     is_cut: bool = False  # True if the token budget truncated the observation
 
     def calls(self, tool: str | None) -> list[str]:
-        """Return this turn's calls of one tool; None means the search engine."""
+        """Return this turn's calls to a tool; None selects the search engine."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]
         return [self.tool_call] if self.tool_call is not None and self.tool == tool else []
@@ -182,7 +181,7 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Episode:
-    """One sample of one task in progress, filled in by the rollout."""
+    """An episode in progress: one sample of a task, filled in by the rollout."""
 
     task: Task
     opener: str = ""  # start of the response, written by the chat template
@@ -225,7 +224,7 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredEpisode:
-    """A finished episode with the environment's reward. `RewardCombiner` fills `records`."""
+    """A finished episode with the environment's reward. `RewardCombiner` fills in `records`."""
 
     episode: Episode
     reward: Reward
@@ -234,7 +233,7 @@ class ScoredEpisode:
 
 
 class Env(Protocol):
-    """A batched environment.
+    """Environment interface. Methods handle a batch of episodes.
 
     If a method raises, returns the wrong type, or `step` misses its deadline, the affected
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
@@ -247,22 +246,22 @@ class Env(Protocol):
     """
 
     stop_strings: tuple[str, ...]
-    """Strings that end a model's turn; () for a single turn without tools."""
+    """Strings that end a model's turn; () if only the end-of-turn token does."""
 
     reward_parts: tuple[str, ...]
     """Names of the parts that `score` computes, the same for every episode."""
 
     chat_tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas of the functions that the chat template describes."""
+    """JSON schemas of the tools, for the chat template."""
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the first messages of one episode per task."""
+        """Return the initial messages of one episode per task."""
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Reply to the new turn `texts[i]` of each episode, which is not in `turns` yet.
+        """Return the reply to the new turn `texts[i]` of each episode, not yet in its `turns`.
 
         Each text ends with a stop string, unless the model ended its turn. Called from several
-        threads. Must not change the episodes. If it raises, it is called again, one episode at a
+        threads. It must not modify the episodes. If it raises, it is called again, one episode at a
         time.
         """
 

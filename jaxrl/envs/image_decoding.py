@@ -1,4 +1,4 @@
-"""Image decoding with a fixed list of formats, bounded size and EXIF orientation."""
+"""Image decoding: supported formats, size limits and EXIF orientation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from PIL.Image import Transpose
 from jaxrl.envs.images import Picture, UnreadableError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Supported formats. By default Pillow tries all that it knows, and starts Ghostscript for EPS."""
+"""Supported formats. By default, Pillow tries every format and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
-"""Maximum size of an image. A small file may decode to many pixels, about 11 bytes each."""
+"""Maximum number of pixels. A small file may decode to many, at about 11 bytes each."""
 
 MAX_SCANS = 100
-"""Maximum number of scans of a JPEG. A scan of a few bytes makes the decoder redo all pixels."""
+"""Maximum number of scans in a JPEG. Even a tiny scan makes the decoder process all pixels."""
 
 TURNED = range(5, 9)  # EXIF orientations that swap height and width
 _TURNS = {
@@ -27,7 +27,7 @@ _TURNS = {
     5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }  # fmt: skip
-"""Transposes that make images upright. Pillow's `exif_transpose` fails if an unrelated EXIF field
+"""Transforms that make images upright. Pillow's `exif_transpose` fails if an unrelated EXIF field
 has the wrong type."""
 _ORIENTATION = 0x0112
 
@@ -48,8 +48,8 @@ def opened(picture: Picture) -> PIL.Image.Image:
         )
     if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
         raise UnreadableError(
-            f"{picture.name} is a JPEG of {count} scans; expected at most {MAX_SCANS}. Save it as "
-            "a baseline JPEG."
+            f"{picture.name} is a JPEG with {count} scans; expected at most {MAX_SCANS}. Save it "
+            "as a baseline JPEG."
         )
     if image.mode.startswith(("I", "F")):
         raise UnreadableError(
@@ -60,7 +60,7 @@ def opened(picture: Picture) -> PIL.Image.Image:
 
 
 def num_scans(jpeg: bytes) -> int:
-    """Return the number of scans of a JPEG; an upper bound if at most `MAX_SCANS`."""
+    """Return the number of scans in a JPEG. A result up to `MAX_SCANS` is an upper bound."""
     starts = jpeg.count(b"\xff\xda")
     if starts <= MAX_SCANS:
         return starts
@@ -89,14 +89,14 @@ def reading(picture: Picture) -> Iterator[None]:
     except Exception as error:
         why = " ".join(str(error).split())
         if isinstance(error, PIL.UnidentifiedImageError):  # its text may show a memory address
-            why = f"it is none of {', '.join(FORMATS)}"
+            why = f"its format is none of {', '.join(FORMATS)}"
         raise UnreadableError(f"{picture.name} cannot be read as an image: {why}") from error
 
 
 def orientation(image: PIL.Image.Image) -> int | None:
-    """Return the EXIF orientation, or None.
+    """Return the EXIF orientation, or None if there is none.
 
-    Also None for a PNG with EXIF at its end, until its pixels are loaded.
+    Also None for a PNG whose EXIF data follows the pixels, until they are loaded.
     """
     is_read = image.format != "PNG" or "exif" in image.info
     return image.getexif().get(_ORIENTATION) if is_read else None

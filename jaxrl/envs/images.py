@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "<image>"
-"""Image placeholder in a text. Plain text in a task without images."""
+"""Image placeholder in a text. It is plain text in a task without images."""
 
 
 class UnreadableError(ValueError):
@@ -21,7 +21,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An encoded image: a file path, or bytes."""
+    """An encoded image, given as a file path or as bytes."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
@@ -36,7 +36,7 @@ class Picture:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the content. Raises like `read`."""
+        """Hash of the encoded bytes. Raises the same errors as `read`."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     @property
@@ -46,7 +46,7 @@ class Picture:
 
 
 class Pictured(str):
-    """A tool's answer followed by images: `Pictured("two", images=[picture])`."""
+    """A tool result followed by images: `Pictured("two", images=[image])`."""
 
     __slots__ = ("images",)
     images: tuple[Picture, ...]
@@ -72,7 +72,7 @@ def picture(value: Any, folder: Path) -> Picture:
         folder: Base folder for relative paths.
 
     Raises:
-        ValueError: The value has another form.
+        ValueError: The value has an unsupported type or format.
     """
     match value:
         case bytes() if value:
@@ -88,7 +88,9 @@ def picture(value: Any, folder: Path) -> Picture:
             except binascii.Error as error:
                 raise ValueError(f"it is a data: URL that cannot be read: {error}") from error
         case str() if "://" in value.removeprefix("file://"):
-            raise ValueError(f"it is {value[:100]!r}; expected a file, since nothing is downloaded")
+            raise ValueError(
+                f"it is {value[:100]!r}; expected a file, since URLs are not downloaded"
+            )
         case str() if value.strip():
             return Picture(path=str(folder / value.removeprefix("file://")))
         case Mapping():
@@ -96,11 +98,11 @@ def picture(value: Any, folder: Path) -> Picture:
                 if value.get(name):
                     return picture(value[name], folder)
             raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
-    raise ValueError(f"it is a {type(value).__name__}; expected a path, or bytes")
+    raise ValueError(f"it is a {type(value).__name__}; expected a path or bytes")
 
 
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
-    """Convert a field with one image or a list of images. Raises like `picture`."""
+    """Convert an image or a list of images. Raises the same errors as `picture`."""
     if values is None:
         return ()
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
@@ -109,5 +111,5 @@ def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
         try:
             images.append(picture(value, folder))
         except ValueError as error:
-            raise ValueError(f"of its images number {index + 1}: {error}") from error
+            raise ValueError(f"image number {index + 1}: {error}") from error
     return tuple(images)

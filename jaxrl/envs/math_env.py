@@ -19,7 +19,7 @@ class MathEnv(Env):
     reward_parts = ("exact_match", "math")
 
     def __init__(self, *, prompt: Prompt) -> None:
-        """Store the prompt, which should ask for a final line `Answer: ..`."""
+        """Store the prompt, which should ask the model to end with a line `Answer: ..`."""
         self._prompt = prompt
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
@@ -27,7 +27,7 @@ class MathEnv(Env):
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """End every episode."""
+        """End each episode as answered, abstained or malformed."""
         return [StepResult(outcome=_outcome(math_answer(text))) for text in texts]
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:

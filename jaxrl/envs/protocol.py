@@ -1,9 +1,9 @@
-r"""Turn protocols of a model that searches: parsing, sanitizing and rendering.
+r"""Turn protocols for search: parsing turns, sanitizing and rendering results.
 
 In the protocols of Search-R1 (https://arxiv.org/abs/2503.09516) and BAPO
-(https://arxiv.org/abs/2601.11037), the model thinks in `<think>`, calls a tool with a tag of its
-name, such as `<search>`, and ends with `<answer>`. Results are in `<information>` or `<result>`.
-BAPO's final answer is in `\boxed{..}`.
+(https://arxiv.org/abs/2601.11037), the model thinks in `<think>`, calls a tool in a tag with the
+tool's name, such as `<search>`, and ends with `<answer>`. Results are in `<information>` or
+`<result>`. BAPO's final answer is in `\boxed{..}`.
 
 In Qwen's protocol (https://qwen.readthedocs.io/en/latest/framework/function_call.html), calls are
 JSON in `<tool_call>`, any number per turn. The chat template describes tools and renders results.
@@ -39,7 +39,7 @@ from jaxrl.envs.rewards.rules import (
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A parsed tool call with a text or JSON arguments. The tool may not exist."""
+    """A parsed tool call, with plain text or JSON arguments. The tool may not exist."""
 
     tool: str
     arguments: str | Mapping[str, Any]
@@ -54,7 +54,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A parsed turn. It has no calls if it closes a call that it never opened."""
+    """A parsed turn. It has no calls if it closes a tag that it never opened."""
 
     calls: tuple[Asked | Unreadable, ...] = ()
     is_answer: bool = False  # ends the episode
@@ -67,22 +67,22 @@ class Protocol:
 
     Attributes:
         name: Key in `PROTOCOLS`.
-        tags: All tags. `sanitize` removes them from untrusted text.
-        tools: Tags that call a tool.
+        tags: All tags. `sanitize` removes their angle brackets from untrusted text.
+        tools: Names of the tools; in tag protocols, also their tags.
         stop_strings: Strings that end a turn when the search engine is the only tool.
         result_prefix: Text before a tool's result.
         result_suffix: Text after a tool's result.
-        final_answer: Function from a response to its answer, or "".
-        is_well_formed: Predicate: does a response follow the protocol?
+        final_answer: Function from a response to its final answer, or "".
+        is_well_formed: Function that returns True if a response follows the protocol.
         format_reward: Function from a response to its format reward.
-        reward_parts: Names of the parts that are computed.
-        correctness_name: Name of the part that is specific to this protocol.
-        correctness: Function from a response and the accepted answers to that part.
-        is_correct: Predicate with the same arguments: is the response correct by that part?
-        read: Function from the text of a turn and the names of tools to the calls.
-        is_abstention: Predicate: does the answer of a response say "I don't know"?
-        in_template: True if the chat template describes tools and renders results, and the model
-            ends its own turns.
+        reward_parts: Names of the reward parts that an environment computes.
+        correctness_name: Name of the reward part that is specific to this protocol.
+        correctness: Function from a response and the accepted answers to the value of that part.
+        is_correct: Function of the same arguments; returns True if the response is correct.
+        read: Function that parses the text of a turn, given the names of the tools.
+        is_abstention: Function that returns True if the answer of a response is "I don't know".
+        in_template: True if the chat template describes tools and renders results, and turns end
+            without stop strings.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Protocol:
         )
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
-        """Return the observation for a turn's results. Tag protocols allow only one result."""
+        """Render the results of a turn's calls. Tag protocols allow only one result."""
         images = tuple(map(images_behind, results))
         if self.in_template:
             shown = images if any(images) else ()
@@ -139,10 +139,10 @@ def read_tags(turn: str, tools: Sequence[str]) -> Reading:
 
 
 def mask_calls(text: str) -> str:
-    """Hide tags inside the JSON of calls; the length of the text stays the same.
+    """Hide tags inside the JSON of calls without changing the length of the text.
 
-    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that does not parse as JSON
-    stays, so its tags count.
+    In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that is not valid JSON is
+    unchanged, so its tags count.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):
@@ -154,8 +154,9 @@ def mask_calls(text: str) -> str:
     return "".join([*pieces, text[position:]])
 
 
-# JSON has no `<` outside strings, and an object starts with a string. The pattern stops at such a
-# `<`, so the time stays linear: of two objects, only one can extend past the other's start.
+# JSON has no `<` outside strings, and an object starts with a string. The pattern stops at a `<`
+# outside strings, so it takes linear time: of two objects, only one can extend past the other's
+# start.
 _CALL_JSON = re.compile(
     r'<tool_call>\s*+(\{(?=\s*+["}])(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL
 )
@@ -165,8 +166,8 @@ _JSON = json.JSONDecoder()
 def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
     """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
-    Each `<tool_call>` contains a JSON object with a name and an object of arguments. Anything
-    else, or an unclosed call, is `Unreadable`. A turn without calls ends the episode.
+    Each `<tool_call>` must contain a JSON object with a name and an object of arguments. Any other
+    or unclosed call is `Unreadable`. A turn without calls ends the episode.
     """
     masked = mask_calls(turn)
     begin, end = _said(masked)
@@ -197,18 +198,18 @@ def read_call(text: str) -> Asked | Unreadable:
     match call:
         case {"name": str() as name, "arguments": dict() as arguments}:
             return Asked(tool=name, arguments=arguments)
-    reason = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
+    reason = 'the call is not a JSON object such as {"name": "...", "arguments": {...}}'
     return Unreadable(reason=reason)
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def said(text: str) -> str:
     """Return a response without its thoughts, masked by `mask_calls`.
 
-    An unclosed `<think>` ends with its message, before the results of its calls.
+    An unclosed `<think>` extends through the next `</tool_response>`, or to the end.
     """
     rest = mask_calls(text).rpartition("</think>")[2]
     return _UNCLOSED_THOUGHT.sub("", rest)
@@ -218,7 +219,7 @@ _UNCLOSED_THOUGHT = re.compile(r"<think>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
 def _said(masked: str) -> tuple[int, int]:
-    """Return start and end of the part of a masked text outside its thoughts."""
+    """Return the start and end of a masked turn's text outside thoughts."""
     thoughts = masked.rpartition("</think>")
     begin = len(masked) - len(thoughts[2])
     return begin, begin + len(thoughts[2].partition("<think>")[0])
@@ -227,11 +228,11 @@ def _said(masked: str) -> tuple[int, int]:
 def qwen_format(text: str) -> bool:
     """Return True if a response follows Qwen's protocol.
 
-    Outside closed think blocks, the tags must be any number of rounds, each of valid calls and as
-    many results, then one answer that ends the text. Other text may appear between the tags.
+    Outside closed think blocks, the tags must form any number of rounds, each with valid calls and
+    the same number of results, then one answer that ends the text. Other text may appear between.
 
     Args:
-        text: Response including its results as the chat template renders them.
+        text: Response, including tool results as rendered by the chat template.
     """
     text = without_thoughts(mask_calls(text))
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
@@ -252,9 +253,9 @@ _LETTERS = {
 
 
 def last_query(turn: str, tag: str = "search") -> str | None:
-    """Return the dedented text between the last opening tag and the closing tag at the end.
+    """Return the dedented text between the last opening tag and the final closing tag.
 
-    None if the turn does not end with the closing tag, or has no opening tag.
+    None if the turn does not end with the closing tag or has no opening tag.
     """
     if not turn.endswith(f"</{tag}>"):
         return None
@@ -288,7 +289,7 @@ def search_r1(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> Protocol:
-    """Return Search-R1's protocol with these rewards.
+    """Build Search-R1's protocol.
 
     Args:
         tools: Names of tools other than the search engine.
@@ -296,7 +297,7 @@ def search_r1(
         format_failure: Reward for a malformed response.
         answer_reward: Reward for an answer close to the truth.
         exact_match_bonus: Reward for an exact match, instead of `answer_reward`.
-        not_found: Reward for the answer "no relevant content found".
+        not_found: Reward for the answer `rules.NOT_FOUND`.
     """
     tools = ("search", *tools)
     is_well_formed = partial(search_r1_format, tools=tools)
@@ -328,7 +329,7 @@ def search_r1(
 
 
 def bapo(tools: Sequence[str] = ()) -> Protocol:
-    """Return BAPO's protocol. `<python>` is a tag even without that tool.
+    """Build BAPO's protocol. `<python>` is a tag even if the Python tool is not configured.
 
     Args:
         tools: Names of tools other than the search engine.
@@ -359,7 +360,7 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
 def qwen(
     tools: Sequence[str] = (), *, format_reward: float = 0.0, format_failure: float = -1.0
 ) -> Protocol:
-    """Return Qwen's protocol, with the final answer in `<answer>`.
+    """Build Qwen's protocol, with the final answer in `<answer>`.
 
     Args:
         tools: Names of all tools.
@@ -406,5 +407,5 @@ PROTOCOLS: Mapping[str, Callable[..., Protocol]] = {
     "bapo": bapo,
     "qwen": qwen,
 }
-"""Functions from tool names to a protocol. For tag protocols, the names exclude the search
-engine."""
+"""Functions that build a protocol from tool names, by config name. For tag protocols, the names
+exclude the search engine."""

@@ -31,11 +31,11 @@ class SearchEnv(Env):
     """Questions answered with a search engine and other tools.
 
     In the protocols of Search-R1 and BAPO, a turn ends with `</answer>`, which ends the episode,
-    or with the closing tag of a tool, which inserts the result. Any other end is malformed. A turn
-    that closes a call it never opened gets no reply, and the model continues.
+    or with the closing tag of a tool, which inserts the result. Any other end is malformed. If a
+    turn closes a call that it never opened, the model continues without an observation.
 
-    In Qwen's protocol, the model ends its own turns. All calls of a turn are answered in order; an
-    invalid call is answered with its error. A turn without calls is the last one. It is malformed
+    In Qwen's protocol, turns end without stop strings. Results are in the order of the calls; an
+    invalid call gets an error message. The first turn without calls ends the episode, as malformed
     if it has no answer.
 
     An answer that says "I don't know" ends the episode as abstained.
@@ -65,10 +65,10 @@ class SearchEnv(Env):
             max_turns: Maximum number of turns with calls, including blank calls. One more turn
                 with a call ends the episode as out of budget.
             max_calls: Maximum number of calls that reach a tool in an episode; 0 for no limit.
-                Further calls are answered with an error.
+                Further calls get an error message.
             protocol: Function from the names of `tools` to the protocol.
             correct_by: Reward part that decides correctness. An episode is correct if the part is
-                above 0; for the protocol's own part, `Protocol.is_correct` decides.
+                above 0; for the protocol-specific part, `Protocol.is_correct` decides.
             budget: Upper bound on the cost of an episode's calls. Exceeding it ends the episode.
         """
         # The protocol depends on the names of the tools.
@@ -83,7 +83,7 @@ class SearchEnv(Env):
                 f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
                 f"protocol {spoken.name!r}."
             )
-        # The chat template describes tools to the model; with tags, each call holds one text.
+        # The chat template describes tools to the model. With tags, a call is plain text.
         if spoken.in_template:
             self.stop_strings = ()
             self.chat_tools = tuple(chat_schema(tool) for tool in offered)
@@ -107,7 +107,7 @@ class SearchEnv(Env):
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Reply to one turn per episode. Each tool gets all of its calls as one batch."""
+        """Return the reply to one turn per episode. Each tool receives its calls as one batch."""
         plans = [self._plan(e, text) for e, text in zip(episodes, texts, strict=True)]
         calls: dict[str, list[_Call]] = {}
         for plan in plans:
@@ -118,7 +118,7 @@ class SearchEnv(Env):
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
-        """Parse one turn. Return its calls, or the reply if there are none to make."""
+        """Parse a turn. Return its calls, or the reply if no tool needs to be called."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)
@@ -127,7 +127,7 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.MALFORMED)
         if not reading.calls:
             return StepResult()
-        # Blank calls count too, since they are answered like the others.
+        # Blank calls count too, since they get a result like the others.
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
@@ -145,7 +145,7 @@ class SearchEnv(Env):
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
-        """Look up the tool of a call, or answer the call with an error."""
+        """Look up the tool of a call. The result of an invalid call is an error message."""
         if isinstance(asked, Unreadable):
             return _Call(found=f"error: {asked.reason}")
         tool = self._tools.get(asked.tool)
@@ -163,7 +163,7 @@ class SearchEnv(Env):
         return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
 
     def _reply(self, calls: list[_Call]) -> StepResult:
-        """Return the results of a turn's calls, or the first failure."""
+        """Build the reply from the results of a turn's calls, or from the first failure."""
         shown, errors = [], []
         for result in [call.found for call in calls]:
             if isinstance(result, OutageError) and result.fallback is None:
@@ -220,16 +220,16 @@ class SearchEnv(Env):
 
 @dataclass
 class _Call:
-    """A tool call and its answer."""
+    """A tool call and its result."""
 
     tool: Tool | None = None  # None if the call reaches no tool
     text: str = ""
-    found: str | ToolError = ""  # the answer or failure
+    found: str | ToolError = ""  # the result or failure
     record: CallRecord | None = None  # None if no tool was called
 
 
 def _answer(calls: list[_Call]) -> None:
-    """Answer the calls of one tool."""
+    """Run the calls of one tool as a batch and store their results."""
     tool = calls[0].tool
     assert tool is not None
     answers = tool.answer_all([call.text for call in calls])
@@ -238,7 +238,7 @@ def _answer(calls: list[_Call]) -> None:
 
 
 def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
-    """Return the protocol for these tools. A search engine comes first.
+    """Build the protocol for these tools. In tag protocols, the search engine comes first.
 
     Raises:
         ValueError: A name is invalid or reserved, or a required tool is missing.
@@ -247,7 +247,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     pattern, taken, called = r"[A-Za-z_][\w.-]*", set(), names
     if not bare.in_template:
         if names[:1] != ["search"]:
-            problem = f"the search engine is called {names[0]!r}" if names else "there is no tool"
+            problem = f"the search engine's name is {names[0]!r}" if names else "there is no tool"
             raise ValueError(f"{problem}; expected 'search'.")
         pattern, called = r"[a-z]\w*", names[1:]
         taken = {"search", *bare.tags} - set(bare.tools[1:])
@@ -259,7 +259,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     for name in called:
         if not re.fullmatch(pattern, name, re.ASCII) or name in taken:
             raise ValueError(
-                f"a tool is called {name!r}; expected a name that can be called, other than "
+                f"the tool name {name!r} is invalid or reserved; expected an identifier other than "
                 f"{', '.join(sorted(taken))}."
             )
         taken.add(name)
@@ -267,7 +267,7 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
 
 
 def turn_ends(protocol: Protocol, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings for a search engine and other tools with these names."""
+    """Return the protocol's stop strings and the closing tags of additional tools."""
     if protocol.in_template:
         return ()
     return (*protocol.stop_strings, *(f"</{name}>" for name in names))

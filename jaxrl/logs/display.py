@@ -29,16 +29,16 @@ class _StageProgress(Progress):
 
 
 class Display:
-    """Progress display: a live line on a terminal, otherwise a line from time to time."""
+    """Progress display: a live line on a terminal, otherwise a log line every few seconds."""
 
     def __init__(
         self, *, interval_s: float = 5.0, activity_interval_s: float = 30.0, is_enabled: bool = True
     ):
-        """Open the terminal.
+        """Create the consoles.
 
         Args:
             interval_s: Seconds between step lines without a terminal.
-            activity_interval_s: Seconds of silence before a line about an activity.
+            activity_interval_s: Seconds without output after which an activity is printed.
             is_enabled: True to print; False to print nothing.
         """
         self.console = Console(highlight=False, quiet=not is_enabled)
@@ -50,7 +50,7 @@ class Display:
         self._last = -math.inf
         self._last_line_at = time.monotonic()  # time of the last line of any kind
         self._spinner = Spinner("dots", style="status.spinner")
-        self._status: Live | None = None  # the live line outside a stage
+        self._status: Live | None = None  # the live line when no stage is running
         self._first: tuple[int, float] | None = None  # a stage's first step and its end time
         self._progress: _StageProgress | None = None
         self.last_progress_at, self.last_activity = time.monotonic(), ""
@@ -93,7 +93,7 @@ class Display:
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show a step's numbers."""
+        """Show a step's numbers in the live line, or log them every `interval_s` seconds."""
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
@@ -118,7 +118,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {'  '.join(texts)}  {eta} left")
 
     def activity(self, text: str) -> None:
-        """Show an activity within a step or before the first one."""
+        """Show an activity during a step or before the first one."""
         text = escape_control_chars(text)
         self._record_progress(text)
         if self._progress is not None:
@@ -138,7 +138,7 @@ class Display:
             self.log(text)
 
     def counter(self, label: str) -> Callable[[int, int], None]:
-        """Return a callback `(done, total)` that shows an activity's progress."""
+        """Return a callback `(done, total)` that shows the progress of an activity."""
         return lambda done, total: self.activity(f"{label} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:

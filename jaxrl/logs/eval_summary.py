@@ -1,4 +1,4 @@
-"""Evaluation measures on held-out tasks, with intervals, as metrics and as text.
+"""Evaluation measures on held-out tasks, with confidence intervals, as metrics and as text.
 
 `docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
 order.
@@ -38,7 +38,7 @@ COUNTS = ("num_questions", "unscored_questions", "environment_errors")
 OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
 
 RELIABILITY = ("precision", "reliability")
-"""Measures derived from the shares of correct answers and of abstentions."""
+"""Measures derived from the fractions of correct answers and of abstentions."""
 
 CONTROL_SUITES = ("empty_search", "random_search")
 """Suites in which a control engine replaces the search engine."""
@@ -56,7 +56,7 @@ ATTRIBUTION_MEASURES = (
 class EvalSummary:
     """Measures of one suite, by dataset and measure.
 
-    The dataset `all` is every question; `mean` is the mean over several datasets.
+    The dataset `all` contains every question; `mean` is the mean over datasets, if several.
 
     Attributes:
         num_samples: Number of samples per question.
@@ -81,26 +81,25 @@ def summarize(
     seed: int,
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> EvalSummary:
-    """Return means over questions and their intervals, by dataset.
+    """Compute means over questions by dataset, with confidence intervals.
 
-    Samples with an environment error are counted but otherwise excluded. A question without scored
-    samples is not in the means, and one with fewer than k scored samples is not in pass@k and
-    maj@k.
+    Samples with an environment error are counted but otherwise excluded. Means exclude questions
+    without scored samples; pass@k and maj@k exclude questions with fewer than k scored samples.
 
     Args:
-        questions: Samples of each question, the same number for all.
-        has_python: True to count calls of Python.
+        questions: Samples of each question; every question has the same number.
+        has_python: True to count Python calls.
         has_results: True to attribute the answers to tool results.
-        ks: See `subset_sizes`.
+        ks: Values of k for pass@k and maj@k; see `subset_sizes`.
         num_resamples: Number of bootstrap resamples.
-        seed: Random seed of the bootstrap.
+        seed: Random seed for the bootstrap.
         weights: Weights of the reward parts.
     """
     sizes = sorted({len(question.trajectories) for question in questions})
     if len(sizes) != 1:
         raise ValueError(
             f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected the same "
-            "number for each."
+            "number for every question."
         )
     [num_samples] = sizes
     ks = subset_sizes(num_samples, ks)
@@ -163,9 +162,9 @@ def summarize(
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`, or verl's default: the powers of two below `num_samples`, and `num_samples`.
+    """Return `ks`; if empty, the powers of two below `num_samples` and `num_samples`, as in verl.
 
-    Returns () for one sample.
+    Returns () for a single sample.
     """
     if num_samples == 1:
         return ()
@@ -174,7 +173,7 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """Return the measures of one question's samples; NaN if there are too few samples."""
+    """Return the measures of a question; NaN if it has too few scored samples."""
     scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -199,7 +198,10 @@ def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> d
 
 
 def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
-    """Attribute a sample's answer to tool results, using its exact match if it has one."""
+    """Return the `ATTRIBUTION_MEASURES` of a sample.
+
+    Two of them require an exact-match score and are omitted without one.
+    """
     origin: Attribution = attribute(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
     if (score := trajectory.reward_parts.get("exact_match")) is not None:
@@ -210,9 +212,9 @@ def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _append_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Append `RELIABILITY` to means `[.., M]` if there is an exact match.
+    """Append the `RELIABILITY` measures to means `[.., M]` if there is an exact match.
 
-    With accuracy a and share r of abstentions, precision is a / (1 - r), or NaN if nothing was
+    With accuracy a and abstention rate r, precision is a / (1 - r), or NaN if nothing was
     answered. Reliability is (1 - r) * precision + r * a = a + r * a.
     BAPO (https://arxiv.org/abs/2601.11037).
     """
@@ -264,7 +266,7 @@ def held_out_score(summary: EvalSummary) -> float | None:
 
 
 def format_suite_line(suite: str, summary: EvalSummary) -> str:
-    """Format the scores of a suite in one line."""
+    """Format the scores of a suite as one line."""
     if is_unscored(summary):
         count = summary.means["all"]["environment_errors"]
         return f"{suite}: nothing could be scored ({count} environment errors)"
@@ -285,7 +287,7 @@ def format_suite_line(suite: str, summary: EvalSummary) -> str:
 def format_tables(
     step: int, stage: str, summaries: Mapping[str, EvalSummary], *, weights_step: int | None = None
 ) -> str:
-    """Format tables of all suites, 80 columns wide."""
+    """Format tables for all suites, 80 columns wide."""
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
     if weights_step not in (None, step):
         title += f"\nstopped early: the weights are those of step {weights_step}"
@@ -300,7 +302,7 @@ BEHAVIOR_COLUMNS = {
     "sampled_tokens": "tokens",
     "environment_errors": "errors",
 }
-"""Measures in the main tables, and their column heads."""
+"""Measures in the main tables, and their column headers."""
 
 OPTIONAL_COLUMNS = {
     "searched": "searched",
@@ -308,7 +310,7 @@ OPTIONAL_COLUMNS = {
     "precision": "precision",
     "reliability": "reliability",
 }
-"""Measures in a further table, each shown only if it is informative."""
+"""Measures in an additional table, each shown only if it adds information."""
 
 EVIDENCE_COLUMNS = {
     "answer_in_results": "in results",
@@ -325,11 +327,11 @@ DECIMAL_PLACES = {
     "sampled_tokens": 1,
     **dict.fromkeys(COUNTS, 0),
 }
-"""Decimal places of measures that are not shares."""
+"""Decimal places of measures that are not fractions; those have three."""
 
 
 def _format_suite(suite: str, summary: EvalSummary) -> str:
-    # With a single dataset, `all` says everything.
+    # With a single dataset, the row `all` is enough.
     names = list(summary.means) if "mean" in summary.means else ["all"]
     measured = summary.means["all"]
 
@@ -349,7 +351,7 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
         ]
         tables.append(_format_table(("", "reward part", "weight", "mean"), rows))
     tables.append(table("", BEHAVIOR_COLUMNS))
-    # Without abstentions, precision and reliability equal the exact match.
+    # Without abstentions, precision and reliability equal the accuracy.
     depends_on = dict.fromkeys(RELIABILITY, "abstained")
     more = {
         name: header

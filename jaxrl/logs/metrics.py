@@ -16,10 +16,10 @@ from jaxrl.types import Trajectory
 def compute_rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int, *, has_python: bool = False
 ) -> dict[str, float]:
-    """Return means over the scored trajectories, under verl's names if it has them.
+    """Compute means over the scored trajectories, under verl's metric names where they exist.
 
-    Without scored trajectories they are NaN, since an environment error is not a reward of 0.
-    Python calls are counted if `has_python`.
+    Without scored trajectories, they are NaN, since an environment error is not a reward of 0.
+    With `has_python`, Python calls are counted.
     """
     scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
@@ -50,9 +50,9 @@ def compute_rollout_metrics(
 
 
 def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
-    """Return counts by source and waiting times of search answers; {} without searches.
+    """Count searches by source and summarize their latency; return {} without searches.
 
-    Not reproducible: timing decides which of two equal calls is first, and which reuses its result.
+    Not reproducible: timing decides which of two equal calls runs and which reuses its result.
     """
     searches = [record for record in records if record.tool is None]
     if not searches:
@@ -84,7 +84,7 @@ def to_json_number(value: Any) -> float | int | None:
 
 
 def count_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """Return the number of suites without any scored question, given all `as_metrics`."""
+    """Return the number of suites without a scored question, given the output of `to_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
     return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

@@ -1,4 +1,4 @@
-"""Human-readable records of trajectories, with rounded numbers and names of images."""
+"""Human-readable records of trajectories, with rounded numbers and image file names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONAL_FIELDS = (
     *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),
     *("is_abstention", "is_well_formed", "opener"),
 )
-"""Fields of a trajectory that are in its record only if they differ from the default."""
+"""Trajectory fields that are recorded only if they differ from their defaults."""
 
 
 def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def round_values(values: np.ndarray, *, is_relative: bool = False) -> list[float
 
     Args:
         values: Numbers, float [L].
-        is_relative: True for significant digits, for numbers that may be small, such as weights.
+        is_relative: True to round to significant digits, for small numbers such as weights.
     """
     return [float(f"{x:.6g}") if is_relative else round(float(x), 6) for x in values]
 
@@ -80,16 +80,16 @@ def round_token_arrays(fields: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
-    """Return digest and file of each image. An image without a file is in the workdir."""
+    """Return the digest and file of each image. Images without a file are in the workdir."""
     return [
         {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
     ]
 
 
 def question_to_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
-    """Convert an evaluation trajectory to its record in the evaluation's file.
+    """Convert an evaluation trajectory to its record in the evaluation file.
 
-    `error` is the text of its environment error, or "".
+    `error` is the message of its environment error, or "".
     """
     return {
         "task_id": trajectory.task_id,

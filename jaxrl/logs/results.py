@@ -47,7 +47,7 @@ def read_scores(workdir: Path, last_step: int) -> list[Scores]:
     """Read the scores of the evaluations up to the global step `last_step`, oldest first.
 
     A name is `<measure>/<suite>` for all questions and `<dataset>/<measure>/<suite>` for the
-    questions of one dataset. Names without a suite are those of the first suite. `reward` is the
+    questions of one dataset. A name without a suite refers to the first suite. `reward` is the
     weighted sum of the reward parts. Unreadable files are skipped.
     """
     paths = {}

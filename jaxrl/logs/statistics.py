@@ -15,7 +15,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     1 - C(n - c, k) / C(n, k), an unbiased estimate for the policy
     (https://arxiv.org/abs/2107.03374, equation 1), with c correct samples and k from 1 to n.
-    Integer arithmetic up to the division, so nothing overflows or cancels.
+    Uses integers up to the division, so nothing overflows or cancels.
     """
     ways = math.comb(num_samples, k)
     return (ways - math.comb(num_samples - num_correct, k)) / ways
@@ -26,11 +26,11 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
     The plurality vote of https://arxiv.org/abs/2203.11171, averaged over all subsets of size k.
     Tied answers win with equal probability. A blank answer is not a vote; a subset without votes is
-    wrong. (verl samples with replacement and lets the first of the tied answers win.)
+    wrong. (verl samples with replacement, and the first of the tied answers wins.)
 
     Args:
         answers: The n normalized final answers.
-        is_correct: Correctness of each sample. If equal answers differ, their mean counts.
+        is_correct: Correctness of each sample. Equal answers count with their mean correctness.
         k: Number of voters, 1 to n.
     """
     votes = Counter(answer for answer in answers if answer)
@@ -51,12 +51,12 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k: int) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `rivals` are the counts of the other answers. `ways[t, d]` counts the subsets with d samples of
+    `rivals` counts the other answers. `ways[t, d]` counts the subsets with d samples of
     the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
-    a polynomial in t and d, and polynomials multiply. All terms are positive, so floats lose
-    nothing.
+    a polynomial in t and d, and polynomials multiply. All terms are positive, so floats do not
+    cancel.
     """
-    from scipy.signal import convolve2d  # imported late: it takes a second and is rarely needed
+    from scipy.signal import convolve2d  # a slow import that is rarely needed
 
     total = 0.0
     for votes in range(1, min(num_votes, k) + 1):
@@ -77,19 +77,19 @@ def _win_probability(num_votes: int, rivals: tuple[int, ...], num_blank: int, k:
 
 
 def column_means(values: np.ndarray) -> np.ndarray:
-    """Return the column means of values [Q, M] without NaN, float [M]; NaN for empty columns."""
+    """Return column means of `values` [Q, M], ignoring NaN: float [M], NaN for empty columns."""
     return _means_of_sums(_with_presence(values).sum(axis=0))
 
 
 def bootstrap_means(
     values: np.ndarray, *, num_resamples: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return `column_means` of resampled rows, float [B, M].
+    """Compute the column means of bootstrap resamples of the rows, float [B, M].
 
     Args:
         values: One row per question, float [Q, M]; NaN if a question has no value.
         num_resamples: Number of resamples B.
-        rng: Random generator.
+        rng: Random generator that draws the rows.
     """
     num_rows, with_presence = len(values), _with_presence(values)
     sums = np.empty((num_resamples, with_presence.shape[1]))
@@ -101,7 +101,7 @@ def bootstrap_means(
 
 
 def _with_presence(values: np.ndarray) -> np.ndarray:
-    """Return the values with 0 for NaN, concatenated with their presence mask, [Q, 2M]."""
+    """Replace NaN by 0 and append a mask that is 1 where a value is present, [Q, 2M]."""
     is_present = ~np.isnan(values)
     return np.hstack([np.where(is_present, values, 0.0), is_present])
 
@@ -114,7 +114,7 @@ def _means_of_sums(sums: np.ndarray) -> np.ndarray:
 def percentile_interval(
     resampled: np.ndarray, *, confidence: float = 0.95
 ) -> tuple[float, float] | None:
-    """Return the percentile bootstrap interval of resampled means; None if there are none.
+    """Return the percentile bootstrap interval of resampled means; None if all are NaN.
 
     Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
     """

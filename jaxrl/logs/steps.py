@@ -33,9 +33,9 @@ DISPLAYED_METRICS = {
     "tokens/s": ("perf/throughput",),
     "spent": ("perf/ledger/total/cost",),
 }
-"""Numbers that the display shows after a training step, each the first metric that is present.
+"""Metrics that the display shows after a training step, by label: the first that is present.
 
-`held_out` is the score of the last evaluation, see `logs.eval_summary.held_out_score`.
+`held_out` is the score of the last evaluation; see `logs.eval_summary.held_out_score`.
 """
 
 
@@ -49,7 +49,7 @@ class StepTimer:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Measure the time of sampling trajectories, for this step or the next."""
+        """Count the time of the block as sampling, for this step or the next."""
         start = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - start
@@ -70,7 +70,7 @@ class StepTimer:
 
 
 def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, float]:
-    """Return the work of all processes' samplers since the counters in `before`."""
+    """Summarize the samplers' work since the counters in `before`, over all processes."""
     now, previous = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     deltas = {name: now[name] - previous[name] for name in now}
     cache_use = engine.peak_pages / engine.num_pages
@@ -88,7 +88,7 @@ def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, f
 
 
 def compute_wait_metrics(engine: Sampler) -> dict[str, float]:
-    """Return the seconds that devices waited for replies by cause, the maximum over processes."""
+    """Return seconds spent waiting for environments, by reason: the maximum over processes."""
     parts = distributed.gather({name: engine.wait_s[name] for name in WAIT_REASONS})
     return {f"timing_s/wait_{name}": max(part[name] for part in parts) for name in WAIT_REASONS}
 
@@ -102,7 +102,7 @@ def compute_lag_metrics(
 
 
 def compute_memory_metrics() -> dict[str, float]:
-    """Return the peak memory so far in GiB, of this process's fullest device.
+    """Return the peak memory so far of this process's fullest device, in GiB.
 
     On CPUs it is the peak resident memory of the process, including programs and mapped files.
     """
@@ -120,7 +120,7 @@ def compute_memory_metrics() -> dict[str, float]:
 
 
 def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Reduce the metrics of a step's updates, each by its own reduction.
+    """Merge the metrics of a step's updates, using the reduction of each metric.
 
     Returns {} without updates. NaN values of single updates are ignored.
     """
@@ -141,7 +141,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return the share of tokens shared by sequences, row padding, and device imbalance."""
+    """Return the fraction of tokens saved by shared prompts, the padding, and the imbalance."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
@@ -154,7 +154,7 @@ def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, flo
 def compute_kl_metrics(
     groups: Sequence[Group], controllers: Controllers, kl: KLSettings
 ) -> dict[str, float]:
-    """Return the KL coefficient of a step, and its measured divergence in nats per token."""
+    """Return the KL coefficient and the measured KL divergence, in nats per token."""
     return {
         "actor/kl_coef": controllers.kl_coef(kl),
         "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),
@@ -162,16 +162,16 @@ def compute_kl_metrics(
 
 
 def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
-    """Return the numbers of tokens with high window entropy and the response lengths.
+    """Compute high-entropy token counts and response lengths, overall and by difficulty.
 
-    Overall and by difficulty, depending on the controllers.
+    Includes only the metrics of controllers in use.
     """
     metrics: dict[str, float] = {}
     scored = [t for t in flatten_groups(groups) if t.is_scored]
     if controllers.threshold is not None:
         metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
     if controllers.coefficients is not None:
-        # Share of mixed groups in which a wrong answer has at least the reward of a correct one.
+        # Fraction of mixed groups in which a wrong answer has at least the reward of a correct one.
         inverted = []
         for group in groups:
             right = [t.reward for t in group.scored if t.is_correct]
@@ -195,7 +195,7 @@ def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def sample_fields(groups: Sequence[Group], controllers: Controllers) -> list[dict[str, Any]]:
-    """Return further fields of each trajectory for the step's trajectory file."""
+    """Return additional fields of each trajectory for the step's trajectory file."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
         for trajectory in group.trajectories:

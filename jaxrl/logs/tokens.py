@@ -1,4 +1,4 @@
-"""Per-token numbers of an update for the trajectory files (`log.tokens`)."""
+"""Per-token arrays of an update for the trajectory files (`log.tokens`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxrl.types import Batch, Group, Params, Trajectory, flatten_groups
 def make_token_logger(
     count: int, score: ScoreStep, shape: BatchShape, method: Method
 ) -> TokenLogger:
-    """Return `token_logger(groups, controllers, params, ref_params)`, called before updates.
+    """Build `token_logger(groups, controllers, params, ref_params)`, to call before the updates.
 
-    The groups must have advantages. It returns `finish`. After the updates, `finish(params)`
-    returns per-token arrays of each trajectory: by name float32 [L], 0 outside the loss mask; {}
-    for a trajectory without a loss. Logprobs before and after the update are computed by the same
-    program in the same rows, so they differ by the parameters alone.
+    The groups must have advantages. It returns a function `finish`. After the updates,
+    `finish(params)` returns the per-token arrays of each trajectory by name, float32 [L], 0 outside
+    the loss mask; {} for a trajectory excluded from the loss. Logprobs before and after the update
+    are computed by the same program in the same rows, so only the parameters differ.
 
     Args:
         count: Number of trajectories per step to score; -1 for all.

@@ -21,7 +21,7 @@ from jaxrl.training.settings import Settings
 
 
 def find_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a list with one warning if files of the records are missing, else []."""
+    """Return a list with a warning if files that the records refer to are missing, else []."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
@@ -59,7 +59,7 @@ def open_metrics_log(
 
 
 class _FailSafeTracker:
-    """Base class of mirrors that stop on failure without stopping the run."""
+    """Base class of trackers that are disabled on failure, so that the run continues."""
 
     name: str
 
@@ -72,7 +72,7 @@ class _FailSafeTracker:
             return
         try:
             action()
-        except Exception as error:  # training continues, whatever fails here
+        except Exception as error:  # no failure here may stop training
             self._is_enabled = False
             self._log(
                 f"warning: {self.name} failed and is disabled for the rest of the run: {error!r}"
@@ -80,7 +80,7 @@ class _FailSafeTracker:
 
 
 class TensorBoard(_FailSafeTracker):
-    """TensorBoard event files, rewritten from the records at the start to drop later steps.
+    """TensorBoard event files, rewritten from the records at startup to drop later steps.
 
     Does not use tensorboardX's writer thread, which dies on a full disk and blocks writers forever.
     """
@@ -120,7 +120,7 @@ class WandB(_FailSafeTracker):
     """A Weights & Biases run, continued by a restart in the same workdir.
 
     The W&B step is the record's index, since stages share global steps; `step` is the x-axis of
-    charts. A restart repeats some records. They are the same, and are not sent again.
+    charts. A restart repeats some records; W&B already has them, so they are not sent again.
     """
 
     name = "W&B"
@@ -131,7 +131,7 @@ class WandB(_FailSafeTracker):
         """Start or continue the run.
 
         Raises:
-            RuntimeError: W&B refuses, for example without an API key.
+            RuntimeError: W&B does not start, for example without an API key.
         """
         super().__init__(log)
         import wandb  # an optional dependency
@@ -153,7 +153,7 @@ class WandB(_FailSafeTracker):
         except Exception as error:
             raise RuntimeError(
                 f"W&B did not start: {error}. Set WANDB_API_KEY, or WANDB_MODE=offline, in the "
-                "environment, or config.log.wandb_project='' to do without."
+                "environment, or set config.log.wandb_project='' to disable W&B."
             ) from error
         self._num_logged = self._run.step
 
@@ -163,7 +163,7 @@ class WandB(_FailSafeTracker):
             self._try(lambda: self._run.log(dict(record), step=index))
 
     def close(self) -> None:
-        """Wait until everything is sent, or written if offline."""
+        """Wait until all records are sent or, if offline, written to disk."""
         self._try(self._run.finish)
 
 

@@ -1,4 +1,4 @@
-"""Writers of `metrics.jsonl`, its mirrors, and trajectory files."""
+"""Writers of `metrics.jsonl`, its mirrors and trajectory files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrl.utils.json_io import parse_json
 
 
 class Tracker(Protocol):
-    """A copy of the records in another system. `metrics.jsonl` stays authoritative."""
+    """Mirror of the records in another system. `metrics.jsonl` stays authoritative."""
 
     def write(self, index: int, record: Record) -> None:
         """Write record number `index` of the run."""
@@ -47,10 +47,10 @@ class MetricsLog:
         Lost records count too, so later records keep their index.
 
         Args:
-            path: Path of `metrics.jsonl`, which need not exist; None in processes that only count.
+            path: Path of `metrics.jsonl`, which need not exist; None to count records only.
             num_records: Number of records of the run up to the checkpoint that it resumes from.
-            is_later: Predicate: is a record newer than that checkpoint? If records were lost,
-                newer ones may be among the first `num_records`.
+            is_later: Function that returns True for records newer than that checkpoint. If records
+                were lost, newer ones may be among the first `num_records`.
             log: Callback for warnings about damaged or lost records.
         """
         self._path = path
@@ -82,7 +82,7 @@ class MetricsLog:
         if damaged:
             backup = quarantine_file(path, keeps_original=True)
             for number in damaged:
-                log(f"warning: {path}:{number} is no record and is removed; {backup} keeps it")
+                log(f"warning: {path}:{number} is no valid record and is removed; see {backup}")
         valid_lines = truncate(path, lines)
         if self._sentinel_path.exists():
             truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())
@@ -92,7 +92,7 @@ class MetricsLog:
                 detail = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
             log(
                 f"warning: {path} holds {len(valid_lines)} of the {num_records} records that the "
-                f"run has written; {detail}. Lost records are in no report"
+                f"run has written; {detail}. Reports do not contain lost records"
             )
 
     def records(self) -> list[Record]:
@@ -123,7 +123,7 @@ class MetricsLog:
         self.num_records += 1
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Append a sign of trouble to `sentinel.jsonl`."""
+        """Append an alert of the sentinel to `sentinel.jsonl`."""
         if self._path is not None:
             line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
             del line["name"]
@@ -136,11 +136,11 @@ class MetricsLog:
 
 
 SENTINEL_FILE = "sentinel.jsonl"
-"""Name of the file with the sentinel's signs."""
+"""Name of the file with the sentinel's alerts."""
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of `metrics.jsonl`. Return None if it is damaged."""
+    """Parse a line of `metrics.jsonl`; return None if it is damaged."""
     try:
         record = parse_json(line, "")
     except ValueError:
@@ -155,14 +155,14 @@ def write_samples(
     trajectories: Sequence[Trajectory],
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the trajectories of a step with further fields, and their images."""
+    """Write the trajectories of a step with additional fields, and their images."""
     file = workdir / "trajectories" / f"step_{step:06d}.jsonl"
     write_trajectories(file, trajectories, fields)
     write_images(workdir, trajectories)
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write each image without a file to `images/<digest>`, once."""
+    """Write images that have no file to `images/<digest>`, unless they exist."""
     for trajectory in trajectories:
         for picture in trajectory.pictures:
             file = workdir / "images" / picture.digest
@@ -176,7 +176,7 @@ def write_trajectories(
     trajectories: Sequence[Trajectory],
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write a JSONL file of trajectories with text, turns, token arrays and further fields."""
+    """Write a JSONL file of trajectories with text, turns, token arrays and additional fields."""
     with open_atomic(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
             arrays = {name: x for name, x in more.items() if isinstance(x, np.ndarray)}

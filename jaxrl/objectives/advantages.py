@@ -1,4 +1,4 @@
-"""Advantage estimators: one reward per trajectory in, one advantage per trajectory or turn out."""
+"""Advantage estimators: functions from rewards and groups to an advantage per trajectory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def grpo(
     DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division it is Dr. GRPO
     (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise a
     rounding error in the mean, divided by a small `epsilon`, would become an advantage. A group of
-    one also gets zero; other implementations keep its raw reward.
+    size 1 also gets zero; other implementations keep its raw reward.
 
     Args:
         rewards: One reward per trajectory.
@@ -57,8 +57,8 @@ def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Arra
     """Compute leave-one-out advantages: `reward - mean of the other rewards in the group`.
 
     https://arxiv.org/abs/2402.14740. The baseline does not depend on the trajectory it is
-    subtracted from, so the expected gradient equals that of the expected reward. A group of one and
-    a group with equal rewards get exact zeros.
+    subtracted from, so the expected gradient equals that of the expected reward. Groups of size 1
+    and groups with equal rewards get exact zeros.
 
     Args:
         rewards: One reward per trajectory.
@@ -84,7 +84,7 @@ def reinforce_plus_plus(
 
     Args:
         rewards: One reward per trajectory.
-        group_ids: See `grpo`. Without `baseline`, only the signs matter.
+        group_ids: See `grpo`. Without `baseline`, only the sign matters: negative ids are excluded.
         token_counts: Number of sampled tokens in each trajectory.
         baseline: True to subtract the group mean first. In a group with equal rewards `x` is then
             0, and the advantage is `-mean / std`.
@@ -126,7 +126,7 @@ def pass_at_k(
     the population standard deviation.
 
     Args:
-        is_correct: Verdict of the verifier on each trajectory.
+        is_correct: True if the answer of the trajectory is correct.
         group_ids: See `grpo`. Group sizes may differ.
         k: Subset size, from 1 to the group size.
     """
@@ -193,11 +193,11 @@ def pass_at_k_full_sampling(
 def pass_at_k_bootstrap(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], key: jax.Array, *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute pass@k advantages from random subsets, as many as the group has trajectories.
+    """Compute pass@k advantages from random subsets: n subsets of k for a group of n.
 
     From https://arxiv.org/abs/2508.10751. Each subset holds k distinct trajectories of one group.
-    Rewards and advantages of subsets are those of `pass_at_k_full_sampling`. A trajectory gets the
-    sum over the subsets that contain it, k of them on average. Groups smaller than k get 0.
+    Its reward and advantage are defined in `pass_at_k_full_sampling`. The advantage of a trajectory
+    is the sum over the subsets that contain it, k on average. Groups smaller than k get 0.
 
     Args:
         is_correct: See `pass_at_k`.
@@ -217,7 +217,7 @@ def pass_at_k_bootstrap(
 def subset_advantages(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], subsets: Int[Array, "N k"]
 ) -> Float[jax.Array, " N"]:
-    """Compute `pass_at_k_bootstrap` for given subsets.
+    """Compute the advantages of `pass_at_k_bootstrap` for given subsets.
 
     Args:
         is_correct: See `pass_at_k`.
@@ -242,11 +242,11 @@ def entropy_guided(
     *,
     k: int,
 ) -> Float[jax.Array, " N"]:
-    """Use pass@1 for the half of the groups with the highest entropy and pass@k for the others.
+    """Compute pass@1 advantages for groups with high entropy and pass@k advantages for the others.
 
-    From https://arxiv.org/abs/2508.10751: the policy exploits if it is uncertain and explores if it
-    is certain. With an odd number of groups, the middle one explores. Groups that tie across the
-    middle explore too.
+    From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploit
+    (pass@1), the others explore (pass@k). With an odd number of groups, the middle group explores,
+    as do groups that tie at the boundary.
 
     Args:
         is_correct: See `pass_at_k`.
@@ -278,7 +278,7 @@ def _same_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _group_counts(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Count each trajectory's group and its correct members; zeros for negative ids."""
+    """Return the size of each trajectory's group and its number of correct members; 0 if none."""
     same = _same_group(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
@@ -286,7 +286,7 @@ def _group_counts(
 def _pass_at_k(
     is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
 ) -> Float[jax.Array, " N"]:
-    """Compute `pass_at_k` from the counts of each trajectory's group."""
+    """Compute `pass_at_k` from the size and number of correct members of each group."""
     num_wrong = count - num_correct
 
     def draw(i: jax.Array, shares: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -45,7 +45,7 @@ def token_weights(
 
 
 def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Average over all tokens, so that a trajectory is weighted by its length.
+    """Return the weight that averages over all tokens, so that longer trajectories count more.
 
     Args:
         token_counts: Number of trained tokens in each trajectory; may be 0.
@@ -54,19 +54,22 @@ def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
 
 
 def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
-    """Average over the tokens of each trajectory, then over the trajectories that have tokens."""
+    """Return weights that average over each trajectory's tokens, then over trajectories.
+
+    Trajectories without trained tokens do not count.
+    """
     return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
 
 
 def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Sum over the tokens of each trajectory; average over the trajectories that have tokens."""
+    """Return the weight that sums over tokens and averages over trajectories that have tokens."""
     return 1.0 / _num_trajectories(token_counts)
 
 
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
-    """Divide `seq_mean_token_sum` by a length that is the same in every mini-batch."""
+    """Return `seq_mean_token_sum` divided by `max_response_tokens`, which is constant."""
     return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
 
 

@@ -11,13 +11,13 @@ def largest_differencing(
 ) -> list[list[int]]:
     """Split items into parts with nearly equal total sizes.
 
-    Karmarkar and Karp, "The differencing method of set partitioning" (1982). It keeps partial
-    solutions of `num_parts` bundles each. At each step it joins the two with the largest spread,
-    matching the heaviest bundle of one with the lightest of the other, until one solution remains.
-    The result is good but not optimal, and deterministic.
+    Karmarkar and Karp, "The differencing method of set partitioning" (1982). Each partial solution
+    has `num_parts` bundles. Each step joins the two solutions with the largest spread, the heaviest
+    bundle of one with the lightest of the other and so on, until one solution remains. The result
+    is deterministic and close to optimal.
 
     Args:
-        sizes: Size of each item, 0 or more, such as the tokens of a sequence.
+        sizes: Size of each item, 0 or more, such as the number of tokens of a sequence.
         num_parts: Number of parts, 1 or more.
         equal_size: True to give every part the same number of items. Each partial solution then
             starts from `num_parts` items of similar size instead of one item.
@@ -55,7 +55,7 @@ class _Solution:
 
     @property
     def spread(self) -> int:
-        """Return the size difference between the heaviest and the lightest bundle."""
+        """Size difference between the heaviest and the lightest bundle."""
         return self.bundles[0][0] - self.bundles[-1][0]
 
     def join(self, other: _Solution) -> _Solution:

@@ -1,4 +1,4 @@
-"""Window entropies, which show where the policy is uncertain, and KL weights that depend on them.
+"""Window entropies, which show where the policy is uncertain, and KL weights derived from them.
 
 ARES (https://arxiv.org/abs/2510.08457) lets a policy move further from its reference at tokens that
 begin an uncertain window.
@@ -61,7 +61,7 @@ def high_window_entropy_mask(
     *,
     threshold: ScalarLike | None,
 ) -> Bool[Array, "R T"]:
-    """Return True at each defined window entropy >= `threshold`; all False if that is None.
+    """Return True where a defined window entropy is >= `threshold`; all False if that is None.
 
     Computes in numpy if all arguments are numpy arrays, else in JAX.
 
@@ -82,7 +82,7 @@ def kl_weights(
     low_factor: ScalarLike,
     bucket_scale: ScalarLike | Float[Array, "#R #T"],
 ) -> Float[Array, "R T"]:
-    """Compute each token's KL coefficient: `kl_coef * bucket_scale`, less at uncertain tokens.
+    """Compute KL coefficients: `kl_coef * bucket_scale`, times `low_factor` at uncertain tokens.
 
     This is the token-level budget of the paper; its code has one coefficient per difficulty bucket
     instead. Computes in numpy if all arguments are numpy arrays or plain numbers, else in JAX.
@@ -91,7 +91,7 @@ def kl_weights(
         high_entropy_mask: Mask from `high_window_entropy_mask`.
         kl_coef: Coefficient of the KL term in the loss.
         low_factor: Factor for tokens in `high_entropy_mask`; 0.5 in ARES.
-        bucket_scale: Factor for all tokens: the dual variable of the trajectory's difficulty.
+        bucket_scale: Factor for all tokens: the multiplier for the trajectory's difficulty.
     """
     xp = _numpy_or_jax(high_entropy_mask, kl_coef, low_factor, bucket_scale)
     weights = kl_coef * bucket_scale * xp.where(high_entropy_mask, low_factor, 1.0)

@@ -1,4 +1,4 @@
-"""Group filters: which groups to train on and which to sample again. On the host, in numpy."""
+"""Filters that choose groups to train on and groups to resample. They run on the host, in numpy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ Array = jax.Array | np.ndarray
 
 
 def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
-    """Return the trajectory indices of each group, groups in ascending order of id.
+    """Return the trajectory indices of each group, in ascending order of group id.
 
     Args:
         group_ids: Group of each trajectory; a negative id means no group.
@@ -27,10 +27,10 @@ def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
 def keep_informative(
     metric: Real[Array, " N"] | Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Keep groups with different metric values, and groups of one (dynamic sampling).
+    """Keep groups whose metric values are not all equal (dynamic sampling).
 
     DAPO section 3.2 (https://arxiv.org/abs/2503.14476). If all values of a group are equal, its
-    advantages are zero. A group of one has nothing to compare and is always kept.
+    advantages are zero. A group of size 1 has nothing to compare and is always kept.
 
     Args:
         metric: Value to compare within groups. DAPO uses correctness: if length shapes the reward,
@@ -56,10 +56,10 @@ def keep_in_accuracy_range(
     """Keep groups with `low < mean accuracy < high` (online filtering).
 
     ARES (https://arxiv.org/abs/2510.08457). Its released code filters by total reward, which lets
-    all-wrong groups pass; this function uses correctness alone. A group of one never passes.
+    all-wrong groups pass; this function uses only correctness. A group of size 1 never passes.
 
     Args:
-        is_correct: Verdict on each trajectory.
+        is_correct: True if the answer of the trajectory is correct.
         group_ids: See `keep_informative`.
         low: Accuracy at or below which a group is too hard.
         high: Accuracy at or above which a group is too easy.
@@ -74,10 +74,10 @@ def keep_in_accuracy_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return True in groups to resample completely: no positive score and no abstention.
+    """Return True in groups to resample: those without a positive score or an abstention.
 
-    BAPO (https://arxiv.org/abs/2601.11037): another sample of such a group may contain a correct
-    answer or an abstention.
+    BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
+    a correct answer or an abstention.
 
     Args:
         scores: Correctness, at most 0 if there is none, before any boundary-aware bonus.
@@ -96,12 +96,12 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "varied": keep_informative,
     "accuracy_range": keep_in_accuracy_range,
 }
-"""Filters by `filter.name`, in addition to `none`. Arrays are bound by parameter name."""
+"""Group filters by `filter.name`, in addition to `none`. Arrays are bound by parameter name."""
 
 TRAJECTORY_FILTERS: dict[str, str] = {
     "void_turns": "jaxrl.extras.stability.masks:has_no_void_turn",
 }
-"""Trajectory filters by `filter.trajectories`, in addition to `none`: True to train on it."""
+"""Trajectory filters by `filter.trajectories`, in addition to `none`. They return True to keep."""
 
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
 """Arrays that a filter may request.

@@ -1,4 +1,4 @@
-"""Per-token estimators of the KL divergence to an anchor policy."""
+"""Per-token estimators of the KL divergence from an anchor policy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ Array = jax.Array | np.ndarray
 
 
 def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Estimate the KL divergence without bias; the estimate may be negative.
+    """Compute `-d` for log-ratios d, an unbiased estimate that may be negative.
 
     Args:
         log_ratios: `anchor_logprobs - logprobs` in nats; 0 at masked tokens.
@@ -21,21 +21,21 @@ def k1(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
 
 
 def k2(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Estimate the KL divergence with bias; the expected gradient is that of the KL divergence."""
+    """Compute `d^2 / 2`, a biased estimate whose expected gradient is that of the KL divergence."""
     return log_ratios**2 / 2
 
 
 def k3(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
     """Compute `exp(d) - d - 1`, an unbiased, non-negative estimate; verl's `low_var_kl`.
 
-    Like verl, clips `d` to [-20, 20] and the estimate to 10; the gradient is zero beyond.
+    As in verl, `d` is clipped to [-20, 20] and the estimate to 10, with zero gradient beyond.
     """
     d = jnp.clip(log_ratios, -20.0, 20.0)
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
 def absolute(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Return the absolute log-ratio."""
+    """Return the absolute log-ratio, verl's `abs`."""
     # jnp.abs has gradient 1 at 0, the value of every log-ratio at the first update.
     return jnp.sign(log_ratios) * log_ratios
 
@@ -49,13 +49,13 @@ def kl_estimate(
 ) -> Float[jax.Array, "R T"]:
     """Estimate KL(current || anchor) at each token sampled by the current policy.
 
-    http://joschu.net/blog/kl-approx.html.
+    See http://joschu.net/blog/kl-approx.html.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
         anchor_logprobs: Log-probabilities in nats under the policy to stay close to.
-        loss_mask: The estimate and both gradients are exactly zero where it is False, for any
-            input. None if every entry is finite and the caller masks the result.
+        loss_mask: False where the estimate and both gradients must be zero, even if inputs are not
+            finite. None if all inputs are finite and the caller masks the result.
         estimator: Function of the log-ratios, such as `k3`.
 
     Raises:

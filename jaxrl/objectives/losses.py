@@ -98,8 +98,8 @@ def gspo_policy_loss(
         clip_high: The upper bound on the ratio is `1 + clip_high`; 4e-4 in the paper.
 
     Returns:
-        The loss, and the metrics `pg_clipfrac`, 1 where the clipped ratio of the trajectory
-        determined the surrogate, and `ppo_kl`, see `clipped_policy_loss`.
+        The loss and two metrics. `pg_clipfrac`: 1 where the clipped ratio of the trajectory
+        determined the surrogate. `ppo_kl`: see `clipped_policy_loss`.
     """
     # `mean` is the trajectory's log-ratio. Its gradient below is that of the token's
     # log-probability.
@@ -131,21 +131,21 @@ def cispo_policy_loss(
     """Compute the per-token REINFORCE loss with a clipped importance weight; 0 outside `loss_mask`.
 
     CISPO (https://arxiv.org/abs/2506.13585):
-    `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. An
-    out-of-range ratio bounds the token's gradient; `clipped_policy_loss` would drop it. The value
-    of the loss is not meaningful: it is nonzero even if the two policies are equal.
+    `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. If the ratio
+    is out of range, the token's gradient is bounded; in `clipped_policy_loss` it would be zero. The
+    value of the loss is not meaningful: it is nonzero even if the two policies are equal.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
         old_logprobs: Log-probabilities in nats under the parameters before the update.
         advantages: One value per token, constant within a trajectory for group-relative estimators.
         loss_mask: True for tokens that the policy sampled.
-        clip_low: The lower bound on the weight is `1 - clip_low`; 1 for no bound, as in the paper.
+        clip_low: The lower bound on the weight is `1 - clip_low`; 1 disables it, as in the paper.
         clip_high: The upper bound on the weight is `1 + clip_high`.
 
     Returns:
-        The loss, and the metrics `pg_clipfrac`, 1 where the ratio is out of range, whatever the
-        advantage, and `ppo_kl`, see `clipped_policy_loss`.
+        The loss and two metrics. `pg_clipfrac`: 1 where the ratio is out of range, regardless of
+        the advantage. `ppo_kl`: see `clipped_policy_loss`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = jnp.exp(log_ratio)
@@ -198,7 +198,9 @@ LOSSES: dict[str, Callable[..., Any] | str] = {
 LOSS_TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
 """Losses added to the policy loss, by `loss.term.name`."""
 
-TOKEN_FILTERS: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
+TOKEN_FILTERS: dict[str, str] = {
+    "off_policy": "jaxrl.extras.stability.masks:off_policy_sequence_mask"
+}
 """Token filters by name: True for tokens with a policy loss."""
 
 ARRAYS = (

@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float
 
 @struct.dataclass
 class Metric:
-    """A metric: per token `[R, T]` as returned by a loss, or already reduced to one number."""
+    """A metric, per token `[R, T]` or already reduced to a number."""
 
     value: Any  # float32
     reduction: str = struct.field(pytree_node=False, default="mean")  # key of REDUCTIONS
 
     def reduce(self, loss_mask: Bool[Array, "R T"], token_weights: Float[Array, "R T"]) -> Metric:
-        """Reduce to a partial result for one micro-batch, without gradient."""
+        """Reduce to the partial result of one micro-batch, without a gradient."""
         values = jax.lax.stop_gradient(self.value)
         reduced = REDUCTIONS[self.reduction].reduce(values, loss_mask, token_weights)
         return dataclasses.replace(self, value=reduced)
@@ -34,7 +34,7 @@ class Metric:
         return dataclasses.replace(self, value=combined)
 
     def finish(self, num_tokens: Float[Array, ""]) -> Metric:
-        """Compute the final result from the partial result of all `num_tokens` sampled tokens."""
+        """Compute the final result from the partial result over `num_tokens` sampled tokens."""
         finished = REDUCTIONS[self.reduction].finish(self.value, num_tokens)
         return dataclasses.replace(self, value=finished)
 
@@ -59,7 +59,7 @@ class Reduction:
 
 
 REDUCTIONS = {
-    # Without any token the result is NaN: a 0 would show as a dip in the curve.
+    # Without tokens, the result is NaN: a 0 would show as a dip in the curve.
     "mean": Reduction(
         reduce=lambda values, loss_mask, token_weights: (values * loss_mask).sum(),
         combine=jnp.add,

@@ -11,10 +11,10 @@ Array = jax.Array | np.ndarray
 def segment_sums(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
-    """Sum `values` over each token's segment, with identical bits for all tokens of a segment.
+    """Sum `values` over each token's segment; all tokens of a segment get bit-identical sums.
 
-    Two associative scans of logarithmic depth: running sums that restart at each segment, then a
-    reverse scan that copies each segment's total over its tokens. A scatter on GPU adds in
+    Uses two associative scans of logarithmic depth: running sums that restart at each segment, then
+    a reverse scan that copies each segment's total to its tokens. A scatter on GPU adds in
     nondeterministic order, and a T x T segment mask would not fit in memory for long rows.
 
     Args:
@@ -35,11 +35,11 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _add(left: Pair, right: Pair) -> Pair:
-    """Combine two adjacent spans: sum since the last start, and whether there is a start."""
+    """Combine two adjacent spans into the sum since the last start, and whether one has a start."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
 def _propagate(right: Pair, left: Pair) -> Pair:
-    """Combine two adjacent spans: value at the first end, and whether there is an end."""
+    """Combine two adjacent spans into the value at the first end, and whether one has an end."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

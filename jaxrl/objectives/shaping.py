@@ -1,4 +1,4 @@
-"""Reward shaping by length, abstention and entropy, before advantages. On the host, in numpy."""
+"""Reward shaping by length, abstention and entropy. It runs on the host, in numpy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ def boundary_aware_rewards(
 
     - Stage gate: in the early stage, if at least `max_rate` of the batch abstains, all scores are
       unchanged. The paper's code uses 0.05.
-    - Sample gate: in the late stage, there is no bonus in a group that still explores, that is, if
-      the distinct answers of its other members number at least half the group size (4 of 8).
+    - Sample gate: in the late stage, a group that still explores gets no bonus. It explores if its
+      members that do not abstain give at least n/2 distinct answers, with n the group size.
 
     Args:
         scores: Correctness, at most 0 if there is none, negative for a bad format.
@@ -65,10 +65,10 @@ def boundary_aware_rewards(
         answers: Normalized final answers, "" if there is none. Those of abstentions are ignored.
         group_ids: Trajectories with the same id form a group, in any order. A negative id excludes
             the trajectory, and its reward is 0.
-        is_late: True once the stage gate has opened permanently. Always True disables the gate.
+        is_late: True once the late stage has begun. To disable the stage gate, pass True.
         sample_level: True to use the sample gate.
-        bonus: Bonus of an abstention, in units of reward.
-        max_rate: Rate of abstention at which the stage gate closes.
+        bonus: Bonus for an abstention, in units of reward.
+        max_rate: Abstention rate, from 0 to 1, at which the stage gate withholds the bonus.
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     valid = np.asarray(group_ids) >= 0
@@ -90,7 +90,7 @@ def boundary_aware_rewards(
 
 
 class _RewardParams(NamedTuple):
-    """Parameters of the entropy reward for one difficulty, with ARES's names."""
+    """Parameters of the entropy reward for one difficulty; comments give ARES's symbols."""
 
     margin: float  # phi, as a fraction of the target
     knee: float  # k, where the penalty changes from quadratic to linear, in tokens
@@ -115,7 +115,7 @@ def entropy_reward(
     coefficients: Mapping[str, float],
     centered_gain: bool = False,
 ) -> Float[np.ndarray, " N"]:
-    """Compute the reward for exploring as much as the difficulty of the task requires.
+    """Compute a reward for an amount of exploration that suits the difficulty of the task.
 
     It is added to the accuracy reward. ARES (https://arxiv.org/abs/2510.08457). With `delta` the
     count minus the bucket's target, `M = max(1, phi * max(target, 1))` and `C` the bucket's
@@ -127,16 +127,16 @@ def entropy_reward(
     - wrong: a gain of up to `0.6 C`, `0.8 C` or `C` that grows as `delta` exceeds `M`.
 
     As published, a gain starts at half its maximum, so a wrong answer can score higher than a
-    correct one. `centered_gain` makes it start at 0.
+    correct one. With `centered_gain`, it starts at 0.
 
     Args:
         counts: Number of tokens with high window entropy in each trajectory.
-        is_correct: Verdict on each trajectory.
+        is_correct: True if the answer of the trajectory is correct.
         buckets: Difficulty of each trajectory's task: easy, medium or hard.
-        targets: Target count of each bucket. Trajectories in a bucket without a target, which is
-            not calibrated yet, get 0.
-        coefficients: ARES's alpha of each bucket, in units of reward.
-        centered_gain: True for gains of `2 * sigmoid - 1` instead of `sigmoid`.
+        targets: Target count of each bucket. A bucket without a target is not calibrated yet; its
+            trajectories get 0.
+        coefficients: Coefficient of each bucket (alpha in ARES), in units of reward.
+        centered_gain: True to compute gains as `2 * sigmoid - 1` instead of `sigmoid`.
     """
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
@@ -189,19 +189,19 @@ def relaxed_kl(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Return a smaller KL factor for wrong answers to easy tasks that explored (second chance).
+    """Compute KL factors, smaller for wrong, exploring answers to easy tasks (second chance).
 
     ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
 
     Args:
         buckets: Difficulty of each trajectory's task.
-        is_correct: Verdict on each trajectory.
+        is_correct: True if the answer of the trajectory is correct.
         excess: Window entropy above the threshold, summed over each trajectory, in nats.
-        minimum: Smallest `excess` that relaxes the KL term, in nats.
-        factor: Factor on the relaxed KL terms.
+        minimum: Smallest `excess` at which the KL term is relaxed, in nats.
+        factor: Factor for relaxed KL terms; 1 for all others.
 
     Returns:
-        The factor on each trajectory's KL term: `factor` or 1.
+        The factor for each trajectory's KL term.
     """
     is_easy = np.array([bucket == "easy" for bucket in buckets], bool)
     relaxed = is_easy & ~np.asarray(is_correct) & (np.asarray(excess) >= minimum)

@@ -1,4 +1,4 @@
-"""Per-turn advantages: reward-to-go of each turn, and an estimator applied to each turn."""
+"""Per-turn advantages: the reward-to-go of each turn, and estimators applied turn by turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,19 +17,19 @@ def turn_returns(
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """Compute the return from each turn on: `rest + sum over s >= t of d^(s - t) r_s`.
+    """Compute the return from each turn onward: `rest_rewards + sum over s >= t of d^(s - t) r_s`.
 
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
-    (https://arxiv.org/abs/2511.14846): a turn cannot change what earlier turns earned. After a
-    trajectory ends, its row continues with `rest`, which is not discounted. Sums are in float64, so
-    that returns that are equal but summed differently stay equal.
+    (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the
+    last turn, a row continues with `rest_rewards`, which are not discounted. Sums are in float64,
+    so that equal returns stay equal in any order of summation.
 
     Args:
-        rest_rewards: Reward of each trajectory that belongs to no turn, such as correctness of the
-            answer.
-        turn_rewards: Reward of each turn, 0 if there is no such turn. It must depend only on the
-            turns up to and including its own, with the environment's reply.
-        discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the sum.
+        rest_rewards: Trajectory-level reward, not assigned to any turn, such as answer correctness.
+        turn_rewards: Reward of each turn, 0 for missing turns. It must depend only on that turn,
+            its observation and earlier turns.
+        discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the
+            undiscounted return.
     """
     turns = np.arange(turn_rewards.shape[1])
     offsets = turns[None, :] - turns[:, None]  # [t, s]
@@ -43,17 +43,17 @@ def estimate_by_turn(
 ) -> Float[jax.Array, "N K"]:
     """Apply an estimator to the t-th turns of all trajectories, separately for each t.
 
-    The return of a turn is compared with the group's returns from the t-th turn on, including
-    trajectories that have ended. With `rloo` the baseline is the mean of the others, independent of
-    the trajectory; with undiscounted returns the expected gradient equals that of the expected
-    reward. Mean-only `grpo` gives the same, scaled by (n - 1) / n. Dividing by the standard
-    deviation of each turn's returns follows GTPO (https://arxiv.org/abs/2511.14846). MT-GRPO
-    (https://arxiv.org/abs/2505.11821) instead normalizes turn rewards and final rewards separately,
-    and gives a turn no credit for later turns.
+    The return of a turn is compared with the group's returns from the t-th turn onward, including
+    trajectories that have ended. With `rloo`, the baseline is the mean over the other trajectories,
+    so with undiscounted returns the expected gradient equals that of the expected reward. `grpo`
+    without division by the standard deviation gives the same, scaled by (n - 1) / n. Division by
+    the standard deviation of each turn's returns follows GTPO (https://arxiv.org/abs/2511.14846).
+    MT-GRPO (https://arxiv.org/abs/2505.11821) instead normalizes turn rewards and final rewards
+    separately, and gives a turn no credit for later turns.
 
     Args:
         estimator: Advantage estimator with its settings bound.
-        arrays: Names of the estimator's arrays.
+        arrays: Names of the arrays that the estimator takes, in order.
         columns: Arrays by name. Those of shape [N, K] have one column per turn.
     """
     num_turns = next(c.shape[1] for c in columns.values() if getattr(c, "ndim", 0) == 2)

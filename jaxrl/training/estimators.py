@@ -1,4 +1,4 @@
-"""Advantages under the configured estimator."""
+"""Advantage estimation with the configured estimator."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
 class AdvantageEstimator:
-    """The configured advantage estimator. Environment errors belong to no group and get 0."""
+    """The configured advantage estimator. Trajectories with environment errors get 0."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
-        """Prepare the estimator; nothing compiles yet. `seed` is for estimators that sample."""
+        """Prepare the estimator, which compiles on first use; `seed` is for those that sample."""
         self._advantage, self._seed = advantage, seed
         estimator, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = estimator.arguments
 
-        # With one advantage per turn, the estimator sees each turn's column separately.
+        # With one advantage per turn, the estimator is applied to each turn's column separately.
         def estimate(*arrays: Any, **settings: Any) -> jax.Array:
             columns = dict(zip(names, arrays, strict=True))
             return estimate_by_turn(partial(function, **settings), names, columns)
 
-        # Settings are static: each new value of one compiles a program.
+        # Settings are static: each new value compiles a program.
         compiled = cached_jit(
             estimate if advantage.by_turn else function,
             name=estimator.name,
@@ -40,7 +40,7 @@ class AdvantageEstimator:
         self._function = wrap_user_code(estimator.key, estimator.name, compiled)
 
     def scheduled_settings(self, stage_step: int) -> dict[str, Any]:
-        """Return the scheduled settings after `stage_step` steps of the stage."""
+        """Return the values of scheduled settings after `stage_step` steps of the stage."""
         settings = {}
         for name, pairs in self._advantage.schedules.items():
             past_values = [value for step, value in pairs if step <= stage_step]
@@ -54,10 +54,10 @@ class AdvantageEstimator:
 
         Args:
             groups: Groups with rewards.
-            step: Global step; part of the random seed of estimators that sample.
-            stage_step: Number of finished steps of the stage, for scheduled settings.
+            step: Global step, used in the random seed of estimators that sample.
+            stage_step: Number of completed steps of the stage, for scheduled settings.
         """
-        # Advantages by turn compare the returns from each turn on.
+        # Advantages by turn compare the returns from each turn onward.
         columns = Columns(groups)
         offered: dict[str, Any] = {
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)
@@ -100,7 +100,7 @@ class AdvantageEstimator:
 
 
 def compute_returns(columns: Columns, advantage: AdvantageSettings) -> np.ndarray:
-    """Compute the return from each turn on, float32 [N, K]; without turns the rewards [N, 1]."""
+    """Compute the return from each turn onward [N, K]; without `by_turn`, the rewards [N, 1]."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards

@@ -25,9 +25,9 @@ class NothingWorksError(RuntimeError):
 
 @dataclasses.dataclass(kw_only=True)
 class FailureCounter:
-    """Counter of consecutive batches in which every episode failed, also across restarts."""
+    """Counter of consecutive batches in which every episode failed; it persists across restarts."""
 
-    limit: int  # number of batches that ends the run; 0 for no limit
+    limit: int  # number of batches after which the run ends; 0 for no limit
     log: Callable[[str], None]
     num_batches: int
 
@@ -54,7 +54,7 @@ class FailureCounter:
             )
 
     def check_suites(self, errors: Mapping[str, str]) -> None:
-        """Refuse a final evaluation in which every episode of a suite failed.
+        """Raise an error if every episode of some suite of the final evaluation failed.
 
         Args:
             errors: First error of each suite in which every episode failed.
@@ -75,13 +75,13 @@ def first_error(trajectories: Iterable[Trajectory]) -> str:
 
 
 def shorten(text: str) -> str:
-    """Shorten text to one line of about `_MAX_ERROR_CHARS` characters at most."""
+    """Shorten text to a single line of at most about `_MAX_ERROR_CHARS` characters."""
     line = " ".join(escape_control_chars(text).split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[:_MAX_ERROR_CHARS]} …"
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Return True if one of a step's updates had a gradient and was applied."""
+    """Return True if any update of a step had a gradient and was applied."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics
@@ -91,7 +91,7 @@ def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
 def explain_no_learning(
     trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
-    """Explain why a step learned nothing; None if it did, or if all answers are right.
+    """Explain why a step learned nothing; None if it learned or all answers were correct.
 
     `FailureCounter` reports batches in which all episodes failed.
     """

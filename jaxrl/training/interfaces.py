@@ -1,4 +1,4 @@
-"""Protocols for checkpoints, metrics and progress; `run.py` passes the implementations in."""
+"""Protocols for checkpoints, metrics and progress, whose implementations `run.py` passes in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TokenLogger = Callable[..., FinishTokenLog]
 
 
 class CheckpointManager(Protocol):
-    """See `runtime.checkpoint.Checkpointer`."""
+    """Checkpoint storage, implemented by `runtime.checkpoint.Checkpointer`."""
 
     def save(
         self,
@@ -31,25 +31,25 @@ class CheckpointManager(Protocol):
         *,
         value: float | None = None,
     ) -> None:
-        """Save the state after a step, with the value of its evaluation."""
+        """Save the state after `step`; `value` is the score of its evaluation, if any."""
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
-        """Return the step with the highest value, and its state."""
+        """Restore the checkpoint with the highest value; return its step and state."""
 
     def values(self) -> dict[int, float | None]:
-        """Return the steps that have a checkpoint, each with its value."""
+        """Return the evaluation score of each saved checkpoint, by step."""
 
     def wait(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until all checkpoints are on disk."""
 
 
 class MetricWriter(Protocol):
-    """See `logs.writers.MetricsLog`."""
+    """Writer of `metrics.jsonl`, implemented by `logs.writers.MetricsLog`."""
 
     num_records: int
 
     def add_to_next(self, name: str, value: float) -> None:
-        """Add to a metric of the next record."""
+        """Add `value` to the metric `name` of the next record."""
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Append a record."""
@@ -62,22 +62,22 @@ class MetricWriter(Protocol):
 
 
 class ProgressBar(Protocol):
-    """See `logs.display.Display`."""
+    """Progress display, implemented by `logs.display.Display`."""
 
     def log(self, text: str) -> None:
-        """Print permanent lines."""
+        """Print text that stays on screen."""
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begin the progress line of a stage."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show the numbers of a step."""
+        """Show the main metrics of a step."""
 
     def activity(self, text: str) -> None:
         """Show what the run is doing."""
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Return a function to call with the number done and the total."""
+        """Return a function that shows progress, given the number done and the total."""
 
     def stop(self) -> None:
         """End the progress line."""

@@ -1,7 +1,7 @@
 """The method of a run: frozen settings and functions, built by `builders.method`.
 
 docs/configuration.md describes the fields that are named after a config key. The functions below
-also accept a section of the configuration, so that its rules use the same conditions.
+also accept config sections, so that validation rules use the same conditions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxrl.utils.callables import NamedFunction
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSettings:
-    """The section `advantage`."""
+    """Advantage estimator and its scheduled settings (config section `advantage`)."""
 
     estimator: NamedFunction  # from `objectives.advantages.ESTIMATORS`, or custom
     # Pairs by setting: a step of the stage, and the value from then on.
@@ -26,7 +26,7 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`."""
+    """Policy loss (config section `loss`); `correction` is passed to `importance_weights`."""
 
     policy_loss: NamedFunction
     term: (
@@ -43,7 +43,7 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KLSettings:
-    """The section `kl`; `adaptive`, `log` and `budget` hold the arguments of their updates."""
+    """KL term (config section `kl`); `adaptive`, `log` and `budget` are arguments of `update`."""
 
     coef: float
     estimator: NamedFunction
@@ -59,7 +59,7 @@ class KLSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
-    """The section `filter`."""
+    """Which groups and trajectories are trained on (config section `filter`)."""
 
     group_filter: (
         NamedFunction | None
@@ -78,14 +78,14 @@ class FilterSettings:
 
     @property
     def sees_kl(self) -> bool:
-        """True if the filter compares rewards minus their KL term."""
+        """True if the filter compares rewards after subtracting the KL penalty."""
         is_varied = self.group_filter is not None and self.group_filter.name == "varied"
         return is_varied and self.metric == "seq_final_reward"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingSettings:
-    """The section `shaping`; `overlong_limit` is in tokens, see `environment.overlong_limit`."""
+    """Reward shaping (config section `shaping`); see `environment.overlong_limit` for the limit."""
 
     overlong_buffer: int
     overlong_limit: int
@@ -109,7 +109,7 @@ class ShapingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """The section `watch`."""
+    """Detection of collapse and the actions on it (config section `watch`)."""
 
     detector: NamedFunction  # from `training.watch.DETECTORS`, or custom
     action: str  # from `training.watch.ACTIONS`, for signs that `actions` does not name
@@ -120,7 +120,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """The section `optimizer`, or `sft.optimizer` with defaults for the last three."""
+    """Config section `optimizer`, or `sft.optimizer`, which lacks the last three fields."""
 
     lr: float
     schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up
@@ -141,7 +141,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A training method, from the groups of a step to its updates."""
+    """Training method: how a step samples groups, computes advantages and updates the policy."""
 
     seed: int  # random seed of estimators that sample
     tasks_per_step: int
@@ -166,34 +166,34 @@ class Method:
 
     @property
     def has_lag(self) -> bool:
-        """True if a step may train on samples from before the newest update."""
+        """True if a step may train on samples from before the latest update."""
         return bool(self.async_level) or carries_over_samples(self.filter)
 
     @property
     def trains_on_zero_advantages(self) -> bool:
         """True if a trajectory with an advantage of 0 may have a gradient.
 
-        It may come from the KL or entropy term, an extra term, load balancing or a custom loss.
+        The gradient may come from a KL, entropy, extra or load-balancing term, or a custom loss.
         """
         others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_custom
 
     @property
     def loss_has_user_code(self) -> bool:
-        """True if the loss contains user code."""
+        """True if the loss, its extra term, token filter or KL estimator is user code."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.token_filter, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
 
     @property
     def has_reference(self) -> bool:
-        """True if a KL term needs the policy from the start of the stage."""
+        """True if a KL term needs the policy from the start of the stage as a reference."""
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 
 def old_logprobs_are_current(optimizer: OptimizerSettings, filter: FilterSettings) -> bool:
-    """Return True if the update's own forward pass may supply the old log-probabilities.
+    """Return True if the old log-probabilities can come from the forward pass of the update.
 
-    This requires a single optimizer step per batch, and samples of the current policy only.
+    This requires a single optimizer step per batch, and samples from the current policy only.
     """
     return optimizer.num_minibatches * optimizer.num_epochs == 1 and not carries_over_samples(
         filter
@@ -201,7 +201,7 @@ def old_logprobs_are_current(optimizer: OptimizerSettings, filter: FilterSetting
 
 
 def carries_over_samples(filter: FilterSettings) -> bool:
-    """Return True if a step may train on samples that an earlier step began."""
+    """Return True if a step may train on samples that an earlier step started."""
     return filter.carry_over or filter.unfinished_tasks > 0
 
 
@@ -222,7 +222,7 @@ def has_kl_weights(kl: KLSettings) -> bool:
 
 
 def token_fields(optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings) -> list[str]:
-    """Return the float32 fields of `Batch` that the method adds to those of every batch."""
+    """Return the names of the optional float32 fields of `Batch` that the method fills."""
     is_filled = {
         "old_logprobs": not old_logprobs_are_current(optimizer, filter),
         "ref_logprobs": has_kl_loss(kl) and kl.anchor == "ref",
@@ -232,15 +232,15 @@ def token_fields(optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSet
 
 
 def needs_windows(shaping: ShapingSettings, kl: KLSettings) -> bool:
-    """Return True if the method uses windows of high entropy."""
+    """Return True if the method uses window entropies (`Trajectory.windows`)."""
     return shaping.entropy_reward or kl.low_factor != 1 or kl.second_chance
 
 
 def needs_buckets(shaping: ShapingSettings, kl: KLSettings) -> bool:
-    """Return True if the method uses the difficulty of tasks."""
+    """Return True if the method sorts tasks into difficulty buckets."""
     return shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 
 
 def has_stage_gate(shaping: ShapingSettings) -> bool:
-    """Return True if training has an early and a late stage."""
+    """Return True if training has an early and a late stage, as in BAPO."""
     return shaping.boundary_aware and shaping.stage_level

@@ -1,4 +1,4 @@
-"""Mini-batches of groups, with the log-probabilities that the update needs."""
+"""Mini-batches, with the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def make_minibatches(
     controllers: Controllers,
     num_shards: int = 1,
 ) -> list[PackedBatch]:
-    """Pack groups, in task order and unsplit, into mini-batches on the host.
+    """Pack groups into mini-batches on the host, in task order and without splitting a group.
 
-    Environment errors are left out, and so are trajectories that `filter.trajectories` drops: they
-    count in their group's statistics but have no token weight. With `optimizer.skip_signal_free`,
-    trajectories with an advantage of 0 go to `PackedBatch.rest`, which is measured but not
-    differentiated, unless another term gives them a gradient. They still count in the token weights
+    Environment errors and trajectories that `filter.trajectories` drops are excluded; the latter
+    still count in their group's statistics. With `optimizer.skip_signal_free`, trajectories with an
+    advantage of 0 go to `PackedBatch.rest`, which yields metrics but no gradient, unless another
+    loss term gives them a gradient. They still count in the aggregation that sets the token weights
     of the others.
 
     Args:
-        groups: Groups with advantages, and with divergences if these are measured.
+        groups: Groups with advantages, and with divergences if the method needs them.
         shape: Shape of every mini-batch.
-        method: Method of the run.
+        method: Training method.
         controllers: Controllers that set the KL coefficient of each token.
-        num_shards: Number of devices that share the rows of a micro-batch.
+        num_shards: Number of devices that split the rows of a micro-batch.
     """
     trains_all = method.trains_on_zero_advantages or not method.optimizer.skip_signal_free
     minibatches = []
@@ -75,9 +75,9 @@ def make_minibatches(
 def split_minibatches(
     groups: Sequence[Group], controllers: Controllers, method: Method
 ) -> Iterator[tuple[dict[int, Trajectory], dict[str, list[np.ndarray]]]]:
-    """Yield the trained trajectories of each mini-batch and their per-token fields.
+    """Yield the trajectories to train on in each mini-batch, and their per-token fields.
 
-    Trajectories are keyed by their index among the `flatten_groups` of the groups.
+    Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
     is_selected, size, offset = (
         make_trajectory_filter(method.filter),
@@ -107,7 +107,7 @@ def split_minibatches(
 
 
 def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], bool]:
-    """Return a predicate that selects trajectories to train on; it may raise `UserCodeError`."""
+    """Return a predicate that is True for trajectories to train on; it may raise `UserCodeError`."""
     if (predicate := filter.trajectory_filter) is None:
         return lambda _: True
 
@@ -123,7 +123,7 @@ def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], boo
 def trajectory_filter_metrics(
     trajectories: Sequence[Trajectory], filter: FilterSettings
 ) -> dict[str, float]:
-    """Return the share of trajectories that the filter keeps, if there is one."""
+    """Return the share of trajectories that pass `filter.trajectories`; {} if it is not set."""
     selected = map(make_trajectory_filter(filter), trajectories)
     return (
         {}
@@ -133,7 +133,7 @@ def trajectory_filter_metrics(
 
 
 def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.ndarray]:
-    """Return `token_weights` of these masks under `loss.aggregation`.
+    """Compute the token weights for these loss masks with `loss.aggregation`.
 
     Raises:
         UserCodeError: A custom aggregation failed.
@@ -143,7 +143,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.nda
 
 
 def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
-    """Add observations to the loss mask, each one once, if `mask_observations` is off."""
+    """Add observations to the loss mask if `mask_observations` is off, without repeated tokens."""
     if loss.mask_observations:
         return trajectory
     is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
@@ -154,12 +154,12 @@ def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
 def token_kl_weights(
     trajectories: Sequence[Trajectory], controllers: Controllers, kl: KLSettings
 ) -> list[np.ndarray]:
-    """Return the KL coefficient of every token, float32 `[L]` each.
+    """Return the KL coefficient of each token, as a float32 array `[L]` per trajectory.
 
     Args:
-        trajectories: Trajectories, with windows if the coefficient depends on them.
-        controllers: Controllers with the KL state before the step and the other states after it.
-        kl: KL settings.
+        trajectories: Trajectories to train on, with `windows` if the coefficient depends on them.
+        controllers: Controllers with the KL state from before the step and the others from after.
+        kl: Settings of the KL term.
     """
     scales = np.ones(len(trajectories))
     if isinstance(controllers.kl, KLBudget):
@@ -192,7 +192,7 @@ def shard_minibatches(
 ) -> list[Batch]:
     """Put mini-batches on the devices, and compute missing old and reference log-probabilities.
 
-    `params` are the parameters before the update.
+    `params` are the policy's parameters before the update.
     """
     needs_old = not old_logprobs_are_current(method.optimizer, method.filter)
     needs_ref = has_kl_loss(method.kl)

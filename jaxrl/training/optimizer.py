@@ -31,7 +31,7 @@ def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """Return AdamW after global-norm clipping, one shared object for equal settings."""
+    """Return AdamW with global-norm gradient clipping; equal settings share one object."""
     # A custom schedule may be edited between two runs in one process, so it is never shared.
     key = None if settings.schedule.is_user_code else settings
     return get_or_make(partial(_adamw, settings), name="optimizer", key=key)

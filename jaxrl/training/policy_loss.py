@@ -46,7 +46,7 @@ def _policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
 
         # The policy term. The update multiplies it by `token_weights` (minibatches.py).
         values, loss_metrics = apply(policy_loss)
-        # The sampler has no log-probability for an observation that is trained on.
+        # Observations that are trained on have no sampler log-probability.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
         logprob_diff = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {

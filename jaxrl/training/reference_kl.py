@@ -21,11 +21,11 @@ from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_gr
 def make_kl_fn(
     score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
-    """Return `add_divergences(groups, params, ref_params)` for scored trajectories.
+    """Return the function that adds a divergence to each scored trajectory without one.
 
-    A trajectory that has a divergence keeps it. The others are packed into batches of
-    `shape.num_sequences` and scored by the program that scores mini-batches. The last bits of a
-    result may depend on which trajectories are packed together.
+    Trajectories are packed into batches of `shape.num_sequences` and scored by the program that
+    also scores mini-batches. The last bits of a result may depend on which trajectories are packed
+    together.
     """
     # Objectives take one micro-batch, so map over the leading axis.
     estimate_kl = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
@@ -66,7 +66,7 @@ def compute_per_token(
     shape: BatchShape,
     compute: Callable[[Batch, PackedBatch], Sequence[jax.Array]],
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the arrays of each trajectory, `[L]`, from `compute(batch, packed)` `[A, b, T]`."""
+    """Pack trajectories, call `compute`, and yield its arrays `[L]` for each trajectory."""
     for start in range(0, len(trajectories), shape.num_sequences):
         chunk = trajectories[start : start + shape.num_sequences]
         zeros = np.zeros(len(chunk), np.float32)
@@ -78,9 +78,9 @@ def compute_per_token(
 def unpack(
     packed: PackedBatch, values: np.ndarray, sequences: Sequence[TokenSequence]
 ) -> list[np.ndarray]:
-    """Unpack values `[A, b, T]` into those of each sequence `[L]`, in packing order.
+    """Split values `[A, b, T]` into an array `[L]` per sequence, in packing order.
 
-    Tokens that a context repeats from an earlier one get 0: they have no loss.
+    Tokens that a context repeats from an earlier one have no loss and get 0.
     """
     segments, positions = (
         np.asarray(x).ravel() for x in (packed.batch.segment_ids, packed.batch.positions)

@@ -1,7 +1,7 @@
 """Reward shaping: length, abstention, KL, entropy.
 
 Each function returns groups with changed rewards, and records the change in `reward_parts`.
-Environment errors have no reward and stay as they are.
+Trajectories with environment errors have no reward and do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.types import Columns, Group, flatten_groups, with_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Add `amounts`, float [N] in the order of `flatten_groups`, to rewards as `part`."""
+    """Add `amounts` [N], in the order of `flatten_groups`, to the rewards; record it as `part`."""
     new_rewards = [
         (
             float(np.float32(t.reward) + np.float32(amount)),
@@ -34,9 +34,9 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
 
 
 def shape(groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool) -> list[Group]:
-    """Add abstention rewards and length penalties before groups are filtered.
+    """Shape rewards by abstention and length, before groups are filtered.
 
-    `is_late` is False only in the early stage of a stage-level method.
+    `is_late` is False only in the early stage of a method with a stage gate.
     """
     shaped = list(groups)
     if shaping.boundary_aware:
@@ -65,7 +65,7 @@ def shape(groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool) -
 
 
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
-    """Return `coef` times each trajectory's measured divergence, float64 [N]."""
+    """Return `coef` times each trajectory's divergence; 0 for environment errors: float64 [N]."""
     return np.array(
         [
             coef * t.require("divergence").total if t.is_scored else 0.0

@@ -45,7 +45,7 @@ from jaxrl.types import Group, Params, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage that trains."""
+    """A training stage."""
 
     num_steps: int
     batch_size: int  # trajectories or demonstrations per mini-batch
@@ -56,14 +56,14 @@ class Stage:
     update: UpdateStep
 
     def last_lr(self, state: TrainState) -> float:
-        """Return the learning rate of the newest optimizer step; before any, of the first."""
-        # An array, as in the update: a custom schedule may need one.
+        """Return the learning rate of the latest optimizer step, or else of the first one."""
+        # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """Objects that the stages use."""
+    """Objects built from the configuration, shared by all stages."""
 
     mesh: Mesh
     model: Model
@@ -74,12 +74,12 @@ class Components:
     demonstrations: Sequence[TokenSequence]
     sampler: Sampler | None  # None if a model behind an endpoint samples
     rollout: RolloutFunction
-    controls: Mapping[str, RolloutFunction]  # replacements of `rollout`, by control suite
+    controls: Mapping[str, RolloutFunction]  # replacements for `rollout`, by control suite
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by reward part
-    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as undecided; None: all
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may start a high-entropy window
     prompt_time: str = ""  # time in the chat template's prompts; "" if it writes none
     notes: tuple[str, ...] = ()  # lines about the data, shown before the run begins
-    external: str = ""  # model behind an endpoint that samples; "" for the run's own model
+    external: str = ""  # description of the endpoint model that samples; "" for a local model
     export: Callable[[Params, Path], None]  # writes folders below a path, one in HF format
 
     @property
@@ -89,18 +89,18 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """The sampler of the run's own model."""
+        """The sampler, which exists unless a model behind an endpoint samples."""
         assert self.sampler is not None, f"{self.external} plays"
         return self.sampler
 
 
 @dataclass
 class Progress:
-    """Progress of a run: all that a restart needs besides the weights."""
+    """Progress of a run: everything except the weights that is needed to resume it."""
 
-    step: int = 0  # steps done, over all stages
-    stage: str = ""  # current stage, or the last one done
-    stage_step: int = 0  # steps of the stage that are done
+    step: int = 0  # completed steps, over all stages
+    stage: str = ""  # current stage, or the last completed one
+    stage_step: int = 0  # completed steps of the stage
     items_taken: int = 0  # tasks or demonstrations taken from the stage's stream
     num_records: int = 0  # records in metrics.jsonl
     record: dict[str, Any] | None = None  # record of the last step, while its evaluation is due
@@ -110,13 +110,13 @@ class Progress:
     num_failed: int = 0  # consecutive batches in which every episode failed
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
-    # The rest belongs to the train stage. Fields with arrays are not compared: == of arrays is no
-    # bool.
+    # The rest belongs to the train stage. Fields with arrays are not compared: == of arrays does
+    # not return a bool.
     watched: WatchState = field(default_factory=WatchState)
     controllers: Controllers = field(default_factory=Controllers)
     buffered_groups: list[Group] = field(default_factory=list, compare=False)
     in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
-    # Groups of the next step. They cannot be sampled again: the weights that sampled them are gone.
+    # Groups of the next step. They cannot be resampled: the weights that sampled them are gone.
     prefetched: CollectedGroups | None = field(default=None, compare=False)
     # Usage of everything sampled, evaluations included.
     ledger: UsageStats = field(default_factory=UsageStats)
@@ -131,9 +131,9 @@ class Progress:
         )
 
     def is_mid_stage(self, num_steps: Mapping[str, int]) -> bool:
-        """Return True in the middle of a training stage.
+        """Return True if a training stage is partly done, or its last evaluation is due.
 
-        `num_steps` holds the number of steps of each training stage of the run.
+        `num_steps` is the number of steps by training stage.
         """
         if self.stage not in num_steps or self.stage_step == 0 or self.stopped_early:
             return False
@@ -150,12 +150,12 @@ class Progress:
 
     @property
     def label(self) -> str:
-        """The stage and its number of completed steps, such as `train 30`."""
+        """Stage and number of its completed steps, such as `train 30`."""
         return f"{self.stage} {self.stage_step}"
 
     @property
     def effective_weights_step(self) -> int:
-        """Step that the run's weights come from: the last one, unless the stage stopped early."""
+        """Step that the weights come from: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
@@ -170,7 +170,7 @@ class Progress:
             )
 
     def discard_prefetched(self) -> None:
-        """Drop the groups of the next step, and add their cost to the ledger."""
+        """Drop the prefetched groups of the next step, and add their usage to the ledger."""
         if self.prefetched is not None:
             self.ledger, self.prefetched = self.ledger + self.prefetched.ledger, None
 
@@ -189,7 +189,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Restore what `to_json` returned, for a run with this method."""
+        """Create the progress from the result of `to_json`; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Drop all
@@ -224,7 +224,7 @@ RunSuites = Callable[["RunState", str, Sequence[str]], tuple[dict[str, float], d
 
 @dataclass(kw_only=True)
 class RunState:
-    """State that the stages of a run share, and operations on it."""
+    """State shared by the stages of a run, and operations on it."""
 
     settings: Settings
     workdir: Path
@@ -233,7 +233,7 @@ class RunState:
     metrics_log: MetricWriter
     display: ProgressBar
     progress: Progress
-    restored: dict[str, Any]  # items of the initial checkpoint; a stage pops those it needs
+    restored: dict[str, Any]  # items of the restored checkpoint; a stage pops those it needs
     should_stop: Callable[[], bool]
     # These two are arguments because importing them would add their modules to the imports of
     # train.py, which tests/test_dependencies.py bounds.
@@ -247,10 +247,10 @@ class RunState:
     # Usage of the unfinished step or evaluation, and of unfinished groups for the next step.
     pending_usage: UsageStats = field(default_factory=UsageStats)
     make_token_logger: Callable[..., TokenLogger] | None = None  # None without `log.tokens`
-    held_out: float | None = None  # score of this start's last evaluation; see `held_out_score`
+    held_out: float | None = None  # score of the last evaluation; see `held_out_score`
 
     def begin_stage(self, stage: str) -> bool:
-        """Move the progress to a stage; return False if it is done."""
+        """Set the progress to a stage, unless it has begun; return False if the stage is done."""
         progress = self.progress
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
@@ -267,7 +267,7 @@ class RunState:
         return True
 
     def report_extra_steps(self, num_steps: int) -> None:
-        """Report that the train stage has done more steps than `num_steps`."""
+        """Log a message if the train stage has already done more than `num_steps` steps."""
         progress = self.progress
         if progress.stage == "train" and progress.stage_step > num_steps:
             self.display.log(
@@ -276,7 +276,7 @@ class RunState:
             )
 
     def init_or_restore_state(self, params: Params) -> TrainState:
-        """Return a new state at the start of a stage, else the restored one."""
+        """Create the training state at the start of a stage, or else restore it."""
         if self.progress.stage_step > 0:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
@@ -287,7 +287,7 @@ class RunState:
         return move_moments(state, HOST_MEMORY) if offloads else state
 
     def init_or_restore_reference(self, params: Params) -> Params | None:
-        """Return a frozen copy of the policy at the start of the stage, if a KL term needs it."""
+        """Return the reference, a copy of the stage's initial policy; None if no KL term needs it."""
         if not self.components.method.has_reference:
             return None
         if self.progress.stage_step > 0:
@@ -305,12 +305,12 @@ class RunState:
         return state.params
 
     def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of these suites under the engine's weights, as stage `train`."""
+        """Evaluate the engine's weights on `suites` in stage `train`, and return the metrics."""
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the budget is spent; prefetched groups count too."""
+        """Raise `BudgetSpentError` if the budget is spent, counting pending and prefetched usage."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
@@ -325,7 +325,7 @@ class RunState:
 
     @property
     def is_last_step(self) -> bool:
-        """True once all steps of the stage are done; `end_stage` then saves a checkpoint."""
+        """True once all steps of the stage are done. `end_stage` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property
@@ -365,11 +365,11 @@ class RunState:
         self.metrics_log.add_to_next("timing_s/save_checkpoint", time.perf_counter() - started)
 
     def save_progress(self) -> None:
-        """Save the progress of a stage that ends early, unless it is saved already."""
+        """Save the progress of an interrupted stage, unless it is already saved."""
         self.display.stop()
         self.add_discarded_cost(self.pending_usage)
         self.pending_usage = UsageStats()
-        # The final evaluation has no state: the newest checkpoint has all that remains.
+        # The final evaluation has no state, and the newest checkpoint has everything else.
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:
             self.save()

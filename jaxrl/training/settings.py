@@ -1,4 +1,4 @@
-"""Settings that the stages read, frozen by `builders.components`.
+"""Frozen settings of the stages, created by `builders.components`.
 
 docs/configuration.md describes the fields that are named after a config key.
 """
@@ -15,7 +15,7 @@ STAGES = ("sft", "train", "evaluate")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """The section `eval`, and other settings that evaluations read."""
+    """Suites, sampling and schedule of evaluations (config section `eval`)."""
 
     every_steps: int
     suites: Sequence[str]
@@ -37,7 +37,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """The section `checkpoint`."""
+    """How often checkpoints are saved and how many are kept (config section `checkpoint`)."""
 
     every_steps: int
     keep: int
@@ -46,7 +46,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSettings:
-    """The section `ledger`."""
+    """Prices of tool calls and limits on spending (config section `ledger`)."""
 
     prices: Mapping[str, float]
     max_cost: float
@@ -55,7 +55,7 @@ class LedgerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all stages."""
+    """Settings of a run, shared by all stages."""
 
     stages: tuple[str, ...]
     seed: int

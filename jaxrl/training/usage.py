@@ -1,4 +1,4 @@
-"""Usage of trajectories (calls, tokens, cost), and the budget that ends a run."""
+"""Usage accounting (calls, tokens, cost), and the budget limits that end a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxrl.envs.tools.budget import SEARCH, calls_of
 from jaxrl.types import Trajectory
 
 BILLED_SOURCES = ("tool", "fallback")
-"""Sources of answers that reached the tool, so that each attempt costs its price."""
+"""Values of `CallRecord.source` for calls that reached a tool, so that attempts are billed."""
 
 
 Number = TypeVar("Number", int, float)
 
 
 class BudgetSpentError(RuntimeError):
-    """The run has spent its budget. A higher budget lets it resume."""
+    """The run has spent its budget. It can resume with a higher budget."""
 
 
 def _add_counts(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str, Number]:
@@ -30,12 +30,12 @@ def _add_counts(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Requests and their cost."""
+    """Requests to tools, judges and endpoint models, and their cost."""
 
-    # Requests by tool or judge. Retries count, since each costs its price.
+    # Requests by tool or judge. Retries count, since each is billed.
     attempts: Mapping[str, int] = field(default_factory=dict)
     cost: float = 0.0  # cost of attempts and endpoint tokens, in the unit of `ledger.prices`
-    # Calls, attempts, tokens and cost of an endpoint's model.
+    # Calls, attempts, tokens and cost of a policy behind an endpoint.
     policy: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Usage) -> Usage:
@@ -48,10 +48,10 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageStats:
-    """Usage of a set of trajectories. Adding two of these gives the usage of both sets.
+    """Usage of a set of trajectories. The sum of two instances is the usage of both sets.
 
-    The policy's calls and tokens are a function of weights and seeds, so they repeat with the run.
-    `usage` depends on caches, servers and clocks.
+    Calls and tokens depend only on weights and seeds, so a repeated run has the same numbers.
+    `usage` also depends on caches, servers and clocks.
     """
 
     num_trajectories: int = 0  # environment errors included
@@ -73,8 +73,8 @@ class UsageStats:
 
         Args:
             trajectories: Trajectories of any outcome.
-            prices: Price of an attempt by tool; other tools are free.
-            is_control: True to skip searches, because a control answered them, not the engine.
+            prices: Price per attempt, by tool name; other tools are free.
+            is_control: True to skip searches: a control answered them, not the search engine.
         """
         trajectories = list(trajectories)
         calls = [call for t in trajectories for turn in t.turns for call in calls_of(turn)]
@@ -112,11 +112,11 @@ class UsageStats:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> UsageStats:
-        """Restore what `to_json` returned."""
+        """Create an instance from the result of `to_json`."""
         return cls(**{**saved, "usage": Usage(**saved["usage"])})
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters as metrics; those under `perf/` may differ between equal runs."""
+        """Return the counters as metrics; those under `perf/` may differ in a repeated run."""
         usage = self.usage
         counts = {
             "trajectories": self.num_trajectories,
@@ -147,7 +147,7 @@ def check_budget(spent: UsageStats, *, max_cost: float, max_calls: int) -> None:
     Args:
         spent: Usage of the run so far.
         max_cost: Limit on the cost, `ledger.max_cost`; 0 for no limit.
-        max_calls: Limit on the attempts of all tools together, `ledger.max_calls`; 0 for no limit.
+        max_calls: Limit on the total number of tool attempts, `ledger.max_calls`; 0 for no limit.
 
     Raises:
         BudgetSpentError: The cost or the attempts have reached their limit.

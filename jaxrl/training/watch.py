@@ -1,4 +1,4 @@
-"""Signs of collapse: the function that checks each step, and the action on a sign."""
+"""Signs of collapse: how steps are checked for them, and how the run reacts."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from jaxrl.utils.callables import wrap_user_code
 from jaxrl.utils.json_io import parse_json
 
 DETECTORS: dict[str, str] = {"sentinel": "jaxrl.extras.sentinel.signs:detect_signs"}
-"""Functions by `watch.name`. Each maps a step and a state to the next state and a list of signs."""
+"""Detectors by `watch.name`. Each maps a step and a state to the next state and a list of signs."""
 
 ARGUMENTS = ("record", "groups", "state", "method", "step")
-"""Arguments that such a function may take.
+"""Arguments that a detector may take.
 
 `record` holds the metrics of the step (`metrics.jsonl`) without times and memory, which differ
 between processes. `groups` are the groups that the step trained on, with advantages. `state` is
-what the function returned last (plain JSON values, {} at first). `step` counts from 1 in the stage.
+what the detector returned last (plain JSON values, {} at first). `step` counts from 1 in the stage.
 """
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
 """Actions on a sign, mildest first."""
 
 SIGN_COOLDOWN_STEPS = 10
-"""Number of steps without a sign after which it counts as new again."""
+"""Number of steps after which a repeated sign counts as new."""
 
 
 class UnsoundError(RuntimeError):
-    """`watch.action` ends the run at a sign of collapse."""
+    """A sign of collapse ends the run: its action is `stop`, or no rollback is possible."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Rollback(Exception):  # noqa: N818, the run continues
-    """The run must return to an earlier checkpoint."""
+    """A sign of collapse requires the run to return to an earlier checkpoint."""
 
     sign: str  # name of the sign
     from_step: int  # global step
@@ -54,7 +54,7 @@ class Sign:
     since: int  # newest healthy step of the stage
 
     def __post_init__(self) -> None:
-        """Check what is written to metrics and checkpoints."""
+        """Validate the fields, which are written to metrics and checkpoints."""
         is_name = isinstance(self.name, str) and re.fullmatch("[a-z][a-z0-9_]*", self.name)
         if not is_name or not isinstance(self.text, str) or type(self.since) is not int:
             raise TypeError(
@@ -65,10 +65,10 @@ class Sign:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchState:
-    """State of a watch between the steps of a stage, saved in checkpoints as JSON."""
+    """State of the watch between the steps of a stage, saved in checkpoints as JSON."""
 
-    name: str = ""  # the watch; another one starts with no state
-    state: Mapping[str, Any] = field(default_factory=dict)  # the watch's own state
+    name: str = ""  # name of the detector; a different one starts without state
+    state: Mapping[str, Any] = field(default_factory=dict)  # returned by the detector
     # Step of the stage at which each sign was last seen.
     seen: Mapping[str, int] = field(default_factory=dict)
     acting: Sequence[Mapping[str, Any]] = ()  # signs of the newest step that need an action
@@ -77,7 +77,7 @@ class WatchState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> WatchState:
-        """Restore what `dataclasses.asdict` returned."""
+        """Create an instance from the result of `dataclasses.asdict`."""
         return cls(**saved)
 
 
@@ -88,19 +88,19 @@ def check_step(
     groups: Sequence[Group],
     step: int,
 ) -> tuple[WatchState, dict[str, float]]:
-    """Check a step. Return the next state, and metrics with a 1 for each sign.
+    """Check a step for signs of collapse; return the next state, and metrics with a 1 per sign.
 
     A sign that was seen less than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
 
     Args:
-        method: Method with a `watch`.
-        watched: State before the step.
+        method: Method whose `watch` is set.
+        watched: State of the watch before the step.
         record: Metrics of the step, without its evaluation.
         groups: Groups that the step trained on.
         step: Step of the stage, from 1.
 
     Raises:
-        UserCodeError: The function failed, or returned something other than a state and signs.
+        UserCodeError: The detector failed, or did not return a state and a list of signs.
     """
     assert method.watch is not None
     detector = method.watch.detector
@@ -136,7 +136,7 @@ def check_step(
 
 
 def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
-    """Return the action for a sign."""
+    """Return the action for a sign: its entry in `watch.actions`, or else `watch.action`."""
     return watch.actions.get(sign["name"], watch.action)
 
 
@@ -148,7 +148,7 @@ def rollback_target(
     `steps` are the steps of the stage that have a checkpoint.
 
     Raises:
-        UnsoundError: There is no checkpoint, or no rollback is left.
+        UnsoundError: There is no checkpoint, or `watch.max_roll_backs` is reached.
     """
     why = f"{sign['name']}: {sign['text']}"
     if watched.num_roll_backs >= watch.max_roll_backs:

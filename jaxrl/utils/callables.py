@@ -1,4 +1,4 @@
-"""Callables named in the config, built-in or user-supplied, and messages about their failures."""
+"""Callables named in the config, built-in or user-supplied, and descriptions of their errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NamedFunction:
 
     key: str
     name: str
-    function: Callable[..., Any] = field(hash=False)  # either field may be unhashable
+    function: Callable[..., Any] = field(hash=False)  # may be unhashable, like `settings`
     settings: Mapping[str, Any] = field(hash=False)
 
     @property
@@ -48,7 +48,7 @@ class NamedFunction:
 
     @property
     def is_user_code(self) -> bool:
-        """True if it is defined outside jaxrl, even if a user added it to a table."""
+        """True if it is defined outside jaxrl. A user may have added it to a table."""
         return is_user_code(self.function)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -72,13 +72,13 @@ def is_user_code(obj: Any) -> bool:
 
 
 def argument_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the positional-or-keyword parameters."""
+    """Return the names of a function's positional-or-keyword parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def format_failure(error: BaseException) -> str:
-    """Describe an exception of user code in one line, with file and line number.
+    """Describe an exception in user code on one line, with file and line number.
 
     Only the first line of the message is used, since JAX appends its own traceback.
     """
@@ -101,11 +101,11 @@ _LIBRARY_PATHS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib", "scripts")),
 )
-"""Prefixes of files that are not the user's: jaxrl, the standard library and packages."""
+"""Path prefixes of files that are not user code: jaxrl, the standard library and packages."""
 
 
 def list_code_folders() -> list[str]:
-    """Return the folders of `sys.path` that contain user modules rather than libraries."""
+    """Return the folders in `sys.path` that may contain user code rather than libraries."""
     folders = [str(Path(entry).absolute()) for entry in sys.path if Path(entry).is_dir()]
     return [folder for folder in folders if not folder.startswith(_LIBRARY_PATHS)]
 
@@ -137,11 +137,11 @@ def probe(
 
     Args:
         key: Config key that names the code.
-        name: Value of that key.
+        name: Value of that key, for the error message.
         function: The code, or a wrapper such as `partial(jax.eval_shape, loss)`.
-        example: Inputs with the types and shapes of a real call.
+        example: Example inputs with the types and shapes of a real call.
         expected: Description of a valid result, for the error message.
-        is_valid: Check of the result.
+        is_valid: Function that returns True for a valid result.
 
     Returns:
         The result.

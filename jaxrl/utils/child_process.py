@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MAX_SELECT_S = 3600.0  # the system call accepts at most 24 days
-_EXIT_TIMEOUT_S = 5.0  # time for a killed process to end
+_EXIT_TIMEOUT_S = 5.0  # time for a process to end by itself, or after it is killed
 
 
 class ChildExitedError(ChildProcessError):
-    """A child has ended and closed its output. `status` is negative for a signal."""
+    """A child has ended. `status` is negative if a signal killed it."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -35,7 +35,7 @@ class ChildTimeoutError(TimeoutError):
 
 
 class ChildProcess(contextlib.AbstractContextManager):
-    """A process with pipes. As a context manager, it is killed at the end."""
+    """Child process with pipes. As a context manager, it is killed on exit."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class ChildProcess(contextlib.AbstractContextManager):
             what: Name of the child in messages.
             max_unread_bytes: Maximum size of unread output per stream in bytes; the rest is
                 dropped.
-            stderr: Argument of `subprocess.Popen`. The text of a pipe is in `stderr_buffer`.
-            options: Further arguments of `subprocess.Popen`. The default `stdin` is a pipe.
+            stderr: Argument of `subprocess.Popen`. With a pipe, its text is in `stderr_buffer`.
+            options: Other arguments of `subprocess.Popen`. By default, `stdin` is a pipe.
 
         Raises:
             OSError: The process cannot be started.
@@ -68,10 +68,7 @@ class ChildProcess(contextlib.AbstractContextManager):
             **{"stdin": subprocess.PIPE, **options},
         )
         self.pid = self._process.pid
-        self.stdout_buffer, self.stderr_buffer = (
-            bytearray(),
-            bytearray(),
-        )  # unread stdout and stderr
+        self.stdout_buffer, self.stderr_buffer = bytearray(), bytearray()  # unread output
         pipes = (
             (self._process.stdout, self.stdout_buffer),
             (self._process.stderr, self.stderr_buffer),
@@ -83,7 +80,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         """Write a JSON line to the child. Thread-safe.
 
         Raises:
-            EndedError: The child no longer reads.
+            ChildExitedError: The child no longer reads.
         """
         stdin = self._process.stdin
         assert stdin is not None
@@ -95,11 +92,11 @@ class ChildProcess(contextlib.AbstractContextManager):
             raise ChildExitedError(self._what, self._wait_or_kill()) from None
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
-        """Read the next JSON line of the child.
+        """Read the next JSON line from the child.
 
         Raises:
-            EndedError: The child has closed its output.
-            SilentError: No line arrived for `timeout_s` seconds.
+            ChildExitedError: The child has closed its output.
+            ChildTimeoutError: No line arrived within `timeout_s` seconds.
         """
         if not self.read(lambda: b"\n" in self.stdout_buffer, timeout_s):
             raise ChildExitedError(self._what, self._wait_or_kill())
@@ -111,7 +108,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
-            SilentError: Neither happened within `timeout_s` seconds.
+            ChildTimeoutError: Neither happened within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with selectors.PollSelector() as selector:
@@ -124,7 +121,7 @@ class ChildProcess(contextlib.AbstractContextManager):
                 if is_late:
                     raise ChildTimeoutError(f"{self._what} was silent for {timeout_s:g} s")
                 remaining_s = deadline - time.monotonic()
-                is_late = remaining_s <= 0  # data that has arrived is still read
+                is_late = remaining_s <= 0  # read data that has already arrived
                 for key, _ in selector.select(min(max(remaining_s, 0), _MAX_SELECT_S)):
                     data = os.read(key.fd, 65536)
                     if not data:
@@ -138,7 +135,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         """Wait for the child to end; return its status, which is negative for a signal.
 
         Raises:
-            SilentError: The child has not ended after `timeout_s` seconds.
+            ChildTimeoutError: The child is still running after `timeout_s` seconds.
         """
         try:
             return self._process.wait(timeout_s)
@@ -146,14 +143,14 @@ class ChildProcess(contextlib.AbstractContextManager):
             raise ChildTimeoutError(f"{self._what} did not end in {timeout_s:g} s") from None
 
     def _wait_or_kill(self) -> int:
-        """End a child that has closed its pipes; return its status."""
+        """Wait briefly for a child that closed its pipes, then kill it; return its status."""
         with contextlib.suppress(ChildTimeoutError):
             return self.wait(_EXIT_TIMEOUT_S)
         self.kill()
         return self.wait(_EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Kill the process group, unless the child was reaped: its PID may be reused."""
+        """Kill the process group, unless the child was reaped and its PID may be reused."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -165,7 +162,7 @@ class ChildProcess(contextlib.AbstractContextManager):
             self.wait(_EXIT_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # unflushed data cannot be written any more
+                with contextlib.suppress(OSError):  # unflushed data can no longer be written
                     pipe.close()
 
     def __exit__(self, *_: object) -> None:

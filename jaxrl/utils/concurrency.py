@@ -19,16 +19,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_ERROR_CHARS = 2000
-"""Maximum length of an exception's text in characters. Some libraries put a page into it."""
+"""Maximum length of an exception's text in characters, since some libraries write pages."""
 
 MAX_TIMEOUT_S = 1e9
-"""Longest time that a setting may have, in seconds. Locks accept 9 times as much."""
+"""Maximum value of a timeout setting in seconds. Locks accept at most 9 times as much."""
 
 _CANCEL_TIMEOUT_S = 1.0  # time for a canceled coroutine to end
 
 
 def format_error(error: BaseException) -> str:
-    """Return type and text of an exception, redacted and cut to `MAX_ERROR_CHARS` characters."""
+    """Return the type and text of an exception, redacted, in at most `MAX_ERROR_CHARS`."""
     try:
         text = str(error)
     except Exception:  # the `__str__` of a user-defined exception may fail
@@ -37,9 +37,9 @@ def format_error(error: BaseException) -> str:
 
 
 def format_error_report(error: BaseException) -> str:
-    """Return type, text, notes and traceback of an exception, redacted.
+    """Return the type, text, notes and traceback of an exception, redacted.
 
-    Limited to `MAX_ERROR_CHARS` characters by dropping the outermost frames.
+    Drops the outermost frames to stay within `MAX_ERROR_CHARS` characters.
     """
     notes = " ".join([format_error(error), *getattr(error, "__notes__", ())])
     report = redact(notes)[:MAX_ERROR_CHARS]
@@ -63,7 +63,7 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
 def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Run `work` in a daemon thread.
 
-    The interpreter's exit does not wait for it, unlike for a hanging thread of an executor.
+    Unlike a thread of an executor, it does not delay the interpreter's exit if it hangs.
     """
     future: Future[Result] = Future()
     threading.Thread(target=_run, args=(future, work), daemon=True, name="env").start()
@@ -71,14 +71,14 @@ def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 class ThreadPool:
-    """Reusable daemon threads, since starting a thread takes as long as a short call."""
+    """Pool of daemon threads, since starting a thread takes as long as a short call."""
 
     def __init__(self) -> None:
         self._lock, self._is_closed = threading.Lock(), False
         self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in an idle or a new thread."""
+        """Run `work` in an idle or new thread, and return its future."""
         future: Future[Result] = Future()
         with self._lock:
             _, calls = self._idle.pop() if self._idle else self._new_thread()
@@ -101,7 +101,7 @@ class ThreadPool:
         return thread, calls
 
     def close(self) -> None:
-        """End idle threads now, and busy threads when their call returns."""
+        """End idle threads now and busy threads when their calls return."""
         with self._lock:
             self._is_closed = True
         for _, calls in self._idle:
@@ -119,9 +119,9 @@ def parallel_map(
 
 
 def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
-    """Start calls in daemon threads. A future canceled before its start is skipped.
+    """Start calls in daemon threads and return their futures.
 
-    A call that hangs blocks only its own thread; the other threads run the remaining calls.
+    Calls canceled before they start are skipped. A call that hangs blocks only one thread.
     """
     futures: list[Future[Result]] = [Future() for _ in calls]
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -141,7 +141,7 @@ def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> lis
 
 
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """Cache the result of `make`, calling it once even if several threads call first."""
+    """Cache the result of `make`, which runs only once even if threads call concurrently."""
     lock, cached = threading.Lock(), functools.cache(make)
 
     def locked() -> Result:
@@ -152,11 +152,11 @@ def once(make: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def start_event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Start an event loop in a daemon thread. It runs until the process ends."""
+    """Start an event loop in a daemon thread, where it runs until the process ends."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        # `sys.exit` in a coroutine ends `run_forever`, which would hang the other coroutines.
+        # `sys.exit` in a coroutine ends `run_forever`, so the other coroutines would hang.
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
@@ -179,7 +179,7 @@ def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result])
     """Run a coroutine in `get_event_loop` and cancel it at the deadline.
 
     Raises:
-        LateError: The coroutine took longer. It may still run if it ignores cancellation.
+        DeadlineError: The coroutine took longer. It continues if it ignores cancellation.
     """
 
     async def timed() -> Result:
@@ -200,7 +200,7 @@ def call_with_deadline(deadline_s: float, work: Callable[[], Result]) -> Result:
     """Run `work` in a thread, which is abandoned at the deadline.
 
     Raises:
-        LateError: The call took longer.
+        DeadlineError: The call took longer.
     """
     return _wait_for_result(run_in_thread(work), deadline_s)
 

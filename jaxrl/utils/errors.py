@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class ToolError(Exception):
-    """The tool failed, not the model's call. Never turned into a reward.
+    """A tool failed through no fault of the model. Never turned into a reward.
 
     Attributes:
         retry_after_s: Seconds that the server asked to wait, or None.
         is_permanent: True if a retry would fail too, for example with a wrong key or URL.
-        status: HTTP status of the server's answer, or None.
+        status: HTTP status of the server's response, or None.
     """
 
     def __init__(

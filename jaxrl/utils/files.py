@@ -17,16 +17,16 @@ from jaxrl.utils.text import replace_surrogates
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a full disk, an exceeded quota and an exceeded file size limit."""
 
-_PERMISSION_REMEDY = "give this user the right to it (ls -l shows who has it)."
+_PERMISSION_REMEDY = "give this user permission (ls -l shows who has it)."
 _NOT_A_FOLDER_REMEDY = "a folder belongs there; move the file away."
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _PERMISSION_REMEDY),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _NOT_A_FOLDER_REMEDY),
     errno.EISDIR: "a file belongs there; move the folder away.",
-    errno.EROFS: "name a place that can be written to.",
+    errno.EROFS: "name a writable path.",
     errno.ENAMETOOLONG: "name a shorter path.",
     **dict.fromkeys(DISK_FULL_ERRNOS, "free some space and run the same command again."),
-    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
+    errno.EFBIG: "raise the file size limit (ulimit -f) and run the same command again.",
 }
 """Remedies for system errors, by error number."""
 
@@ -36,14 +36,14 @@ class FolderMovedError(OSError):
 
 
 _locked_folders: dict[Path, int] = {}
-"""Folders locked by this process, with an open file descriptor each."""
+"""File descriptors of folders locked by this process."""
 
 
 def check_not_moved(path: Path) -> None:
-    """Check, before writing, that the locked folder at or above `path` is still there.
+    """Check, before a write, that the locked folder that contains `path` still exists.
 
     Raises:
-        MovedError: The folder was moved, removed or replaced.
+        FolderMovedError: The folder was moved, removed or replaced.
     """
     path = path.absolute()
     for folder, descriptor in _locked_folders.items():
@@ -52,17 +52,17 @@ def check_not_moved(path: Path) -> None:
         if not (folder.exists() and os.path.samestat(os.stat(folder), os.fstat(descriptor))):
             raise FolderMovedError(
                 f"{folder} was moved or removed during the run; expected it to stay. Move it back "
-                "or name its new place as --workdir, and run the same command again."
+                "or pass its new path as --workdir, and run the same command again."
             )
 
 
 def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) -> str | None:
-    """Return file, reason and remedy of a system error; None for other errors.
+    """Format the file, reason and remedy of a system error; return None for other errors.
 
     Args:
         error: System error.
         remedy: Replacement for the text in `REMEDIES`.
-        path: Path to show if the error does not name a file.
+        path: Path to show if the error has no file name.
     """
     file = error.filename or path
     if not file or error.errno not in REMEDIES:
@@ -86,7 +86,7 @@ def find_disk_full_error(error: BaseException | None) -> OSError | None:
 
 
 def user_cache_folder() -> Path:
-    """Return `$XDG_CACHE_HOME/jaxrl`. The XDG specification says to ignore relative paths.
+    """Return `$XDG_CACHE_HOME/jaxrl`; a relative path is ignored, as XDG specifies.
 
     Raises:
         RuntimeError: The user has no home directory.
@@ -116,7 +116,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temp_path.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)
-        temp_path.unlink(missing_ok=True)  # it would occupy space on a full disk
+        temp_path.unlink(missing_ok=True)  # do not occupy space on a full disk
         raise
 
 
@@ -125,9 +125,9 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
     """Yield a temporary folder that replaces `path` on exit.
 
     Args:
-        path: The final folder. An existing one is replaced if it is empty or contains `marker`.
-        marker: File that identifies an earlier output, to protect a folder named by mistake.
-        is_writer: True in the process that writes to disk.
+        path: Final folder. An existing one is replaced if it is empty or contains `marker`.
+        marker: Name of a file in every earlier output. Other folders are not replaced.
+        is_writer: True in the one process that writes to disk.
 
     Raises:
         FileExistsError: `path` is a file, or a nonempty folder without `marker`.
@@ -193,7 +193,7 @@ def quarantine_file(path: Path, *, keeps_original: bool = False) -> Path:
     """Move a damaged file to `<name>.damaged`, with a number if that exists.
 
     Args:
-        path: The file.
+        path: Damaged file.
         keeps_original: True to copy the file instead of moving it.
     """
     quarantined = unused_path(path.with_name(f"{path.name}.damaged"))
@@ -210,7 +210,7 @@ def unused_path(path: Path) -> Path:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a text file, after ending a last line that a kill truncated."""
+    """Append a line to a text file. If a kill truncated its last line, terminate it first."""
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -229,7 +229,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as error:  # for example in /proc, although the parent exists
         raise ValueError(
-            f"--workdir={folder} cannot be made ({error.strerror}); name a folder on a disk."
+            f"--workdir={folder} cannot be created ({error.strerror}); name a folder on a disk."
         ) from error
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -237,7 +237,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"{folder} is in use by {file.read().strip()}; wait for its end, or stop it, or "
+                f"{folder} is in use by {file.read().strip()}; wait for it to end, stop it, or "
                 "name another --workdir."
             ) from None
         except OSError:

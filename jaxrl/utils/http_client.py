@@ -24,7 +24,7 @@ from jaxrl.utils.json_io import parse_json
 from jaxrl.utils.rate_limit import bounded_wait_s
 from jaxrl.utils.secrets import redact, register_secret
 
-_MAX_BODY_CHARS = 200  # maximum length of an answer in an error message, in characters
+_MAX_BODY_CHARS = 200  # maximum length of a response in an error message
 _RETRYABLE = frozenset({408, 425, 429})  # retryable statuses below 500
 
 # Servers commonly close connections after 5 idle seconds. A request sent at that moment fails.
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """Client limits: seconds per request, requests in flight, MiB per decompressed answer."""
+    """Limits: seconds per request, requests in flight, MiB per decompressed response."""
 
     timeout_s: float
     connections: int
@@ -60,7 +60,7 @@ class ClientLimits:
 class JsonClient:
     """Thread-safe client with pooled connections.
 
-    It does not retry; a `ToolError` says whether and when a retry may succeed. Answers and errors
+    It does not retry; a `ToolError` says whether and when a retry may succeed. Responses and errors
     are redacted.
     """
 
@@ -73,7 +73,7 @@ class JsonClient:
             max_keepalive_connections=bounds.connections,
             keepalive_expiry=_KEEP_ALIVE_S,
         )
-        # `_fetch` limits the complete request; httpx's timeout would limit each read.
+        # `_fetch` limits the total time; httpx's timeout would limit each read.
         self._client = httpx2.AsyncClient(
             headers=headers, limits=limits, timeout=None, verify=_ssl_context()
         )
@@ -81,7 +81,7 @@ class JsonClient:
         weakref.finalize(self, _close, self._client).atexit = False
 
     def send_all(self, requests: Sequence[Request]) -> list[Any | ToolError]:
-        """Send requests concurrently. Return the JSON or the error of each, in order."""
+        """Send requests concurrently; return the JSON response or error of each, in order."""
 
         async def fetch_all() -> list[Any | ToolError]:
             return await asyncio.gather(*map(self._fetch, requests))
@@ -99,7 +99,7 @@ class JsonClient:
 
     def _parse(self, request: Request, body: bytes) -> Any | ToolError:
         try:
-            return redact(parse_json(body, "the answer"))
+            return redact(parse_json(body, "the response"))
         except ValueError as error:
             what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
             return self._error(request, f"gives {what}: {_format_body(body)}")
@@ -113,15 +113,15 @@ class JsonClient:
             except ToolError as error:
                 return error
             except TimeoutError:
-                return self._error(request, f"gave no whole answer within {limit_s:g} s")
+                return self._error(request, f"gave no complete response within {limit_s:g} s")
             except Exception as error:  # network, protocol or address
                 return self._error(request, f"failed: {format_error(error)}")
 
     async def _read_body(self, request: Request) -> bytes:
-        """Send a request and return the body of the answer.
+        """Send a request and return the body of the response.
 
         Raises:
-            ToolError: The status is not a success, or the body is too large.
+            ToolError: The status is not a success status, or the body is too large.
         """
         headers, content = dict(request.headers), request.body
         if content is not None and not isinstance(content, bytes):
@@ -135,7 +135,7 @@ class JsonClient:
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > self._bounds.max_mib * 2**20:
-                    text = f"answers with more than {self._bounds.max_mib:g} MiB"
+                    text = f"responds with more than {self._bounds.max_mib:g} MiB"
                     raise self._error(request, text)
             if response.is_success:
                 return bytes(body)
@@ -144,7 +144,7 @@ class JsonClient:
             redirect = f", redirecting to {redact_url(redact(location))}" if location else ""
             raise self._error(
                 request,
-                f"answers with status {status}{redirect}: {_format_body(body)}",
+                f"responds with status {status}{redirect}: {_format_body(body)}",
                 retry_after_s=_retry_after_s(response.headers),
                 is_permanent=status < 500 and status not in _RETRYABLE,
                 status=status,
@@ -155,7 +155,7 @@ class JsonClient:
 
 
 def _format_body(body: bytes | bytearray) -> str:
-    """Return the start of an answer for a message, redacted before truncation."""
+    """Format the start of a response for a message. Secrets are redacted before truncation."""
     text = " ".join(redact(body.decode("utf-8", "replace")).split())
     return repr(text if len(text) <= _MAX_BODY_CHARS else text[:_MAX_BODY_CHARS] + " ..")
 
@@ -170,11 +170,11 @@ def redact_url(url: str) -> str:
 _SECRET = re.compile(
     r"(?i)(^|[^a-z]|api|access|auth)(key|token|secret|password|passwd|pwd|auth|sig|signature)$"
 )
-"""Names of query parameters that commonly hold a key."""
+"""Names of query parameters that commonly contain a key."""
 
 
-def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -> None:
-    """Check the URL of a server, and that it contains no secret.
+def check_url(key: str, url: str, *, keys_from: str = "the key_env next to it") -> None:
+    """Check that the URL of a server is valid and contains no secret.
 
     Args:
         key: Config key of the URL.
@@ -184,7 +184,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
     Raises:
         ValueError: The URL is malformed, or contains a user, a password or a key.
     """
-    expected = "expected the address of a server, as http://127.0.0.1:8000"
+    expected = "expected the address of a server, such as http://127.0.0.1:8000"
     try:
         parsed = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError) as error:
@@ -194,7 +194,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
         what = f"a parameter {name!r}"
     if what:
         raise ValueError(
-            f"config.{key} holds {what}, and a configuration is written to disk; {expected}, "
+            f"config.{key} contains {what}, and the configuration is written to disk; {expected}, "
             f"without it: {keys_from} names an environment variable for a key."
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -216,7 +216,9 @@ def read_api_key(key: str, variable: str) -> str:
     secret = os.environ.get(variable, "").strip()
     if not (secret and secret.isascii() and secret.isprintable()):
         label = f"{variable}, which config.{key} names," if is_name else f"that config.{key} names"
-        problem = "holds characters that no HTTP header can" if secret else "is not set"
+        problem = (
+            "contains characters that are invalid in an HTTP header" if secret else "is not set"
+        )
         raise ValueError(
             f"the environment variable {label} {problem}; export it with the key of the service, "
             "or name another variable, such as SEARCH_API_KEY."
@@ -233,10 +235,10 @@ def fix_surrogates(text: str) -> str:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the bounded number of seconds that a server asks to wait, or None.
+    """Return how long a server asks to wait, in seconds, bounded; None if it does not ask.
 
     Read from Retry-After (RFC 9110, 10.2.3), or from the quotas in `X-RateLimit-Remaining` and
-    `X-RateLimit-Reset`, which have one number per window in Brave's API.
+    `X-RateLimit-Reset`, which in Brave's API have one number per window.
     """
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():

@@ -1,4 +1,4 @@
-"""Parsing of untrusted JSON, with one-line errors and bounded depth."""
+"""Parsing of untrusted JSON, with one-line errors and a nesting limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 100
 
 
 def parse_json(text: str | bytes, location: str) -> Any:
-    """Parse JSON.
+    """Parse untrusted JSON.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply. The message starts with
@@ -55,7 +55,7 @@ def is_too_deep(text: str | bytes, value: Any) -> bool:
 
 
 def to_finite_float(value: Any) -> float | None:
-    """Return a finite number as a float, or None for anything else."""
+    """Convert a finite number to a float; return None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

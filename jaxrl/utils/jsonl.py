@@ -26,9 +26,9 @@ def read_objects(
     """Stream the objects of a JSONL file with their locations (`file:line`), skipping blank lines.
 
     Args:
-        path: The file.
-        skip_bytes: Size of the leading lines to skip.
-        skip_lines: Number of these lines.
+        path: JSONL file.
+        skip_bytes: Size in bytes of the leading lines to skip.
+        skip_lines: Number of lines in these bytes.
 
     Raises:
         OSError: The file cannot be read.
@@ -44,7 +44,7 @@ def read_objects(
 
 
 def reject_other_formats(path: Path, start: bytes) -> None:
-    """Raise a ValueError if the first bytes of a file show a format other than JSONL."""
+    """Raise a ValueError if a file's first bytes identify a format other than JSONL."""
     name, new_path = json.dumps(str(path)), path.with_name(f"{path.stem}_lines.jsonl")
     format_name, remedy, modules, rows = "", "Unpack or convert it first.", "", ""
     head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -60,7 +60,7 @@ def reject_other_formats(path: Path, start: bytes) -> None:
         remedy = f"This converts it: {command}"
     if format_name:
         raise ValueError(
-            f"{path} is {format_name}; expected JSONL, one JSON object a line. {remedy}"
+            f"{path} is {format_name}; expected JSONL, one JSON object per line. {remedy}"
         )
 
 

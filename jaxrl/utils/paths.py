@@ -11,7 +11,7 @@ def suggest_path(path: str | Path) -> str:
     """Return a sentence that suggests an existing path with a similar name, or "".
 
     Args:
-        path: Path of a file or folder. Its first component that does not exist is replaced.
+        path: File or folder. The suggestion replaces its first component that does not exist.
     """
     try:
         missing = Path(path)

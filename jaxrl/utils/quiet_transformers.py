@@ -1,4 +1,4 @@
-"""Use of transformers without its warnings."""
+"""Suppression of warnings from transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide log messages of transformers below errors, unless TRANSFORMERS_VERBOSITY is set.
+    """Hide transformers' log messages below ERROR, unless TRANSFORMERS_VERBOSITY is set.
 
-    Among them are advice to install torch and warnings about the files of a folder.
+    They include advice to install torch, and warnings about the files in a model folder.
     """
     logger = logging.getLogger("transformers")
     if os.environ.get("TRANSFORMERS_VERBOSITY"):

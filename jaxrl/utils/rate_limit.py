@@ -1,4 +1,4 @@
-"""Rate limit and circuit breaker for a service. The caller passes the time."""
+"""Rate limiter and circuit breaker for a service. The caller passes the current time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections import deque
 
 MAX_WAIT_S = 86_400.0
-"""Longest wait in seconds that a server may ask for."""
+"""Longest wait in seconds that a server may request."""
 
 
 def bounded_wait_s(wait_s: float | None) -> float:
-    """Clip the wait that a server asks for to [0, `MAX_WAIT_S`]; 0 for NaN and None."""
+    """Clip the wait that a server requests to [0, `MAX_WAIT_S`]; return 0 for NaN and None."""
     return min(max(0.0, wait_s or 0.0), MAX_WAIT_S)  # for NaN, max returns its first argument
 
 
 class RateLimiter:
-    """Limit on the number of queries that start per second.
+    """Limiter of the number of queries that start per second.
 
     At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
     """
@@ -37,9 +37,9 @@ class RateLimiter:
 
 
 class CircuitBreaker:
-    """Circuit breaker.
+    """Circuit breaker that pauses calls to a failing service.
 
-    Closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. Then it
+    When closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. Then it
     admits one call (half open), which closes it or opens it again.
     """
 
@@ -49,19 +49,19 @@ class CircuitBreaker:
         Args:
             max_failures: Number of consecutive failures that open it; 0 to never open it.
             cooldown_s: Seconds for which an open breaker admits no call.
-            patience_s: Seconds without an answer after which the outage counts as permanent.
+            patience_s: Duration of an outage, in seconds, after which it counts as permanent.
         """
         self._max_failures, self._cooldown_s, self._patience_s = (
             max_failures,
             cooldown_s,
             patience_s,
         )
-        self._num_failures = self._num_permanent = 0  # since the last answer
+        self._num_failures = self._num_permanent = 0  # since the last success
         self._open_until = -math.inf
         self._is_open = self._is_half_open = False
         self._down_since = math.inf
         self.last_success_at = -math.inf
-        """Time of the last answer."""
+        """Time of the last success."""
 
     def allows_call(self, now: float) -> bool:
         """Return True if a call may start. A half-open breaker admits only the first caller."""
@@ -72,7 +72,7 @@ class CircuitBreaker:
         return True
 
     def record_success(self, now: float) -> None:
-        """Record an answer."""
+        """Record a successful call, which closes the breaker."""
         self._num_failures = self._num_permanent = 0
         self._is_open = self._is_half_open = False
         self._down_since, self.last_success_at = math.inf, now
@@ -80,11 +80,11 @@ class CircuitBreaker:
     def record_failure(
         self, now: float, *, began: float, retry_after_s: float = 0.0, num_permanent: int = 0
     ) -> None:
-        """Record a failure.
+        """Record a failed call.
 
         Args:
             now: Time of the failure.
-            began: Start of the call.
+            began: Time at which the call started.
             retry_after_s: Seconds that the service asked to wait.
             num_permanent: Number of queries that would fail again; 0 if a retry may succeed.
         """
@@ -98,11 +98,11 @@ class CircuitBreaker:
             self._open_until = max(self._open_until, now + max(cooldown_s, retry_after_s))
 
     def outage_s(self, now: float) -> float:
-        """Return the seconds since the service stopped answering; 0 if it answers."""
+        """Return the duration of the current outage in seconds; 0 if there is none."""
         return max(now - self._down_since, 0.0)
 
     def patience_s(self, now: float) -> float:
-        """Return the seconds until the outage counts as permanent."""
+        """Return the seconds left until the outage counts as permanent."""
         return 0.0 if self.refuses_all else self._patience_s - self.outage_s(now)
 
     def cooldown_s(self, now: float) -> float:

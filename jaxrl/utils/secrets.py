@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Any
 from urllib.parse import quote, quote_plus
 
-_MIN_LENGTH = 8  # characters; a shorter secret is redacted only as a complete word
+_MIN_LENGTH = 8  # characters; shorter secrets are redacted only as complete words
 
 _patterns: dict[str, re.Pattern[str]] = {}  # by encoded form of a secret
 
 
 def register_secret(value: str) -> None:
-    """Redact a secret from now on, in plain, JSON-escaped and percent-encoded form.
+    """Register a secret for redaction in plain, JSON-escaped and percent-encoded form.
 
-    Long words of the secret count too, such as the token in `Bearer TOKEN`.
+    Its long words are redacted too, such as the token in `Bearer TOKEN`.
     """
     for secret in {value, *(word for word in value.split() if len(word) >= _MIN_LENGTH)} - {""}:
         escaped = json.dumps(secret)[1:-1]
@@ -42,14 +42,14 @@ def redact(value: Any) -> Any:
     matches = (pattern.finditer(value) for pattern in list(_patterns.values()))
     pieces, end = [], 0
     for start, stop in sorted(match.span() for match_iter in matches for match in match_iter):
-        if start >= end:  # otherwise the secret overlaps the one before it
+        if start >= end:  # otherwise, it overlaps the previous secret
             pieces += [value[end:start], "***"]
         end = max(end, stop)
     return "".join([*pieces, value[end:]])
 
 
 class _RedactedStream:
-    """A text stream that redacts secrets and replaces characters that it cannot encode."""
+    """Text stream that redacts secrets and replaces characters that it cannot encode."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -71,7 +71,7 @@ class _RedactedStream:
 
 @contextlib.contextmanager
 def redact_output() -> Iterator[None]:
-    """Redact the output of the block, and an exception that ends it."""
+    """Redact what the block prints, and any exception that ends it."""
     out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

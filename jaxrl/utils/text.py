@@ -1,4 +1,4 @@
-"""Untrusted text for files, terminals and web pages."""
+"""Cleaning of untrusted text for files, terminals and web pages."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def fold_case(text: str) -> str:
     if text.isascii():
         return text
     # Python lowercases the Turkish "İ" to an "i" with a second dot. Some letters, such as "ẖ",
-    # compose only in lowercase.
+    # have a composed form only in lowercase.
     return unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
 
 
 def replace_unencodable() -> None:
-    """Make stdout replace characters that its encoding lacks.
+    """Configure stdout to replace characters that its encoding lacks.
 
-    Every command calls this first, since its output may contain any name or text.
+    Every command calls this first, since output may contain arbitrary names and text.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def escape_control_chars(text: str) -> str:
-    r"""Make text safe for a terminal or web page by escaping control characters.
+    r"""Escape control characters, so that text is safe for a terminal or web page.
 
-    Newline and tab stay. An escape sequence becomes `\x1b[2J`.
+    Newline and tab stay. A terminal escape sequence becomes plain text such as `\x1b[2J`.
     """
     return _INVISIBLE.sub(
         lambda m: m[0].encode("unicode_escape").decode("ascii"), replace_surrogates(text)

@@ -179,7 +179,9 @@ def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_p
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": 1, "title": "a", "text": "b"}\n' * 2)
     config.search.local.corpus = str(corpus)
-    with pytest.raises(ValueError, match=r"corpus\.jsonl:2: the id '1' is that of an earlier line"):
+    with pytest.raises(
+        ValueError, match=r"corpus\.jsonl:2: the id '1' is already used by an earlier line"
+    ):
         build(config)
     lines = (tiny_world / "questions_train.jsonl").read_text().splitlines(keepends=True)
     twice = tmp_path / "twice.jsonl"
@@ -307,7 +309,7 @@ def test_a_retriever_is_asked_before_the_run_and_nothing_of_it_is_recorded(tmp_p
         searching(config, tmp_path)
         assert len(server.requests) == 2
         config.search.replay, config.search.http.url = "off", f"{server.url}/elsewhere"
-        told = r"config\.search\.http\.url names refuses a first query: .*/elsewhere .* 404"
+        told = r"config\.search\.http\.url rejects a test query: .*/elsewhere .* 404"
         with pytest.raises(ValueError, match=told):
             searching(config)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl.builders.fingerprints as of_files
 from configs import debug_tiny
-from jaxrl.builders import fingerprints as of_files
 from jaxrl.builders.fingerprints import check_alike, differences, fingerprints
 from jaxrl.builders.resolved import resolve_names
 from jaxrl.config.schema import flatten

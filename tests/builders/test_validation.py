@@ -460,7 +460,7 @@ def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
         (
             {"reward.weights": {"tests.extending.my_reward.brevity": 1.0},
              "reward.settings": {"tests.extending.my_reward.brevity": {"tone": 1}}},
-            "a 'tone', which it does not take; it takes response, answers.",
+            "the argument 'tone', which it does not accept; it accepts response, answers.",
         ),
         ({"reward.settings": {"f": 1}}, "expected names with mappings"),
     ],

@@ -216,7 +216,7 @@ def test_keys_of_the_command_line():
         ("--config.rollout.deterministic=maybe", "expected True, False or None"),
         ("--config.stages=train", "expected a Python tuple"),
         ("--config.ledger.prices=3", "config.ledger.prices is 3; expected a value of type dict"),
-        ("--config.ledger.prices={'a': []}", "expected names with true, false, a number or a te"),
+        ("--config.ledger.prices={'a': []}", "expected names with values that are true, false"),
         (
             "--config.ledger.prices.search=1",
             "set it as a whole, such as --config.ledger.prices=\"{'search': 0.001}\"",

@@ -6,7 +6,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.keys import optional
+from jaxrl.config.keys import Key, optional
 from jaxrl.config.registry import instantiate, resolve
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search_env import SearchEnv
@@ -84,6 +84,6 @@ def test_only_a_folder_that_is_missing_is_no_optional_one(tmp_path, monkeypatch)
     (tmp_path / "lame.py").write_text("import a_library_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
     assert optional("jaxrl.extras.gone.thing:function") is None
-    assert optional("jaxrl.config.keys:optional") is optional
+    assert optional("jaxrl.config.keys:Key") is Key
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
         optional("lame:function")

@@ -51,7 +51,11 @@ def test_shipped_configs_are_valid(name):
         ("optimizer.epsilon", 0.0, "a number above 0"),
         ("stages", ("train", "train"), "each at most once, in the order of"),
         ("eval.patience", 2, "0, unless checkpoint.keep_best and eval.every_steps are above 0"),
-        ("eval.suites", ("beam",), "a tuple out of ('sampled', 'greedy', 'empty_search', "),
+        (
+            "eval.suites",
+            ("beam",),
+            "a tuple with entries from ('sampled', 'greedy', ",
+        ),
         ("rollout.temperature", 0.0, "a number of at least 0.001"),
         ("eval.samples", 257, "a number above 0 and of at most 256"),
         ("eval.ks", (1, 2), "a tuple of integers from 1 to eval.samples=1"),
@@ -84,8 +88,8 @@ def test_shipped_configs_are_valid(name):
         ("optimizer.lr", float("nan"), "a finite number"),
         ("reward.weights", {"exact_match": 10**400}, "a finite number for each part"),
         ("ledger.prices", {"search": -1.0}, "a price of at least 0 for each tool"),
-        ("eval.suites", ({},), "a tuple out of"),
-        ("stages", (("train",),), "a tuple out of"),
+        ("eval.suites", ({},), "a tuple with entries from"),
+        ("stages", (("train",),), "a tuple with entries from"),
         # What no clock could wait for.
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
     ],
@@ -134,7 +138,7 @@ def test_a_server_that_is_not_named(config, settings, expected):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: these weights would pay noth"),
+        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: all weights are 0, so every"),
         ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted path"),
     ],
 )

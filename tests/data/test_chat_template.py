@@ -116,7 +116,9 @@ def test_examples_keep_their_thoughts(template):
 
 def test_a_dropped_message_is_refused():
     tokenizer = tokenizer_of(DROPS_SYSTEM)
-    with pytest.raises(ValueError, match=r"drops message 1, of the role 'system': 'Search\.'.*Put"):
+    with pytest.raises(
+        ValueError, match=r"drops message 1, with the role 'system': 'Search\.'.*Put"
+    ):
         tokenizer.render_prompt([SYSTEM, QUESTION])
     tokenizer.render_prompt([{**SYSTEM, "content": " "}, QUESTION])  # nothing is lost
 
@@ -124,7 +126,9 @@ def test_a_dropped_message_is_refused():
 @pytest.mark.parametrize("fault", ["1 / 0", "messages[0].content + 1", "messages[9].content.x"])
 def test_a_template_that_fails_is_told(fault):
     tokenizer = tokenizer_of("{{ " + fault + " }}")
-    with pytest.raises(ValueError, match=r"chat template refuses a chat of the roles \['user'\]: "):
+    with pytest.raises(
+        ValueError, match=r"chat template rejects a chat with the roles \['user'\]: "
+    ):
         tokenizer.render_prompt([QUESTION])
 
 
@@ -270,7 +274,7 @@ def test_fields_of_messages_are_rendered_as_transformers_renders_them(tokenizer,
     [
         (tokenizer_of(STRIPS), called(CALL), "drops 'tool_calls[0].function.name' of message 2"),
         (LLAMA, called(CALL, CALL), "one call at a time"),
-        (LLAMA, called(CALL, content="I look."), "drops message 2, of the role 'assistant'"),
+        (LLAMA, called(CALL, content="I look."), "drops message 2, with the role 'assistant'"),
         (FIRST, called(CALL, CALL), "drops 'tool_calls[1].function.name' of message 2"),
         (LLAMA, {**EXAMPLE[1], **THINKING}, "drops 'reasoning_content' of message 2"),
         (QWEN, {**EXAMPLE[1], "name": "ada"}, "drops 'name' of message 2"),
@@ -278,8 +282,8 @@ def test_fields_of_messages_are_rendered_as_transformers_renders_them(tokenizer,
         (QWEN, {**EXAMPLE[1], "function_call": {"name": "f"}}, "drops 'function_call.name'"),
         (QWEN, called(calling({}, strict=True)), "drops 'tool_calls[0].strict'"),
         (QWEN, called(custom={"name": "f"}), "drops 'custom.name' of message 2"),
-        (QWEN, {**RESULT, "is_error": True}, "drops 'is_error' of message 2, of the role 'tool'"),
-        (QWEN, {"role": "tools", "content": "[{}]"}, "drops message 2, of the role 'tools'"),
+        (QWEN, {**RESULT, "is_error": True}, "drops 'is_error' of message 2, with the role 'tool'"),
+        (QWEN, {"role": "tools", "content": "[{}]"}, "drops message 2, with the role 'tools'"),
     ],
 )
 def test_a_field_that_the_template_drops_is_refused(tokenizer, message, what):

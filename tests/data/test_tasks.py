@@ -126,7 +126,7 @@ class TestFormats:
         ("fields", "message"),
         [
             ({"answers": [" "]}, "an answer is bl"),
-            ({"id": "q2"}, "the id 'q2' is that of line [34]"),
+            ({"id": "q2"}, "the id 'q2' is already used in line [34]"),
         ],
     )
     def test_a_malformed_row_is_named(self, name, fields, message, tmp_path, many):
@@ -415,7 +415,10 @@ class TestCsv:
             ("question,question\na,b\n", "expected a line of names, each once"),
             ("question,answer\n", "holds no line; config.tasks.train.source must name a file"),
             ("", "expected a line of names"),
-            ('question,answer\n"a,b\n', "tasks.csv:2 is no CSV in UTF-8: unexpected end of data"),
+            (
+                'question,answer\n"a,b\n',
+                "tasks.csv:2 is not valid UTF-8 CSV: unexpected end of data",
+            ),
             ('question,answer,metadata\na,b,{"x"\n', r"tasks.csv:2: 'metadata' is not valid JSON"),
             (
                 f"question,metadata\na,{'[' * 9000 + ']' * 9000}\n",
@@ -837,7 +840,7 @@ class TestMixtures:
         sources = [
             TaskSource(key=f"{KEY}.sources[{i}]", source=str(p)) for i, p in enumerate((one, other))
         ]
-        with pytest.raises(ValueError, match=rf"{other}:2: the id 'q3' is that of {one}:4 already"):
+        with pytest.raises(ValueError, match=rf"{other}:2: the id 'q3' is already used in {one}:4"):
             open_tasks(sources)
 
 
@@ -849,7 +852,7 @@ class TestMixtures:
         ({"format": "math.pi"}, "config.tasks.train.format .*'math.pi'"),
         (
             {"sources": ({"source": "b"},)},
-            "source is 'a'; expected nothing beside tasks.train.sour",
+            "source is 'a'; expected no value together with tasks",
         ),
         ({"source": "", "sources": ({"sorce": "b"},)}, "expected mappings with some of the keys"),
         (

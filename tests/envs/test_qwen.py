@@ -109,11 +109,14 @@ def test_calls_of_one_turn_are_answered_in_their_order():
 @pytest.mark.parametrize(
     ("turn", "answer"),
     [
-        ("<tool_call>{}</tool_call>", "error: the call is no JSON object as"),
-        ('<tool_call>{"name": "double"}</tool_call>', "error: the call is no JSON object as"),
+        ("<tool_call>{}</tool_call>", "error: the call is not a JSON object such as"),
+        (
+            '<tool_call>{"name": "double"}</tool_call>',
+            "error: the call is not a JSON object such as",
+        ),
         (
             '<tool_call>{"name": "double", "arguments": "{}"}</tool_call>',
-            "error: the call is no JSON object as",
+            "error: the call is not a JSON object such as",
         ),
         ("<tool_call>{'name': 1}</tool_call>", "error: the call is not valid JSON: Expecting pro"),
         ('<tool_call>{"name": NaN}</tool_call>', "error: the call is not valid JSON: NaN is no J"),
@@ -334,7 +337,7 @@ def test_an_unclosed_thought_ends_with_its_message():
 @pytest.mark.parametrize("name", ["", "a b", "search", "double", "1st"])
 def test_names_that_no_model_can_call_are_refused(name):
     tools = [Double(), type("Other", (Double,), {"name": name})()]
-    with pytest.raises(ValueError, match=f"a tool is called '{name or ''}"):
+    with pytest.raises(ValueError, match=f"the tool name '{name or ''}"):
         make_env(tools=tools)
 
 

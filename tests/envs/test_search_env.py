@@ -131,8 +131,8 @@ def test_only_the_rows_whose_search_fails_are_lost():
         (ConnectionError("refused"), "ConnectionError: refused"),
         (KeyError("result"), "KeyError: 'result'"),
         (SystemExit(0), "SystemExit: 0"),
-        (None, "search gave NoneType; expected text"),
-        (b"bytes", "search gave bytes; expected text"),
+        (None, "search returned NoneType; expected text"),
+        (b"bytes", "search returned bytes; expected text"),
         (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR_CHARS - 14)),
     ],
 )

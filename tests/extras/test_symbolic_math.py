@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task
-from jaxrl.extras.symbolic_math.part import MAX_CHARACTERS, MathVerify, WorkerLostError
+from jaxrl.extras.symbolic_math.part import MAX_ANSWER_CHARS, MathVerify, WorkerLostError
 
 EQUAL = [
     (r"\sqrt{4}", "2"),
@@ -86,7 +86,7 @@ def test_what_value_comparison_decides_asks_no_worker():
     for answer, truth in (("0.5", r"\frac12"), ("4", "5"), ("1,000", "1000"), ("x" * 9999, "y")):
         assert none.is_equal(answer, (truth,)) in (True, False)
     assert none.is_equal("(" * 100_000, (r"\sqrt{2}",)) is False
-    assert MAX_CHARACTERS < 100_000
+    assert MAX_ANSWER_CHARS < 100_000
     assert children() == before
 
 

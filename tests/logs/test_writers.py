@@ -70,7 +70,7 @@ class TestLog:
             path.write_text("".join(lines[:kept]))
         log = MetricsLog(path, 9, log=said.append)
         head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
-        assert said == [f"{head}{where}. Lost records are in no report"]
+        assert said == [f"{head}{where}. Reports do not contain lost records"]
         assert log.num_records == 9  # as W&B counts them
         # Killed before the next checkpoint, the run goes on from the same one.
         log.write(9, "train", {})
@@ -84,7 +84,7 @@ class TestLog:
         path.write_text(text, errors="surrogateescape")
         log = MetricsLog(path, 3, log=said.append)
         aside = path.with_name("metrics.jsonl.damaged")
-        named = f"warning: {path}:2 is no record and is removed; {aside} keeps it"
+        named = f"warning: {path}:2 is no valid record and is removed; see {aside}"
         assert said[0] == named
         assert "holds 2 of the 3 records" in said[1]
         assert aside.read_text(errors="surrogateescape") == text

@@ -164,7 +164,7 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
             )
             judge = JudgeEndpoint(settings, "reward.judges")
             try:
-                texts.append(repr(judge.ask({"m": 1})))
+                texts.append(repr(judge.send_request({"m": 1})))
             except ToolError as error:
                 texts.append(repr(error))
             texts.append(repr(run_one(judge, "grade")))

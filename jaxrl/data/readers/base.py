@@ -1,4 +1,4 @@
-"""Reader interface: random access to the records of a source, in little memory."""
+"""Reader interface: random access to the records of a source, with little memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 from jaxrl.utils.paths import suggest_path
 
 Record = dict[str, Any]
-"""Fields of a task by name, as JSON values."""
+"""Fields of a task as JSON values, by name."""
 
 
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
-"""Names of the field with the accepted answers: ours, FlashRAG's, and the singular."""
+"""Field names for the accepted answers: ours, FlashRAG's, and the singular."""
 
 
 class Reader(ABC):
-    """Random access to the records of a source. It holds an index of positions, not the records.
+    """Random access to the records of a source. Keeps an index in memory, not the records.
 
-    A factory takes `source` (the configured string), `config_key` (its key, for messages), and by
-    keyword whatever else it needs: `split`, `columns`, settings. It raises `ValueError` or
-    `OSError` with a one-line message that names file, row and key.
+    The factory of a reader accepts some of these arguments by name: `source` (the configured
+    string), `config_key` (the key that holds it, for error messages), `split`, `columns` and the
+    configured settings. It raises a `ValueError` or `OSError` with a one-line message.
 
     Attributes:
         fills_gaps: True if all objects in a column have the same fields, with nulls for missing
@@ -40,11 +40,11 @@ class Reader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of records, at least one."""
+        """Return the number of records, which is at least 1."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read records. Adjacent indices are fastest.
+        """Read the records at `indices`. Consecutive indices are fastest.
 
         Raises:
             ValueError: A record cannot be read. The message names its location.
@@ -53,10 +53,10 @@ class Reader(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Return the location `file:row` of a record, also used as its default id."""
+        """Return the location `file:row` of a record, which is also its default id."""
 
     def folder(self, index: int) -> Path:
-        """Return the base folder for relative paths in a record: the folder of its file."""
+        """Return the base folder for relative paths in a record, by default its file's folder."""
         return Path(self.place(index).rpartition(":")[0]).parent
 
 
@@ -72,7 +72,7 @@ class Joined(Reader):
         return int(self._ends[-1])
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the index of the reader that holds a record, and the record's index in it."""
+        """Return the index of the reader that contains a record, and the index in that reader."""
         number = bisect.bisect_right(self._ends, index)
         return number, index - (self._ends[number - 1] if number else 0)
 
@@ -93,12 +93,12 @@ class Listed(Reader):
     """Reader over a user-supplied sequence of mappings."""
 
     def __init__(self, records: Any, name: str, key: str):
-        """Wrap the records.
+        """Wrap a sequence of records.
 
         Args:
-            records: A sequence. Its method `place(index)` is used if it has one.
-            name: Configured name of the factory that returned it.
-            key: Config key of that name.
+            records: Sequence of mappings. Its method `place(index)` is used if it has one.
+            name: Configured name of the factory that returned the sequence.
+            key: Config key that holds the name.
         """
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise ValueError(
@@ -129,12 +129,12 @@ class Listed(Reader):
         return str(place_of(index)) if place_of else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`; the working directory if the sequence has no `place`."""
+        """See `Reader`. Return the working directory if the sequence has no method `place`."""
         return super().folder(index) if hasattr(self._records, "place") else Path()
 
 
 class Held:
-    """An open file that must not change while it is read, but may be renamed or removed."""
+    """Open file that must not change while it is read, but may be renamed or removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -154,14 +154,14 @@ class Held:
 def open_files(
     open_one: Callable[[Path], Reader], source: str, key: str, *, what: str, suffixes: Sequence[str]
 ) -> Reader:
-    """Return a reader over a file, a pattern with `*`, or a folder.
+    """Open a reader over a file, all files that match a pattern, or the files in a folder.
 
     Args:
-        open_one: Function that opens one file.
-        source: Path. A folder stands for its files with one of the suffixes, sorted by name.
-        key: Config key of the source.
-        what: Description of such files for errors.
-        suffixes: File suffixes, including the dot.
+        open_one: Function that opens the reader of a file.
+        source: Path of a file or folder, or pattern with `*` in the last part.
+        key: Config key of the source, for error messages.
+        what: Description of the expected files, for error messages.
+        suffixes: Suffixes, with the dot, of the files to read in a folder.
 
     Raises:
         FileNotFoundError: No file matches.
@@ -176,7 +176,7 @@ def open_files(
 
 
 def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files that a source names, sorted. See `open_files`."""
+    """Return the sorted paths of the files that a source refers to. See `open_files`."""
     path = Path(source)
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in suffixes)
@@ -186,10 +186,10 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def present(fields: Mapping[str, Any], place: str) -> Record:
-    """Return the fields that are not null as plain JSON values. See `as_plain`.
+    """Convert a row to a record: non-null fields as JSON values. See `as_plain`.
 
     Raises:
-        ValueError: A value has no JSON form.
+        ValueError: A value has no JSON form. The message names the field and `place`.
     """
     record = {}
     for name, value in fields.items():
@@ -203,7 +203,7 @@ def present(fields: Mapping[str, Any], place: str) -> Record:
 
 
 def refuse_bytes(record: Record, place: str) -> None:
-    """Raise a ValueError if a field other than `images` contains bytes that are not UTF-8."""
+    """Raise a ValueError if a field other than `images` contains bytes."""
     for name, value in record.items():
         if name != "images" and _has_bytes(value):
             raise ValueError(
@@ -218,16 +218,16 @@ def _has_bytes(value: Any) -> bool:
 
 
 def _leave_out(name: str) -> str:
-    return f"leave the column out, by columns={{{name!r}: ''}}"
+    return f"drop the column with columns={{{name!r}: ''}}"
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text in one line of at most 300 characters, without a final period."""
+    """Format an error as one line of at most 300 characters without a final period."""
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a Python, NumPy or Arrow value to plain JSON. Bytes that are not UTF-8 stay bytes.
+    """Convert a Python, NumPy or Arrow value to JSON values. Invalid UTF-8 stays bytes.
 
     Raises:
         TypeError: The type has no JSON form.
@@ -256,14 +256,14 @@ def as_plain(value: Any) -> Any:
 
 
 def without_gaps(value: Any) -> Any:
-    """Remove null fields from all objects of a plain value."""
+    """Remove null fields from all objects in a JSON value, recursively."""
     if isinstance(value, dict):
         return {name: without_gaps(item) for name, item in value.items() if item is not None}
     return [without_gaps(item) for item in value] if isinstance(value, list) else value
 
 
 def blocks(count: int, size: int) -> Iterable[range]:
-    """Return consecutive ranges of at most `size` indices that cover `range(count)`."""
+    """Split `range(count)` into consecutive ranges of at most `size` indices."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -275,4 +275,4 @@ READERS: Mapping[str, str] = {
     "hf": "jaxrl.extras.readers.hf.hugging_face",
     "reasoning_gym": "jaxrl.extras.readers.generated.reasoning_gym",
 }
-"""Reader factories by configured format."""
+"""Dotted path of the reader factory for each built-in format."""

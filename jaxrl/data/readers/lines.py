@@ -1,4 +1,4 @@
-"""JSONL and CSV readers with random access: one pass over the file finds each record's offset."""
+"""JSONL and CSV readers. An initial pass over a file finds the offset of each record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl.utils.jsonl import parse_line, reject_other_formats
 
 
 def jsonl(source: str, config_key: str) -> Reader:
-    """Return a reader of JSONL files: one JSON object per line; blank lines are skipped."""
+    """Open JSONL files: one JSON object per line. Blank lines are skipped."""
     return open_files(
         lambda path: _JsonLines(path, config_key),
         source,
@@ -28,10 +28,10 @@ def jsonl(source: str, config_key: str) -> Reader:
 
 
 class _Lines(Reader):
-    """Reader of one file with records that start at the beginning of a line.
+    """Reader of a text file in which each record starts on a new line.
 
     Attributes:
-        config_key: Config key of the file.
+        config_key: Config key that names the file.
     """
 
     def __init__(self, path: Path, config_key: str):
@@ -45,11 +45,11 @@ class _Lines(Reader):
 
     @abstractmethod
     def _find_records(self) -> None:
-        """Append the offset and the line number of each record."""
+        """Append the byte offset and line number of each record to the index."""
 
     @abstractmethod
     def _parse(self, offset: int, number: int) -> Record:
-        """Read the record at an offset and a line number."""
+        """Read the record at a byte offset. The line number is for error messages."""
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -63,7 +63,7 @@ class _Lines(Reader):
 
 
 class _JsonLines(_Lines):
-    """Reader of one JSONL file."""
+    """Reader of a JSONL file."""
 
     def _find_records(self) -> None:
         file = self._held.file
@@ -89,17 +89,17 @@ def csv_table(
     *,
     delimiter: str = "",
 ) -> Reader:
-    """Return a reader of CSV or TSV files with a header line.
+    """Open CSV or TSV files with a header line.
 
-    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any
-    JSON, or the form that pandas writes; for answers see `_answers`. Empty cells are skipped, and
-    so are columns without a name, such as row numbers from pandas.
+    A cell with a JSON list of strings becomes a list. The columns in `OBJECTS` may contain any JSON
+    or Python literal, as pandas writes it. Columns of answers are parsed by `_answers`. Empty cells
+    and columns without a name, such as the row numbers of pandas, are skipped.
 
     Args:
-        source: A file, a pattern, or a folder of .csv and .tsv files.
+        source: Path of a file, a pattern, or a folder with .csv and .tsv files.
         config_key: Config key of the source.
-        columns: Field names by column name, for columns with other names.
-        delimiter: One character; "" for a tab in .tsv files and a comma in others.
+        columns: Field name by column name, for columns to rename.
+        delimiter: Single character; "" for a tab in .tsv files and a comma in others.
     """
     if not isinstance(delimiter, str) or len(delimiter) > 1:
         raise ValueError(f"{config_key}: the delimiter is {delimiter!r}; expected one character.")
@@ -115,20 +115,20 @@ def csv_table(
 
 
 OBJECTS = ("messages", "prompt", "metadata", "reward_model", "extra_info")
-"""Columns that may contain any JSON."""
+"""Columns that may contain JSON objects."""
 
 csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
 class _Csv(_Lines):
-    """Reader of one CSV file. A quoted cell may contain line breaks."""
+    """Reader of a CSV file, in which quoted cells may contain line breaks."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
         self._delimiter, self._columns = delimiter, columns
         super().__init__(path, config_key)
 
     def _find_records(self) -> None:
-        """Find each row and check that it has as many cells as the header."""
+        """Index the rows, and check that each has as many cells as the header."""
         path, rows = self._held.path, self._rows(0, 0)
         self._names = next(rows, [])
         if self._names:
@@ -153,7 +153,7 @@ class _Csv(_Lines):
             offset, number = self._at, self._number + 1
 
     def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
-        """Yield the rows from an offset on, with `number` lines before it."""
+        """Yield the rows from a byte offset onward. `number` is the number of lines before it."""
         self._at, self._number = offset, number
         self._held.file.seek(offset)
         try:
@@ -161,11 +161,11 @@ class _Csv(_Lines):
         except (csv.Error, UnicodeDecodeError) as error:
             place = f"{self._held.path}:{self._number}"
             raise ValueError(
-                f"{place} is no CSV in UTF-8: {error}; is a quote unpaired?"
+                f"{place} is not valid UTF-8 CSV: {error}; is a quote unpaired?"
             ) from error
 
     def _read_lines(self) -> Iterator[str]:
-        """Yield lines, counting them and their bytes."""
+        """Yield lines. Advance the current offset and line number."""
         while line := self._held.file.readline():
             self._at += len(line)
             self._number += 1
@@ -182,7 +182,7 @@ class _Csv(_Lines):
 
 
 def _value(field: str, cell: str, place: str) -> object:
-    """Return the value of a cell: JSON for certain fields, a list of strings, or text."""
+    """Parse a cell: JSON or answers for some fields, otherwise a list of strings or text."""
     if field in OBJECTS and cell.lstrip()[:1] in ("{", "["):
         return _literal(cell, f"{place}: {field!r}")
     if field in ANSWER_KEYS:
@@ -198,10 +198,10 @@ def _value(field: str, cell: str, place: str) -> object:
 
 
 def _literal(cell: str, place: str) -> Any:
-    """Parse JSON, or a Python literal that equals its own `repr`.
+    """Parse JSON, or a Python literal that is identical to the `repr` of its value.
 
-    Other literals are ambiguous: Python parses `['x' 'y']`, NumPy's form of an array of two
-    strings, as a list of one string.
+    Other literals are ambiguous: NumPy prints an array of two strings as `['x' 'y']`, which Python
+    parses as a list of one string.
 
     Raises:
         ValueError: The cell is neither.
@@ -221,14 +221,14 @@ def _literal(cell: str, place: str) -> Any:
 
 
 _QUOTED = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
-"""Start of a list or dict of strings as Python and NumPy print it."""
+"""Start of a list or dict of strings, as Python and NumPy print them."""
 
 
 def _answers(field: str, cell: str, place: str) -> Any:
-    """Parse a cell of answers: a list, as JSON or as pandas writes it, or a single answer.
+    """Parse a cell with answers: a list, as JSON or Python literal, or a single answer.
 
-    Brackets that contain only numbers are a single answer, such as the interval `[1, 2]`, except
-    for lists in `answers` and `golden_answers`.
+    A collection that contains only numbers is a single answer, such as the interval `[1, 2]`,
+    unless it is a list in `answers` or `golden_answers`.
 
     Raises:
         ValueError: The cell looks like a list but cannot be parsed.
@@ -252,7 +252,7 @@ def _answers(field: str, cell: str, place: str) -> Any:
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Return True for a number, or a nonempty nested collection of numbers."""
+    """Return True if the value is a number or a nonempty, possibly nested, collection of them."""
     if isinstance(value, list | tuple | set):
         return len(value) > 0 and all(map(_is_of_numbers, value))
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,7 +2,7 @@
 
 Evidence is the text of executed searches that the model saw. Errors and results of other tools do
 not count. An answer does not count either if all of its words are in the query, since the result
-may just repeat them.
+may merely repeat them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
 _NO_WORD = regex.compile(r"[^\p{L}\p{M}\p{N}]+")
 _UNSPACED = regex.compile(rf"({UNSPACED}\p{{M}}*)", regex.V1)
 _ESCAPE = re.compile(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})")
-_MAX_JOINED = 8  # query words that a result may write as one word
+_MAX_JOINED = 8  # maximum number of query words that a result may write as one word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Attribution:
     """Relation of an episode's search results to the accepted answers.
 
     Attributes:
-        has_evidence: True if a search shows an accepted answer, see `shows_answer`.
+        has_evidence: True if any search result contains an accepted answer; see `shows_answer`.
         num_redundant: Number of searches that repeat a query or return nothing new.
     """
 
@@ -41,14 +41,14 @@ class Attribution:
 
 
 def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
-    """Find accepted answers in an episode's results, and count redundant searches."""
+    """Look for accepted answers in an episode's search results, and count redundant searches."""
     asked: set[str] = set()
     seen: list[str] = []
     num_redundant = 0
     for turn in turns:
         queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
         results = [piece for _, result in search_results(turn) for piece in results_of(result)]
-        # A result may have been truncated, so a prefix of an earlier one is known too.
+        # A result may have been truncated, so a prefix of an earlier result is known too.
         is_known = bool(results) and all(
             any(old.startswith(new) for old in seen) for new in results
         )
@@ -63,7 +63,7 @@ def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
 
 
 def search_results(turn: Turn) -> list[tuple[str, str]]:
-    """Return each executed search of a turn: its query, and its result as the model saw it."""
+    """Return the query and the displayed result of each executed search in a turn."""
     shown = turn.results or ((turn.observation,) if turn.observation else ())
     return [
         (record.call, shown[record.result_index])
@@ -73,7 +73,7 @@ def search_results(turn: Turn) -> list[tuple[str, str]]:
 
 
 def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
-    """Return True if a search shows an accepted answer whose words are not all in its query."""
+    """Return True if a result contains an accepted answer whose words are not all in the query."""
     for query, result in search_results(turn):
         if not results_of(result):
             continue
@@ -86,7 +86,7 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
 
 
 def _words_of(query: str) -> set[str]:
-    """Return the words of a query and of joined words: a result may write `java-script`."""
+    """Return the words of a query and of joined runs: `java script` includes `javascript`."""
     words: set[str] = set()
     # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
@@ -113,18 +113,18 @@ def occurs(answer: str, observation: str) -> bool:
 
 
 def _readings(text: str) -> tuple[str, str]:
-    """Return a text normalized with punctuation removed, and with it replaced by spaces."""
+    """Normalize a text twice: with punctuation removed, and with it replaced by spaces."""
     text = _plain(text)
     return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
 
 
 def _plain(text: str) -> str:
-    """Fold a text, with spaces around each letter of a script without spaces."""
+    """Fold case, and surround each letter of a script without word spaces with spaces."""
     return _UNSPACED.sub(r" \1 ", fold_case(text))
 
 
 def results_of(observation: str) -> list[str]:
-    """Return the numbered documents in an observation, or its full text if there are none."""
+    """Return the numbered documents of an observation; its complete text if it has none."""
     text = _TAG.sub(" ", observation)
     parts = _DOCUMENT.split(text)
     pieces = [" ".join(part.split()) for part in (parts[1:] or parts)]

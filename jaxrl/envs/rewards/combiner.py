@@ -17,7 +17,7 @@ MAX_THREADS = 32
 """Maximum number of threads that call sync functions."""
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
-"""Largest float32."""
+"""Largest finite float32."""
 
 _PATIENCE_S = 1.0  # how long an event loop may take to respond
 
@@ -29,7 +29,7 @@ class Measured:
     Attributes:
         score: Value of the part; None if it does not apply to the episode.
         turns: One value per turn for a per-turn part. `score` is their sum.
-        others: Further values by name, which are logged but do not count.
+        others: Additional values to log, by name. They do not affect the reward.
     """
 
     score: float | None
@@ -43,10 +43,10 @@ class Call:
 
     Attributes:
         members: Indices of the call's episodes in their group.
-        make: Function that makes the call, and returns a coroutine if the part is async.
+        make: Function that runs the call; returns a coroutine if the part is async.
         read: Function from the result to one `Measured` per episode. It may raise.
-        records: Function that returns the records of priced tools after the call. They count for
-            the first episode.
+        records: Function that returns, after the call, the records of priced tools. They are
+            attributed to the first episode.
     """
 
     members: tuple[int, ...]
@@ -80,31 +80,33 @@ def number(name: str, value: Any) -> float:
     """
     plain = value.item() if callable(getattr(value, "item", None)) else value
     if not (isinstance(plain, Real) and math.isfinite(plain)):
-        raise ValueError(f"the reward part {name!r} gave {value!r:.200}; expected a finite number")
+        raise ValueError(
+            f"the reward part {name!r} returned {value!r:.200}; expected a finite number"
+        )
     return float(plain)
 
 
 class EventLoop:
-    """Event loop of a run's async reward functions. Their clients are bound to it."""
+    """Event loop for a run's async reward functions, whose clients are bound to it."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Schedule a coroutine."""
+        """Schedule a coroutine and return its future."""
         if self._loop is None:
             self._loop = start_event_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def leave_if_stuck(self) -> None:
-        """Switch to a new loop if a coroutine blocks this one."""
+        """Abandon the loop if a coroutine blocks it; the next `submit` starts a new one."""
         if wait([self.submit(asyncio.sleep(0))], timeout=_PATIENCE_S).not_done:
             self._loop = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupCall:
-    """A call of one part for one group."""
+    """A call of one reward part for one group."""
 
     part: str
     group: int
@@ -113,15 +115,15 @@ class _GroupCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCombiner:
-    """Reward function of a run.
+    """Reward function of a run: the weighted sum of reward parts.
 
     Attributes:
         weights: Weight of each part, summed in this order. Parts without a weight are only logged.
         custom_parts: Parts that do not come from the environment, by name.
         correct: Name of the part that decides correctness: an answer is correct if the part is
             above 0 and the answer is not an abstention. "" to use the environment's decision.
-        deadline_s: Seconds for all functions of a batch, after which missing results are errors.
-            With 0 there is no deadline, and sync functions run one by one in the calling thread.
+        deadline_s: Time limit in seconds for all functions of a batch; late results are errors.
+            With 0, there is no limit, and sync functions run in sequence in the calling thread.
     """
 
     weights: Mapping[str, float]
@@ -133,12 +135,12 @@ class RewardCombiner:
     def __call__(
         self, groups: Sequence[Sequence[ScoredEpisode]]
     ) -> list[list[Reward | BaseException]]:
-        """Return the reward of each episode with its total, or the error that prevented it.
+        """Return the reward of each episode, including its total, or the exception raised instead.
 
-        Fills the `records` of the episodes.
+        Fills in the `records` of the episodes.
 
         Raises:
-            OutageError: A judge or tool has not answered for too long.
+            OutageError: A judge or tool has been down for too long.
         """
         calls = [
             _GroupCall(part=name, group=g, call=call)
@@ -175,7 +177,7 @@ class RewardCombiner:
 
         Args:
             task: A task of the run.
-            key: Config key of the task's file.
+            key: Config key that names the task's file.
 
         Raises:
             ValueError: A field is missing. The message names the part and the field.
@@ -183,14 +185,14 @@ class RewardCombiner:
         for name, part in self.custom_parts.items():
             if missing := part.missing_fields(task):
                 raise ValueError(
-                    f"config.reward.weights names {name!r}, which asks for {missing[0]!r}; the "
-                    f"tasks of {key} offer no such field ({task.id!r} has the metadata "
+                    f"config.reward.weights names {name!r}, which requires {missing[0]!r}; the "
+                    f"tasks of {key} have no such field ({task.id!r} has the metadata "
                     f"{', '.join(task.metadata) or 'none'}). Give it a default, or set it in "
                     "config.reward.settings."
                 )
 
     def _ask(self, calls: Sequence[_GroupCall]) -> list[list[Measured] | BaseException]:
-        """Make the calls: async ones in the event loop, the others in threads."""
+        """Run the calls: async ones in the event loop, the others in threads."""
         are_async = [self.custom_parts[call.part].is_async for call in calls]
         plain = [c.call.make for c, is_async in zip(calls, are_async, strict=True) if not is_async]
         if self.deadline_s:
@@ -210,7 +212,7 @@ class RewardCombiner:
             if not future.done():
                 future.cancel()
                 raise DeadlineError(
-                    f"no answer of the reward part {call.part!r} within {self.deadline_s:g} s "
+                    f"no result from the reward part {call.part!r} within {self.deadline_s:g} s "
                     "(config.reward.deadline_s)"
                 )
             return call.call.read(future.result())
@@ -225,7 +227,7 @@ class RewardCombiner:
     def _reward(
         self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
     ) -> Reward | BaseException:
-        """Return the reward with all parts and its total, or the first error among them."""
+        """Return the reward with all parts and its total, or the first error of a part."""
         try:
             parts, turn_parts = self._parts(episode, results)
             # The environment must provide all of its parts. Custom parts may not apply.
@@ -235,7 +237,7 @@ class RewardCombiner:
             if foreign or len(missing) == len(wanted):
                 raise ValueError(
                     f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight "
-                    "and were not measured"
+                    "but no value"
                 )
             weights = {name: weight for name, weight in wanted.items() if name in parts}
             amounts = {name: weight * parts[name] for name, weight in weights.items()}
@@ -244,7 +246,7 @@ class RewardCombiner:
             if not abs(total) <= LARGEST_REWARD:
                 name = max(amounts, key=lambda name: abs(amounts[name]))
                 raise ValueError(
-                    f"the reward part {name!r} gave {parts[name]:g}, which its weight "
+                    f"the reward part {name!r} is {parts[name]:g}, which its weight "
                     f"{weights[name]:g} in config.reward.weights makes {amounts[name]:g}; expected "
                     f"a sum of at most {LARGEST_REWARD:.2g}"
                 )
@@ -270,10 +272,10 @@ class RewardCombiner:
     def _parts(
         self, episode: ScoredEpisode, results: Mapping[str, Measured | BaseException]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
-        """Collect all parts, and the values of per-turn parts.
+        """Collect the value of each part, and the values of per-turn parts.
 
         Raises:
-            BaseException: A part failed, or does not have a finite value per turn.
+            BaseException: A part failed, or a per-turn part lacks a finite value for a turn.
         """
         num_turns = len(episode.episode.turns)
         turn_parts: dict[str, Sequence[float]] = {}
@@ -281,8 +283,8 @@ class RewardCombiner:
             turn_parts[name] = tuple(number(name, amount) for amount in amounts)
             if len(turn_parts[name]) != num_turns:
                 raise ValueError(
-                    f"the reward's turn_parts have {len(turn_parts[name])} amounts of {name!r} for "
-                    f"{num_turns} turns; expected one for each"
+                    f"the reward's turn_parts have {len(turn_parts[name])} values of {name!r} for "
+                    f"{num_turns} turns; expected one per turn"
                 )
         parts = {**episode.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
         for name, result in results.items():
@@ -297,7 +299,7 @@ class RewardCombiner:
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:
-    """Make a call in this thread and return its completed future."""
+    """Run a call in this thread and return a completed future."""
     future: Future[Any] = Future()
     try:
         future.set_result(make())
@@ -316,4 +318,4 @@ JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:J
 """Import paths of the LLM-judge reward part and its settings."""
 
 REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.part.MathVerify"}
-"""Optional parts for any environment. The config section `reward.<name>` has their settings."""
+"""Optional reward parts for any environment. Their settings are in `config.reward.<name>`."""

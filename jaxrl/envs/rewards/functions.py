@@ -1,7 +1,7 @@
 """User reward functions, recognized by the names of their parameters.
 
-There are four kinds: functions of a response and the accepted answers, functions of the turns of
-an episode, verl's, and TRL's. Each is called by keyword with the arguments that it takes.
+There are four kinds: functions of a response and the accepted answers, functions of an episode's
+turns, verl's and TRL's. Each is called by keyword with the arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """Reward part of a user function.
+    """Reward part computed by a user function.
 
     Attributes:
         name: Name of the part.
@@ -107,7 +107,7 @@ def part_of(
         answer_is_text: See `RewardFunction`.
 
     Raises:
-        ValueError: The object is not a function of a known kind, or does not take a setting.
+        ValueError: The object is not a function of a known kind, or does not accept a setting.
     """
     # Classes and generator functions are callable, but do not return a reward.
     kind, shown = None, f"a {type(function).__name__}"
@@ -127,8 +127,8 @@ def part_of(
     unknown = next((setting for setting in settings if setting not in parameters), None)
     if unknown is not None and not takes_all:
         raise ValueError(
-            f"config.reward.settings gives {name!r} a {unknown!r}, which it does not take; it "
-            f"takes {', '.join(parameters)}."
+            f"config.reward.settings gives {name!r} the argument {unknown!r}, which it does not "
+            f"accept; it accepts {', '.join(parameters)}."
         )
     return RewardFunction(
         name=part,
@@ -140,7 +140,7 @@ def part_of(
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
-    """Return the kind of a function, judged by its parameter names, or None."""
+    """Detect the kind of a function by its parameter names; None if it has none."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
@@ -164,12 +164,12 @@ def _listed(name: str, result: Any, count: int, what: str) -> list[Any]:
         ValueError: The result is not an ordered collection of `count` values.
     """
     if not isinstance(result, Iterable) or isinstance(result, Mapping | Set | str | bytes):
-        raise ValueError(f"the reward part {name!r} gave {result!r:.200}; expected a list")
+        raise ValueError(f"the reward part {name!r} returned {result!r:.200}; expected a list")
     values = list(itertools.islice(result, count + 1))
     if len(values) != count:
         many = f"more than {count}" if len(values) > count else str(len(values))
         raise ValueError(
-            f"the reward part {name!r} gave {many} values for {count} {what}; expected one for each"
+            f"the reward part {name!r} returned {many} values for {count} {what}; expected as many"
         )
     return values
 
@@ -182,7 +182,7 @@ def _read_turns(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> li
 
 
 def ground_truth(task: Task, answer_is_text: bool) -> Any:
-    """Return verl's `ground_truth`: `reward_model.ground_truth`, or else the task's answers.
+    """Return verl's `ground_truth`: `reward_model.ground_truth` if set, else the task's answers.
 
     The answers are `{"target": [..]}`, as in verl's question datasets, or the first answer as
     text, as in its math datasets.
@@ -213,12 +213,12 @@ def _read_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[Measu
         return [Measured(score=number(name, result))]
     if "score" not in result:
         raise ValueError(
-            f"the reward part {name!r} gave a dict of {', '.join(map(repr, result)) or 'nothing'}; "
-            "expected 'score' in it"
+            f"the reward part {name!r} returned the keys {', '.join(map(repr, result)) or 'none'}; "
+            "expected the key 'score'"
         )
     others = {}
     for key, value in result.items():
-        # Only numbers are logged.
+        # Other values are not numbers and cannot be logged.
         is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
         if key != "score" and isinstance(value.item() if is_scalar else value, Real):
             others[str(key)] = number(f"{name}/{key}", value)
@@ -274,7 +274,7 @@ KINDS: dict[str, Kind] = {
         read=_read_verl,
     ),
     "turns": Kind(
-        shown="f(turns, answers), which gives a list with an amount for each turn",
+        shown="f(turns, answers), which returns a list with a value for each turn",
         arguments=lambda group, _: _of_each(
             group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
         ),

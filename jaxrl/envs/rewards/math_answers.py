@@ -40,7 +40,7 @@ _MAX_MATH = 200  # characters; longer answers are compared as text
 
 
 def math_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:` up to the end of the line, or None.
+    """Return the text after the last `Answer:` up to the end of the line; None without a match.
 
     Ignores case and bold markup. The answer may be on the next line.
     """
@@ -49,7 +49,7 @@ def math_answer(response: str) -> str | None:
 
 
 def math_correctness(response: str, answers: str | Sequence[str]) -> float:
-    """Return 1.0 if the last `Answer:` line matches an accepted answer by `same_math`, else -1.0.
+    """Return 1.0 if the last `Answer:` line equals an accepted answer (`same_math`), else -1.0.
 
     DAPO's reward (https://arxiv.org/abs/2503.14476). An abstention is never correct.
     """
@@ -72,7 +72,7 @@ def same_math(answer: str, truth: str) -> bool:
 
 
 def value_equal(answer: str, truth: str) -> bool | None:
-    """Compare two answers like `same_math`; return None if only the notation may differ.
+    """Compare two answers like `same_math`; return None if they may differ only in notation.
 
     Returns False for two different numbers.
     """
@@ -107,7 +107,7 @@ def _joined(number: re.Match[str]) -> str:
 
 
 def _canonical_math(text: str) -> Fraction | str | tuple:
-    """Return a canonical form of an answer, "" if nothing is left."""
+    """Return a canonical form of an answer; "" if nothing is left."""
     text = text.strip().rstrip(".")
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("−", "-")
@@ -182,7 +182,7 @@ def _fraction(number: str) -> Fraction:
 
 
 def _is_one_bracket(text: str) -> bool:
-    """Return True if the last bracket of a text closes its first bracket."""
+    """Return True if a single pair of brackets encloses the text."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

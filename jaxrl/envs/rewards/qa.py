@@ -34,7 +34,7 @@ def exact_match(answer: str, truths: str | Sequence[str]) -> float:
 def f1(answer: str, truths: str | Sequence[str]) -> float:
     """Return the word-level F1 of the answer, maximized over the truths.
 
-    SQuAD's F1 (https://arxiv.org/abs/1606.05250) of bags of normalized words. As in HotpotQA
+    SQuAD's F1 (https://arxiv.org/abs/1606.05250) on bags of normalized words. As in HotpotQA
     (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` must match exactly.
     """
     truths = (truths,) if isinstance(truths, str) else truths

@@ -23,12 +23,12 @@ _UNKNOWN = ("i don't know", "i do not know")
 def search_r1_format(text: str, *, tools: Sequence[str] = ("search",)) -> bool:
     """Return True if a response follows Search-R1's protocol.
 
-    Outside closed think blocks, the tags must be any number of closed calls, each followed by a
+    Outside closed think blocks, the tags must form any number of closed calls, each followed by a
     closed information block, then one answer that ends the text. Other text may appear between.
 
     Args:
-        text: Response including its observations, without the prompt.
-        tools: Tags that call a tool.
+        text: Response, including observations but not the prompt.
+        tools: Names of the tools, which are also their tags.
     """
     text = without_thoughts(text)
     names = "|".join(tools)
@@ -55,12 +55,12 @@ def answer_reward(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> float:
-    """Return the reward for an answer; 0 if it is wrong.
+    """Compute the reward for an answer; 0 if it is wrong.
 
     Args:
         answer: The model's answer.
-        truth: One accepted answer. Callers with several take the maximum.
-        reward: Reward for an answer close to the truth, see `is_right_answer`.
+        truth: An accepted answer. With several, take the maximum over them.
+        reward: Reward for an answer that is close to the truth; see `is_right_answer`.
         exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """
@@ -77,10 +77,10 @@ MAX_COMPARED = 400
 
 
 def is_right_answer(answer: str, truth: str) -> bool:
-    """Return True if an answer equals the truth or is close to it. `NOT_FOUND` must be equal.
+    """Return True if an answer equals the truth or is close to it; `NOT_FOUND` must be equal.
 
-    Close means a `SequenceMatcher` ratio of at least one half, ignoring whitespace and case. The
-    ratio is not symmetric. Texts longer than `MAX_COMPARED` must be equal, since its time is cubic.
+    Close means a `SequenceMatcher` ratio of at least 0.5, ignoring whitespace and case. The ratio
+    is not symmetric. It takes cubic time, so texts longer than `MAX_COMPARED` must be equal.
     """
     answer, truth = _composed(answer), _composed(truth)
     if answer in ("", truth, NOT_FOUND):
@@ -121,13 +121,13 @@ def _answer_span(response: str) -> str | None:
 def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
     """Return True if a response follows BAPO's protocol.
 
-    As in BAPO's code (https://arxiv.org/abs/2601.11037): at least one think block, and as many
-    closing as opening tags; one closed answer with a box; each tool call closed and followed by a
-    closed result. Other results, and text after the answer, are allowed.
+    As in BAPO's code (https://arxiv.org/abs/2601.11037), it needs at least one think block, with as
+    many closing as opening tags, and one closed answer with a box. Each tool call must be closed
+    and followed by a closed result. Other results, and text after the answer, are allowed.
 
     Args:
-        response: Response including its results, without the prompt.
-        tools: Tags that call a tool.
+        response: Response, including tool results but not the prompt.
+        tools: Names of the tools, which are also their tags.
     """
     num_thoughts = response.count("<think>")
     if num_thoughts == 0 or num_thoughts != response.count("</think>"):
@@ -156,8 +156,8 @@ def boxed_answer(response: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last balanced `\boxed{..}`, stripped; None if there is none."""
-    # Where the content of each open brace starts, negated if not boxed. Integers, because many
-    # tuples would trigger the garbage collector.
+    # Start of the content of each open brace, negated if not boxed. Integers, because many tuples
+    # would trigger the garbage collector.
     opened: list[int] = []
     last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
@@ -184,7 +184,7 @@ def bapo_correctness(
 
 
 def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
-    """Check that weights name known parts and that at least one weight is not 0.
+    """Check that weights name known reward parts and that at least one weight is not 0.
 
     Raises:
         ValueError: A part is unknown, or all weights are 0. The message suggests a similar name.
@@ -196,9 +196,9 @@ def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
             close = get_close_matches(name, parts, n=1)
             hint = f"; did you mean {close[0]!r}? " if close else ". "
             raise ValueError(
-                f"there is no reward part {name!r}{hint}{known} A judge needs an entry of its name "
-                "in config.reward.judges; a custom function needs a dotted path such as "
+                f"there is no reward part {name!r}{hint}{known} A judge needs an entry with that "
+                "name in config.reward.judges; a custom function needs a dotted path such as "
                 "my_reward.brevity."
             )
     if not any(weights.values()):
-        raise ValueError(f"these weights would pay nothing. {known}")
+        raise ValueError(f"all weights are 0, so every reward would be 0. {known}")

@@ -1,4 +1,4 @@
-"""Search engine interface: a query in, the text of an observation out."""
+"""Search engine interface: query in, text of an observation out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class SearchEngine(Tool):
-    """Tool behind `<search>`: `run` returns the text for one query."""
+    """Tool that searches: `run` returns the results for a query as text."""
 
     name = "search"
     blank = NO_INFORMATION
@@ -20,11 +20,11 @@ class SearchEngine(Tool):
     description = "Searches a collection of documents and returns passages that fit a query."
 
     asks_server: ClassVar[bool] = False
-    """True if a run sends a test query at startup to check that the server answers."""
+    """True if a run sends a test query at startup to check that the server responds."""
 
 
 class EmptySearch(SearchEngine):
-    """Control engine that finds nothing. It measures what the model knows without search."""
+    """Control engine that finds nothing, to measure what the model knows without search."""
 
     def run(self, query: str, /) -> str:
         """Return `NO_INFORMATION`."""
@@ -56,8 +56,8 @@ class Hit(NamedTuple):
     """A document and its score.
 
     Attributes:
-        document: The document. Its id is "" if the server sends none.
-        score: Score within one answer; higher is better. None if the server sends none.
+        document: Retrieved document. Its id is "" if the server sends none.
+        score: Relevance within the results of a query; higher is better. None if not available.
     """
 
     document: Document
@@ -78,17 +78,17 @@ def render_documents(documents: Iterable[Document]) -> str:
 
 
 class DocumentSearch(SearchEngine):
-    """Base class of engines that return documents; subclasses define `retrieve`."""
+    """Base class of engines that return documents. Subclasses implement `retrieve`."""
 
     topk: int
-    """Maximum number of documents in an answer."""
+    """Maximum number of documents per query."""
 
     documents: Documents | None = None
     """All documents in corpus order, or None if they are not available."""
 
     @abc.abstractmethod
     def retrieve(self, queries: Sequence[str], topk: int) -> Sequence[list[Hit] | ToolError]:
-        """Return at most `topk` documents per query, best first, or the query's error.
+        """Return at most `topk` hits per query, best first, or the query's error.
 
         Called from several threads.
 
@@ -117,7 +117,7 @@ def batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class SkippedHits:
-    """Count of a server's unreadable hits, logged whenever it gains a digit."""
+    """Parser of a server's hits that skips malformed ones and logs their growing number."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0
@@ -125,10 +125,10 @@ class SkippedHits:
         self._lock = threading.Lock()
 
     def read(self, items: Iterable[Any], read_one: Callable[[Any], Hit]) -> list[Hit]:
-        """Read the hits of one query, skipping those for which `read_one` raises a ValueError.
+        """Parse the hits of one query, skipping those for which `read_one` raises a ValueError.
 
         Raises:
-            ValueError: There are hits, but none can be read.
+            ValueError: There are hits, but none can be parsed.
         """
         hits: list[Hit] = []
         errors: list[ValueError] = []

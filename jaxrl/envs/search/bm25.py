@@ -38,7 +38,7 @@ from jaxrl.utils.concurrency import MAX_ERROR_CHARS, parallel_map
 from jaxrl.utils.json_io import read_object
 from jaxrl.utils.text import UNSPACED, fold_case
 
-# A letter or number, then also marks.
+# A word: a letter, number or underscore; later characters may also be marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 
 # A letter of a script without spaces, with its marks, and a run of such letters.
@@ -71,7 +71,7 @@ def tokenize(text: str) -> list[str]:
     return tokens
 
 
-# Scores are float32 sums in varying order, so equal documents may differ by this relative amount.
+# Scores are float32 sums in varying order, so equal scores may differ by this relative amount.
 _TIE = 1e-5
 
 
@@ -106,20 +106,20 @@ class LocalSearch(DocumentSearch):
         """Open the index of `corpus`, building it if needed.
 
         Args:
-            corpus: JSONL file, see `read_corpus`.
-            index: Folder of indexes, by default `index` next to the corpus.
-            topk: Number of documents in an answer.
-            progress: Callback for the number of documents read during a build.
+            corpus: JSONL file; see `read_corpus`.
+            index: Folder for indexes, by default `index` next to the corpus.
+            topk: Maximum number of documents per query.
+            progress: Callback that receives the number of documents indexed so far.
 
         Raises:
             FileNotFoundError: The corpus does not exist.
-            PermissionError: The corpus or index is not readable, or the index not writable.
+            PermissionError: The corpus or index cannot be read, or the index cannot be written.
             NotADirectoryError: `index` is a file.
-            ValueError: The corpus is malformed or empty, its index damaged, or `topk` is below 1.
+            ValueError: The corpus is malformed or empty, the index damaged, or `topk` less than 1.
         """
         corpus, index_dir = Path(corpus), index_folder(corpus, index)
         if topk < 1:
-            raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
+            raise ValueError(f"topk is {topk}; expected at least 1 document per query.")
         self.topk = topk
         self.documents = CorpusDocuments(corpus)
         check_corpus(corpus, index_dir, section="search.local")
@@ -142,7 +142,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
-        Tied documents all get the score of the first one.
+        Tied documents get the score of the first of them.
         """
         best = functools.partial(self._best, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
@@ -153,7 +153,7 @@ class LocalSearch(DocumentSearch):
             return []
         best: list[Hit] = []
         damaged = functools.partial(ToolError, is_permanent=True)
-        with _named_damage(self._folder, damaged):  # damage since the index was opened
+        with _named_damage(self._folder, damaged):  # damaged after opening
             field = functools.partial(tantivy.Query.term_query, self._schema, "tokens")
             terms = [(tantivy.Occur.Should, field(word, index_option="freq")) for word in words]
             any_word = tantivy.Query.boolean_query(terms)
@@ -183,11 +183,11 @@ class LocalSearch(DocumentSearch):
 
 @contextlib.contextmanager
 def _named_damage(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Convert tantivy's errors and panics about a damaged index to a one-line `kind`."""
+    """Convert tantivy's errors and panics about a damaged index to one-line errors."""
     try:
         yield
     except BaseException as error:
-        # The type of a panic is a BaseException in a module that cannot be imported.
+        # A panic is a BaseException from a module that cannot be imported.
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
         raise kind(
@@ -207,12 +207,12 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
         manifest = read_object(folder / _READ)
         digests, made_of = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{_READ} is missing or not the file that was written") from error
+        raise ValueError(f"{_READ} is missing or damaged") from error
     if made_of != (corpus_sha256, _format()):
-        raise ValueError(f"{_READ} says that it was made of another corpus, or in another format")
+        raise ValueError(f"{_READ} belongs to another corpus or index format")
     for name, digest in _digests(folder, list(digests)).items():
         if digest != digests[name]:
-            what = "is not the file that was written" if digest else "is missing"
+            what = "has changed since it was written" if digest else "is missing"
             raise ValueError(f"{name} {what}")
 
 
@@ -228,8 +228,8 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 def _open(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
-    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
-    instead, which may go away: tantivy does not look up files by name once the index is open.
+    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder,
+    which may be deleted later: tantivy does not look up files by name once the index is open.
     """
     try:
         return tantivy.Index.open(str(folder))
@@ -244,12 +244,12 @@ def _open(folder: Path) -> Any:
 
 
 def _format() -> str:
-    """Return the index format: version of our tokens and of tantivy's files."""
+    """Return the index format: the versions of our tokenizer and of tantivy."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-link a file that never changes if this user owns it and links work; else copy it."""
+    """Hard-link an immutable file if this user owns it and links work; otherwise copy it."""
     path = Path(source)
     if path.suffix not in ("", ".json") and path.stat().st_uid == os.geteuid():
         with contextlib.suppress(OSError):
@@ -284,20 +284,20 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         free = shutil.disk_usage(folder.parent).free / 2**20
         raise OSError(
             f"the index of {corpus} could not be written to {folder.parent}, where {free:,.0f} MiB "
-            "are free; an index needs about as much as its corpus. Free some space, or name "
-            f"another folder for it by config.search.local.index. (tantivy: {error})"
+            "are free; an index needs about as much as its corpus. Free some space, or set "
+            f"config.search.local.index to another folder. (tantivy: {error})"
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Files in addition to tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of all
-# documents, 8 bytes each, needed to extend the index to a longer corpus.
+# Files besides tantivy's: a manifest with the SHA-256 of each file, and the `id_hash` of every
+# document, 8 bytes each, needed to extend the index to a longer corpus.
 _READ, _IDS = "corpus.json", "ids"
 
 
 def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
-    """Find the index of the longest known prefix of the corpus; return its folder and prefix."""
+    """Find the index of the longest prefix of the corpus; return its folder and the prefix."""
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_READ}"):

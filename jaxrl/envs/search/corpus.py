@@ -1,4 +1,4 @@
-"""Corpora: documents in a JSONL file, and digests that identify their content."""
+"""Corpora: JSONL files of documents, and digests of their content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Known:
     """The prefix of a corpus that is already indexed.
 
     Attributes:
-        num_bytes: Size in bytes.
+        num_bytes: Size of the prefix in bytes.
         num_lines: Number of lines, including blank ones.
         ids: `id_hash` of each document's id.
     """
@@ -41,7 +41,7 @@ class Known:
 
 
 def id_hash(document_id: str) -> int:
-    """Return a 64-bit hash of an id that is the same in every process."""
+    """Return a 64-bit hash of a document id, the same in every process."""
     return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
 
 
@@ -52,12 +52,12 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
     to `"title"\nbody`. Other keys are ignored.
 
     Args:
-        path: The corpus.
-        known: Prefix to skip. Its ids must not occur again.
+        path: JSONL file.
+        known: Prefix to skip. Ids in it must not occur again.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: A line is malformed or repeats an id, a document is blank, or there are none.
+        ValueError: A line is malformed or repeats an id, or a document is blank, or there is none.
     """
     known = known or Known()
     seen = set(known.ids)
@@ -66,20 +66,20 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
         key = id_hash(document.id)
         if key in seen:
             raise ValueError(
-                f"{place}: the id {document.id!r} is that of an earlier line already; give every "
-                "document an id of its own."
+                f"{place}: the id {document.id!r} is already used by an earlier line; give "
+                "every document a unique id."
             )
         seen.add(key)
         yield document
     if not seen:
-        raise ValueError(f"the corpus {path} has no documents; expected one JSON object a line.")
+        raise ValueError(f"the corpus {path} has no documents; expected one JSON object per line.")
 
 
 def parse_document(fields: dict[str, Any], place: str) -> Document:
-    """Parse a line of a corpus.
+    """Convert the fields of a corpus line to a document.
 
     Raises:
-        ValueError: The line is malformed, or the document blank. The message starts with `place`.
+        ValueError: The line is malformed or the document blank. The message starts with `place`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
@@ -88,12 +88,12 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
             document = Document.of_contents(str(key), contents)
         case _:
             raise ValueError(
-                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of them '
-                f"strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
+                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of '
+                f"them strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
             )
     if not (document.title or document.text):
         raise ValueError(
-            f"{place}: the document {document.id!r} has neither title nor text; leave it out."
+            f"{place}: the document {document.id!r} has neither title nor text; remove it."
         )
     return document
 
@@ -107,12 +107,12 @@ class CorpusDocuments:
         offsets: Sequence[int] | None = None,
         checks: Sequence[int] | None = None,
     ) -> None:
-        """Store the arguments; nothing is read yet.
+        """Store the arguments. The file is opened on first use.
 
         Args:
             corpus: JSONL file, which must not change.
             offsets: Byte offset of each document's line; None to compute them on first use.
-            checks: `line_check` of each document's line; None to trust the file.
+            checks: `line_check` of each document's line; None to skip the check.
         """
         self._path, self._known, self._checks = corpus, offsets, checks
 
@@ -140,9 +140,9 @@ class CorpusDocuments:
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
         if self._checks is not None and line_check(line) != int(self._checks[index]):
             raise ToolError(
-                f"{self._path}, byte {begin}: this is not the line that was indexed. The file has "
-                "changed since, or the index is damaged; start the run again, and if that does not "
-                "help delete the index (config.search.dense.index)"
+                f"{self._path}, byte {begin}: this line differs from the one that was indexed. The "
+                "file has changed, or the index is damaged; start the run again, and if that does "
+                "not help, delete the index (config.search.dense.index)"
             )
         return parse_document(json.loads(line.decode("utf-8-sig")), f"{self._path}, byte {begin}")
 
@@ -164,21 +164,21 @@ def line_starts(path: Path) -> Sequence[int]:
 
 
 def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
-    """Return the folder of a corpus' indexes, by default `index` next to it."""
+    """Return the folder for indexes of a corpus, by default `index` next to it."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
 def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
-    """Find the longest known prefix of a corpus.
+    """Find the longest of several known prefixes of a corpus.
 
     A prefix that ends within a line does not count, since that line has changed.
 
     Args:
-        path: The corpus.
+        path: JSONL file.
         parts: Size of each known prefix in bytes, by SHA-256.
 
     Returns:
-        SHA-256 and number of lines of the longest prefix; "" and 0 if there is none.
+        SHA-256 and number of lines of the longest prefix; "" and 0 if none matches.
     """
     longest, hasher = ("", 0), hashlib.sha256()
     done, num_lines, ends_line = 0, 0, False
@@ -199,11 +199,12 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
     """Check that a corpus exists and that its index folder is not a file.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: The message names the key in `section`.
+        FileNotFoundError: There is no corpus. The message names the config key in `section`.
+        NotADirectoryError: The index folder is a file.
     """
     if not corpus.is_file():
         raise FileNotFoundError(
-            f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
+            f"there is no corpus at {corpus}; expected a JSONL file with one document per line. "
             f"Set config.{section}.corpus to its path.{suggest_path(corpus)}"
         )
     if index_dir.exists() and not index_dir.is_dir():
@@ -213,13 +214,13 @@ def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
 def make_once(
     folder: Path, make: Callable[[], None], *, lock: Path, corpus: Path, section: str
 ) -> None:
-    """Create a missing index in one process, while the others wait.
+    """Build an index if it is missing, in one process while the others wait.
 
     Args:
         folder: Folder of the index.
-        make: Function that creates it.
+        make: Function that builds the index.
         lock: Lock file next to the folder. The system releases the lock when the process dies.
-        corpus: The corpus, for messages.
+        corpus: JSONL file, for messages.
         section: Config section of the engine, for messages.
 
     Raises:
@@ -234,8 +235,8 @@ def make_once(
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise PermissionError(
-            f"{folder.parent}, where the index of {corpus} belongs, cannot be written to: "
-            f"{error.strerror}; name another folder for it by config.{section}.index."
+            f"{folder.parent}, where the index of {corpus} belongs, is not writable: "
+            f"{error.strerror}; set config.{section}.index to another folder."
         ) from error
     with held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -251,22 +252,22 @@ def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
     """
     if corpus_digest(corpus, index_dir) != digest:
         raise ValueError(
-            f"{corpus} changed while it was indexed; run the same command again once nobody writes "
-            "to it."
+            f"{corpus} changed while it was indexed; run the same command again when no "
+            "process is writing to it."
         )
 
 
 _DIGESTS = "digests.json"
 
-_SETTLED_NS = 2 * 10**9  # file systems round modification times to up to two seconds
+_SETTLED_NS = 2 * 10**9  # some file systems round modification times to two seconds
 
 
 def corpus_digest(corpus: Path, index_dir: Path) -> str:
     """Return the SHA-256 of a corpus.
 
-    The index folder caches it by the corpus' name, size and modification time, so both may be
-    moved. A corpus modified within the last two seconds is always read, since it may change again
-    with the same modification time.
+    Cached in the index folder by file name, size and modification time, so both may be moved. A
+    corpus modified within the last two seconds is always read, since it may change again with the
+    same modification time.
     """
     stat, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"
@@ -287,7 +288,7 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
 
 
 def is_indexed(corpus: Path, index_dir: Path) -> bool:
-    """Return True if there is an index of the corpus in its current state."""
+    """Return True if an index of the current corpus exists."""
     made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
     digest = corpus_digest(corpus, index_dir) if made_of else ""
     return any(digest in path.read_text("utf-8", "replace") for path in made_of)

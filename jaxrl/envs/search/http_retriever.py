@@ -20,7 +20,7 @@ from jaxrl.utils.http_client import (
 from jaxrl.utils.json_io import to_finite_float
 
 MAX_TEXT = 100_000
-"""Maximum length of a document in characters, far more than an observation holds."""
+"""Maximum length of a document in characters, far more than an observation shows."""
 
 PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 """Default URL path of each protocol."""
@@ -30,12 +30,12 @@ class HttpRetriever(DocumentSearch):
     """Retrieval client with many queries per request and several requests in flight.
 
     `search_r1` is `POST /retrieve` of Search-R1 and verl, with `queries`, `topk` and
-    `return_scores`; the answer is `{"result": [[..]]}`. `flashrag` is `POST /batch_search` of
-    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the answer is one list per
-    query, or a pair of these lists and their scores. With a `flashrag` URL that ends in `/search`,
-    each query is a separate request.
+    `return_scores`; the response is `{"result": [[..]]}`. `flashrag` is `POST /batch_search` of
+    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the response has one list
+    per query, or is a pair of these lists and their scores. With a `flashrag` URL that ends in
+    `/search`, each query is a separate request.
 
-    Scores and ids are optional. Unreadable documents are skipped; a query with only unreadable
+    Scores and ids are optional. Malformed documents are skipped; a query with only malformed
     documents is a `ToolError`. A failed request is a `ToolError` for each of its queries.
     """
 
@@ -54,17 +54,17 @@ class HttpRetriever(DocumentSearch):
         max_response_mib: float = 64.0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Store the settings; nothing is sent yet.
+        """Validate and store the settings. No request is sent yet.
 
         Args:
             url: URL such as `http://127.0.0.1:8000/retrieve`. The protocol sets the default path.
             protocol: `search_r1` or `flashrag`.
-            topk: Number of documents in an answer.
+            topk: Maximum number of documents per query.
             key_env: Environment variable with a bearer token; "" for none.
             timeout_s: Timeout of a request in seconds.
             connections: Maximum number of requests in flight.
-            batch_size: Maximum number of queries in a request.
-            max_response_mib: Maximum size of an answer in MiB.
+            batch_size: Maximum number of queries per request.
+            max_response_mib: Maximum size of a response in MiB.
             log: Callback for warnings about skipped documents.
 
         Raises:
@@ -108,7 +108,7 @@ class HttpRetriever(DocumentSearch):
         return results
 
     def _body(self, queries: list[str], topk: int) -> dict[str, Any]:
-        # Always ask for scores: Search-R1's published server fails otherwise.
+        # Always request scores: Search-R1's published server fails otherwise.
         if self._protocol == "search_r1":
             return {"queries": queries, "topk": topk, "return_scores": True}
         query = queries[0] if self._protocol == "flashrag_single" else queries
@@ -129,12 +129,12 @@ def _invalid(value: Any, expected: str) -> ValueError:
 
 
 def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
-    """Split an answer into one result for each of `count` queries.
+    """Split a response into one result for each of `count` queries.
 
-    A result is a list of documents, or a tuple of documents and scores, not validated yet.
+    A result is a list of documents or a tuple of documents and scores, not validated yet.
 
     Raises:
-        ValueError: The answer has another form.
+        ValueError: The response has an unexpected format.
     """
     match protocol, answer:
         case "flashrag_single", [list() as documents, list() as scores]:
@@ -144,7 +144,7 @@ def split_answer(answer: Any, protocol: str, count: int) -> list[Any]:
         case "search_r1", {"result": list() as results} if len(results) == count:
             return results
         case "flashrag", [list() as documents, list() as scores] if len(documents) == count:
-            # An answer to two queries is also a list of two, but its lists contain objects.
+            # A response to two queries is also a list of two lists, but they contain objects.
             kinds = {type(item) for item in (*documents, *scores)}
             if list in kinds and dict not in kinds and len(scores) == count:
                 return list(zip(documents, scores, strict=True))
@@ -158,7 +158,7 @@ def read_hits(result: Any, skipped: SkippedHits) -> list[Hit]:
     """Parse the documents of one query.
 
     Raises:
-        ValueError: The result has another form, or no document can be read.
+        ValueError: The result has an unexpected format, or no document can be parsed.
     """
     match result:
         case list():

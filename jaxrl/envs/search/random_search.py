@@ -10,16 +10,16 @@ from jaxrl.envs.search.base import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Uniformly random documents, determined by the query and the seed."""
+    """Search engine that returns uniformly random documents, determined by query and seed."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Take documents and settings from the engine to replace.
+        """Copy the documents and settings of the engine to replace.
 
         Raises:
             ValueError: The engine's documents are not available.
         """
         if engine.documents is None:
-            raise ValueError(f"{type(engine).__name__} has no documents at hand to sample.")
+            raise ValueError(f"{type(engine).__name__} has no documents to sample from.")
         self.topk, self.blank = engine.topk, engine.blank
         self._documents, self._seed = engine.documents, seed
 

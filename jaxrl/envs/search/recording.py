@@ -1,4 +1,4 @@
-"""Recorded search results on disk, for repeating a run without the engine."""
+"""Recording of search results on disk, to repeat a run without the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 class Recording:
-    """Append-only files with the results of one engine and its settings, by query.
+    """Append-only files with the search results of one engine and its settings, by query.
 
     ```text
     <folder>/<hash of engine and settings>/
@@ -24,9 +24,9 @@ class Recording:
     ```
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
-    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines of old
-    versions have no digest. The first result of a query wins. Each process writes to its own file.
-    Memory holds the position of each result, not its text.
+    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines from
+    old versions have no digest. The first result of a query wins. Each process writes a separate
+    file. Memory holds the position of each result, not its text.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Recording:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Read the existing results. Nothing is written before the first `add`.
+        """Index the existing results. Nothing is written before the first `add`.
 
         Args:
             folder: Folder of all recordings of a run.
             engine: Name and settings of the engine, as JSON values.
-            process: Index of this process. Results that it wrote take precedence.
+            process: Index of this process. Results that it recorded take precedence.
             log: Callback for warnings about damaged lines.
         """
         self._engine = json.dumps(dict(engine), sort_keys=True, ensure_ascii=False)
@@ -62,8 +62,8 @@ class Recording:
                     start += len(data)
             if num_bad:
                 log(
-                    f"warning: {path} has damaged lines ({num_bad}), which are ignored; a killed "
-                    "process may have truncated them"
+                    f"warning: {path} has damaged lines ({num_bad}), which are ignored; a "
+                    "killed process may have truncated them"
                 )
 
     def __len__(self) -> int:
@@ -112,10 +112,10 @@ class Recording:
             with self._own.open("a+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a kill cut the last line
+                    if file.read(1) != b"\n":  # a kill truncated the last line
                         file.write(b"\n")
                 if file.write(data) != len(data):
-                    raise OSError(f"{self._own}: a result could not be written whole")
+                    raise OSError(f"{self._own}: a result could not be written completely")
                 self._places[key] = (self._own, file.tell() - len(data), len(data))
 
     def _key(self, query: str) -> str:

@@ -2,13 +2,13 @@
 
 A query passes these stages in order:
 
-1. Cache: earlier results.
-2. In flight: a query that another episode has in flight is not sent again.
+1. Cache: results of earlier queries.
+2. Sharing: a query that is already in flight for another episode is not sent again.
 3. Recording: results of earlier runs, if searches are recorded or replayed.
 4. Rate limit: queries per second and concurrent calls.
-5. Deadline: a call that takes longer fails.
-6. Retries: with backoff, or after the wait that the server asks for.
-7. Circuit breaker: after consecutive failures no call is made for a while, then one call tries.
+5. Deadline: a call that exceeds it fails.
+6. Retries: with backoff, or after the wait that the server requests.
+7. Circuit breaker: after consecutive failures, calls pause for a while; then one call is tried.
 8. Outage: if no call succeeds for too long, the run stops or continues without results.
 
 Failures are never cached. A batched engine gets all cache misses of a batch in one call.
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from jaxrl.envs.search.recording import Recording
 
 MAX_BACKOFF_S = 30.0
-"""Longest backoff in seconds. A server may ask for more."""
+"""Longest backoff in seconds. A server may request a longer wait."""
 
 MAX_HANGING = 128
 """Maximum number of calls (one thread each) that have passed their deadline without returning."""
 
 _WHAT_TO_DO = (
-    "What was finished is saved; once it answers, run the same command again. With "
-    "config.search.on_outage='empty' a run goes on without results."
+    "Finished work is saved; once it responds, run the same command again. With "
+    "config.search.on_outage='empty', a run continues without results."
 )
 
 _ENTRY_BYTES = 200  # approximate overhead of a cache entry
@@ -74,7 +74,7 @@ class ReplayOnly(Tool):
 
     def run(self, call: str, /) -> str:
         """Raise a ToolError."""
-        raise ToolError("nobody is asked")
+        raise ToolError("only recorded results are available")
 
 
 PROBE = "test"
@@ -90,13 +90,13 @@ def health_check(
 
     Args:
         engine: Client of the server.
-        policy: Limits of the run.
+        policy: Limits and deadlines of the run.
         place: Config key of the server's URL, for messages.
         log: Callback for warnings.
 
     Raises:
-        ValueError: The server refuses the query, for example because of a wrong path or key.
-        OutageError: The server did not answer within `policy.outage_deadline_s`.
+        ValueError: The server rejects the query, for example because of a wrong path or key.
+        OutageError: The server did not respond within `policy.outage_deadline_s`.
     """
     probing = replace(policy, cache_mib=0.0, breaker_failures=max(policy.breaker_failures, 2))
     if policy.on_outage == "empty":
@@ -108,19 +108,19 @@ def health_check(
         )
     [result] = search.run_batch([PROBE])
     if isinstance(result, OutageError) and result.fallback is None:
-        raise OutageError(f"{result} The server is the one that {place} names.")
+        raise OutageError(f"{result} The server is set by {place}.")
     if isinstance(result, OutageError):
         log(
-            f"warning: a first query of the server that {place} names failed: {result}. Episodes "
-            "with a search end as environment errors until it answers"
+            f"warning: a test query to the server in {place} failed: {result}. Episodes "
+            "with a search end as environment errors until it responds"
         )
     elif isinstance(result, ToolError):
-        raise ValueError(f"the server that {place} names refuses a first query: {result}.")
+        raise ValueError(f"the server in {place} rejects a test query: {result}.")
 
 
 @dataclass(eq=False, kw_only=True)
 class _Miss:
-    """A query in flight to the engine."""
+    """A query that is not in the cache, in flight to the engine."""
 
     query: str
     started: float
@@ -128,11 +128,11 @@ class _Miss:
     attempts: int = 0
     num_counted: int = 0  # failures while the engine answered other queries
     since: float = 0.0  # time of the previous failure, or the start
-    error: ToolError = field(default_factory=lambda: ToolError("no try was made"))
+    error: ToolError = field(default_factory=lambda: ToolError("no attempt was made"))
 
 
 class ResilientSearch(SearchEngine):
-    """Search engine with the stages that the module docstring lists."""
+    """Search engine wrapper with the stages listed in the module docstring."""
 
     what: ClassVar[str] = "the search engine"
     """Name of the engine in messages."""
@@ -155,10 +155,10 @@ class ResilientSearch(SearchEngine):
         Args:
             engine: Tool with the name `search`.
             policy: Limits and deadlines.
-            recording: Known results, extended with new ones; None for no recording.
-            is_replay: True to answer from the recording only.
+            recording: Recorded results, to which new ones are added; None to record nothing.
+            is_replay: True to return recorded results only.
             log: Callback for warnings about outages.
-            warn_after_s: Seconds without an answer after which a warning is logged.
+            warn_after_s: Duration of an outage, in seconds, after which a warning is logged.
         """
         self.engine = engine
         self.blank = engine.blank
@@ -195,8 +195,8 @@ class ResilientSearch(SearchEngine):
         return [answer.found for answer in self.answer_all(queries)]
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """Answer each query with its text or error, and a record of the call."""
-        # Sort the distinct queries into cached, in flight from another episode, and new.
+        """Return the text or error of each query, with a record of the call."""
+        # Sort the distinct queries into cached, in flight for another episode, and new.
         started = time.monotonic()
         cached: dict[str, str] = {}
         misses: dict[str, _Miss] = {}
@@ -226,14 +226,14 @@ class ResilientSearch(SearchEngine):
             for miss in misses.values():
                 self._settle(miss, miss.error)
         wait_for([miss.settled for miss in shared.values()])
-        # Answer in the order of the calls. Only the first of several equal queries is a real call.
+        # Return results in the order of the calls. Of several equal queries, the first is a call.
         answers = []
         for query in calls:
             if query in cached:
                 answers.append(self._answer(query, cached[query], "cache", started))
             elif query in misses:
                 answers.append(misses[query].settled.result())
-                shared.setdefault(query, misses.pop(query))  # repeated queries share the answer
+                shared.setdefault(query, misses.pop(query))  # repeated queries share the result
             else:
                 result = shared[query].settled.result().found
                 answers.append(self._answer(query, result, "shared", started))
@@ -249,7 +249,7 @@ class ResilientSearch(SearchEngine):
         return Answer.of(self, query, result, **record)
 
     def _settle(self, miss: _Miss, result: str | ToolError, source: str = "tool") -> None:
-        """Settle a query, unless it is settled already, and cache its text."""
+        """Set the result of a query, unless it has one already, and cache its text."""
         with self._lock:
             if miss.settled.done():
                 return
@@ -262,7 +262,7 @@ class ResilientSearch(SearchEngine):
             miss.settled.set_result(answer)
 
     def _recall(self, miss: _Miss) -> bool:
-        """Settle a query from the recording; return True if it is settled."""
+        """Set the result of a query from the recording; return True if it was set."""
         if self._recording is None:
             return False
         result: str | ToolError | None = self._recording.get(miss.query)
@@ -271,17 +271,17 @@ class ResilientSearch(SearchEngine):
                 miss,
                 f"{self.section}.replay is 'only', and {self._recording.folder} has no result for "
                 f"the query {miss.query!r:.200}",
-                "This run is not the one that was recorded; with replay='record' the engine is "
-                "asked for what is missing.",
+                "This run differs from the recorded one; with replay='record', the engine is "
+                "called for missing results.",
             )
         if result is not None:
             self._settle(miss, result, "replay")
         return result is not None
 
     def _play(self, misses: list[_Miss]) -> None:
-        """Send queries together, with retries, until each is settled.
+        """Send queries as a batch, with retries, until each has a result.
 
-        The last attempt sends each query alone, so that one query cannot fail the others.
+        The last attempt sends each query separately, so that one query cannot fail the others.
         """
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
@@ -308,7 +308,7 @@ class ResilientSearch(SearchEngine):
                 return
 
     def _needs_retry(self, miss: _Miss, result: str | ToolError) -> bool:
-        """Settle a query with its result, or return True to retry."""
+        """Set the result of a query, or return True if the query must be retried."""
         if isinstance(result, str):
             self._settle(miss, self._recorded(miss.query, result))
             return False
@@ -318,30 +318,30 @@ class ResilientSearch(SearchEngine):
         miss.since, miss.error = time.monotonic(), result
         miss.num_counted += answered_others
         if result.is_permanent and refuses_all and not self._answers_another(miss, is_forced=True):
-            why = f"{self.what} refuses every call: {result}"
+            why = f"{self.what} rejects every call: {result}"
             self._settle(miss, self._outage(miss, why))
         elif result.is_permanent or miss.num_counted > self._policy.retries:
             self._settle(miss, result)
         elif not answered_others and miss.attempts > self._policy.retries:
-            # Find out whether the engine or this query fails. If the engine answers another query,
-            # further failures of this one count as retries.
+            # Determine whether the engine or this query fails. If the engine answers another query,
+            # further failures of this query count as retries.
             self._answers_another(miss)
         return not miss.settled.done()
 
     def _recorded(self, query: str, result: str) -> str | ToolError:
-        """Record a result. Return the recorded result, which may be an earlier one."""
+        """Record a result and return the recorded one, which may be earlier."""
         if self._recording is None:
             return result
         try:
             self._recording.add(query, result)
         except OSError as error:
-            return OutageError(f"an answer of {self.what} could not be recorded: {error}")
+            return OutageError(f"a result of {self.what} could not be recorded: {error}")
         return self._recording.get(query) or result
 
     def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
-        """Repeat a query that the engine has answered; return True if it answers again.
+        """Repeat the last query that succeeded; return True if it succeeds again.
 
-        `is_forced` bypasses the breaker, which counts the result in any case.
+        `is_forced` bypasses the breaker, which still records the outcome.
         """
         query = self._answered_query
         if query is None:
@@ -372,12 +372,12 @@ class ResilientSearch(SearchEngine):
         return results
 
     def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
-        """Call the engine once, up to its deadline."""
+        """Call the engine once and wait for the result until the deadline."""
         with self._turn:
             is_down = self._breaker.outage_s(began) > 0
             patience_s = self._breaker.patience_s(began)
             if self._num_hanging >= MAX_HANGING:
-                text = f"{MAX_HANGING} calls of {self.what} hang; it needs a time-out"
+                text = f"{MAX_HANGING} calls to {self.what} hang; it needs a timeout"
                 return [ToolError(text)] * len(queries)
         limit_s = self._policy.deadline_s
         if is_down and 0 < patience_s < limit_s:
@@ -402,7 +402,7 @@ class ResilientSearch(SearchEngine):
     def _enter(self, *, is_new: bool, is_forced: bool) -> bool:
         """Wait for a slot to call the engine; return False if the outage has lasted too long.
 
-        A new query may still try such an engine if the breaker admits it.
+        Even then, a new query may be tried once if the breaker admits it.
         """
         with self._turn:
             while True:
@@ -421,7 +421,7 @@ class ResilientSearch(SearchEngine):
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
     def _leave(self, queries: list[str], results: list[str | ToolError], began: float) -> None:
-        """Free a slot and record the outcome of its call."""
+        """Free the slot of a call and record the outcome."""
         with self._turn:
             now = time.monotonic()
             self._num_running -= 1
@@ -454,7 +454,7 @@ class ResilientSearch(SearchEngine):
             self._turn.notify_all()
 
     def _outage(self, miss: _Miss, why: str, remedy: str = _WHAT_TO_DO) -> OutageError:
-        """Return the error for a query during an outage, with a fallback if the run continues."""
+        """Build a query's error during an outage, with a fallback text if the run continues."""
         if self._policy.on_outage == "stop":
             return OutageError(f"{why}. {remedy}")
         with self._lock:

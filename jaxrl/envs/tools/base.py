@@ -1,4 +1,4 @@
-"""Tool interface: a text in, a text out. Search engines are tools too."""
+"""Tool interface: text in, text out. Search engines are tools too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ERROR = 2_000  # maximum length of an error in characters
 
 
 class CallError(ValueError):
-    """The model's arguments do not fit the tool. The message is shown to the model."""
+    """The model's arguments are invalid. The message is shown to the model."""
 
 
 class Tool(abc.ABC):
@@ -30,7 +30,7 @@ class Tool(abc.ABC):
     """Name that the model uses in calls."""
 
     blank: str
-    """Answer to a blank call, which never reaches the tool."""
+    """Result of a blank call, which never reaches the tool."""
 
     max_threads: ClassVar[int] = 32
     """Maximum number of concurrent calls."""
@@ -55,10 +55,10 @@ class Tool(abc.ABC):
         return {"type": "object", "properties": texts, "required": [self.argument]}
 
     def call_of(self, arguments: str | Mapping[str, Any]) -> str:
-        """Convert a text or a function call's arguments to the text of a call.
+        """Convert plain text or JSON arguments to the `call` string of `run`.
 
         Raises:
-            CallError: The arguments do not fit.
+            CallError: The arguments are invalid.
         """
         if isinstance(arguments, str):
             return arguments
@@ -72,9 +72,9 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def run(self, call: str, /) -> str:
-        """Answer one call. An error in the model's call is an answer too.
+        """Run a call and return its result. An error in the model's call is a result too.
 
-        Equal calls must have equal answers of bounded length. The answer may be a `Pictured`,
+        Equal calls must return equal results of bounded length. The result may be a `Pictured`,
         except for search engines.
 
         Raises:
@@ -82,17 +82,17 @@ class Tool(abc.ABC):
         """
 
     def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
-        """Answer several calls concurrently; return an answer or a ToolError for each.
+        """Run several calls concurrently; return a result or a ToolError for each.
 
-        If a tool cannot tell which call failed, it raises, and each call is repeated alone.
+        An override that cannot tell which call failed raises; each call is then repeated alone.
         """
         return parallel_map(functools.partial(run_one, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """Answer each call, with a record. Retry failed calls once, each alone.
+        """Run calls and record each one. Retry failed calls once, each alone.
 
-        Retries run concurrently, since a dead server would cost a timeout per call. Permanent
-        failures are not retried.
+        Retries run concurrently; otherwise, a dead server would cost one timeout per call.
+        Permanent failures are not retried.
         """
         start = time.perf_counter()
         results = run_together(self, calls)
@@ -145,10 +145,10 @@ class JsonTool(Tool):
 
     @abc.abstractmethod
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Check the arguments.
+        """Validate the arguments.
 
         Raises:
-            CallError: They do not fit.
+            CallError: The arguments are invalid.
         """
 
     @property
@@ -158,7 +158,7 @@ class JsonTool(Tool):
 
     @property
     def _text_argument(self) -> str | None:
-        """Name of the argument that receives plain text, or None."""
+        """Name of the only required argument if it is a string, or None."""
         properties = self.parameters["properties"]
         needed = self.parameters["required"] or list(properties)
         kinds = [properties.get(name, {}).get("type") for name in needed]
@@ -168,7 +168,7 @@ class JsonTool(Tool):
         """Return the arguments as JSON.
 
         Raises:
-            CallError: They do not fit.
+            CallError: The arguments are invalid.
         """
         if isinstance(arguments, str):
             if not arguments.strip():
@@ -180,25 +180,25 @@ class JsonTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer to a call, and its record."""
+    """Result of a tool call, with a record of the call."""
 
     found: str | ToolError
     record: CallRecord
 
     @classmethod
     def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """Build the answer of a tool. `took` are further fields of the record."""
+        """Wrap a tool's result. `took` holds the other fields of its `CallRecord`."""
         error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
 
 
 def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
-    """Answer a batch. Any exception becomes a ToolError for every call."""
+    """Run calls as a batch. Any exception becomes a ToolError for every call."""
     try:
         answers = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
         if len(answers) != len(calls):
-            raise ToolError(f"{len(calls)} calls of {tool.name} got {len(answers)} answers.")
+            raise ToolError(f"{len(calls)} calls of {tool.name} returned {len(answers)} results")
         return answers
     except KeyboardInterrupt:
         raise
@@ -207,7 +207,7 @@ def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
 
 
 def run_one(tool: Tool, call: str) -> str | ToolError:
-    """Answer one call. Any exception becomes a ToolError."""
+    """Run one call. Any exception becomes a ToolError."""
     try:
         return _text_or_error(tool, tool.run(call))
     except KeyboardInterrupt:
@@ -217,7 +217,7 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """Return a redacted answer, or a ToolError if it is not text."""
+    """Return a redacted result, or a ToolError if it is not text."""
     if isinstance(answer, ToolError):
         return _as_tool_error(answer)
     if isinstance(answer, Pictured):
@@ -225,7 +225,7 @@ def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
             return Pictured(redact(answer), answer.images)
     elif isinstance(answer, str):
         return str(redact(answer))
-    return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
+    return ToolError(f"{tool.name} returned {type(answer).__name__}; expected text")
 
 
 def _as_tool_error(error: BaseException) -> ToolError:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from jaxrl.envs.base import CallRecord, Episode, Turn
 
 SEARCH = "search"
-"""Name of the search engine among the tools; a `CallRecord` has None instead."""
+"""Tool name of the search engine; a `CallRecord` uses None instead."""
 
 
 def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
-    """Return the call records of a turn, or one built from its single call."""
+    """Return the call records of a turn; if it has none, build one from its call."""
     if turn.records or turn.tool_call is None:
         return turn.records
     error = turn.error if turn.observation is None else None
@@ -23,12 +23,12 @@ def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
 class Budget:
     """Upper bound on the cost of one trajectory's calls.
 
-    Every call counts once, whatever its source and number of attempts, so the end of an episode
-    depends on the policy only.
+    Every call counts once, whatever its source and number of attempts, so only the policy
+    determines when an episode ends.
 
     Attributes:
-        prices: Price per call by tool; other tools are free.
-        max_cost: Maximum cost in the unit of the prices; 0 for no limit.
+        prices: Price per call, by tool name; other tools are free.
+        max_cost: Maximum cost, in the unit of `prices`; 0 for no limit.
     """
 
     prices: Mapping[str, float] = field(default_factory=dict)

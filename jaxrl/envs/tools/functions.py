@@ -18,22 +18,22 @@ from jaxrl.utils.quiet_transformers import quiet_transformers
 class FunctionTool(JsonTool):
     """Tool that calls a Python function, sync or async, with the model's arguments.
 
-    Arguments must match the type hints. A `CallError` raised by the function is an answer; other
-    exceptions are failures. Results other than text are converted to JSON.
+    Arguments must match the type hints. A `CallError` raised by the function is returned to the
+    model; any other exception is a tool failure. Results that are not text are converted to JSON.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 60.0) -> None:
-        """Read the function's signature.
+        """Build the JSON schema from the function's signature.
 
         Args:
             function: Function with type hints, and a Google-style docstring that describes each
                 parameter.
-            deadline_s: Timeout of a call in seconds. A late coroutine is canceled, a late thread
-                abandoned.
+            deadline_s: Timeout of a call in seconds. A coroutine that exceeds it is canceled; a
+                thread is abandoned.
 
         Raises:
             ImportError: pydantic is not installed.
-            ValueError: The function lacks hints or descriptions.
+            ValueError: The function lacks type hints or descriptions.
         """
         try:
             self._pydantic: Any = importlib.import_module("pydantic")
@@ -57,7 +57,7 @@ class FunctionTool(JsonTool):
 
     @property
     def description(self) -> str:
-        """Docstring without its sections."""
+        """The function's docstring without its sections."""
         return str(self._schema["description"])
 
     @property
@@ -66,10 +66,10 @@ class FunctionTool(JsonTool):
         return {name: value for name, value in self._schema.items() if name != "description"}
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Check the types of arguments.
+        """Validate arguments against the type hints.
 
         Raises:
-            CallError: A type does not fit.
+            CallError: A name is unknown or missing, or a value has the wrong type.
         """
         self._values(arguments)
 
@@ -88,7 +88,7 @@ class FunctionTool(JsonTool):
         return values
 
     def run(self, call: str, /) -> str:
-        """Call the function; return its text, or its result as JSON.
+        """Call the function and return its result, as JSON unless it is text.
 
         Raises:
             ToolError: The call took too long, or the result is not JSON.
@@ -112,17 +112,17 @@ class FunctionTool(JsonTool):
             return json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise ToolError(
-                f"{self.name} returned {type(result).__name__}; expected text, or what JSON has"
+                f"{self.name} returned {type(result).__name__}; expected text or JSON values"
             ) from error
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the description and parameters in the format of chat templates."""
+    """Return the function's description and the JSON schema of its parameters."""
     with quiet_transformers():
         from transformers.utils import get_json_schema
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise TypeError("it takes * or **")
+        raise TypeError("it takes *args or **kwargs")
     if inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise TypeError("it has parameters before a /")
     schema = get_json_schema(function)["function"]

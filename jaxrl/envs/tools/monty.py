@@ -34,7 +34,7 @@ class MontyTool(Tool):
         max_output: int = 100_000,
         max_workers: int = max_threads,
     ) -> None:
-        """Start a worker.
+        """Start the worker pool.
 
         Args:
             timeout_s: Timeout of a snippet in seconds.
@@ -68,10 +68,10 @@ class MontyTool(Tool):
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
     def run(self, code: str, /) -> str:
-        """Run code; return its output, or the type and text of its error.
+        """Run code and return its output, or the type and text of its error.
 
         A worker may be killed from outside, for example when memory runs out, so the code is run
-        once more in another worker. If that one dies too, the code is to blame.
+        again in another worker. If that worker dies too, the code is at fault.
         """
         try:
             for _ in range(2):
@@ -85,7 +85,7 @@ class MontyTool(Tool):
                     except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
                         # Omit the traceback, which repeats long lines of code.
                         message = _shortened(error.display("type-msg")).rstrip()
-                        # Monty's texts contain measurements, which are not reproducible.
+                        # Monty's messages contain measurements, which are not reproducible.
                         fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
                         return fixed.get(message.partition(":")[0], message)
                     else:

@@ -1,8 +1,8 @@
 """BERT encoders: post-norm blocks with bidirectional attention, on plain nested dicts.
 
-The parameter tree; stacked blocks have a leading layer axis L:
+Parameter tree, with stacked blocks along a leading layer axis L:
 
-    embed/{words,places,kinds}/embedding        [V | P | 2, D]
+    embed/{words,positions,types}/embedding     [V | P | 2, D]
     embed/norm/{scale,bias}                     [D]
     blocks/attention/{q,k,v,o}/{kernel,bias}    [L, D, D], [L, D]
     blocks/attention_norm/{scale,bias}          [L, D]
@@ -32,7 +32,7 @@ ACTIVATIONS = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Activations by `hidden_act` of `config.json`."""
+"""Activation functions, by value of `hidden_act` in `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class BertConfig:
 
     @property
     def stacks(self) -> Stacks:
-        """Entries that only some layers have: none."""
+        """Parameter entries that only some layers have; none here."""
         return {}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> BertConfig:
-        """Read the fields of a `config.json`.
+        """Read and validate the fields of a `config.json`.
 
         Raises:
-            ValueError: A field is missing, has the wrong type, or needs something unsupported.
+            ValueError: A field is missing, has the wrong type or an unsupported value.
         """
         fields = with_hf_defaults(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
@@ -87,17 +87,17 @@ class BertConfig:
             activation=fields["hidden_act"],
         )
 
-    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the HF tensor name (`{}` is the layer) and the shape of each parameter.
+    def _tensor_specs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the HF tensor name (`{}` is the layer index) and the shape of each parameter.
 
-        A `kernel` is [in, out] here and [out, in] in the HF tensor.
+        HF tensors store a `kernel` transposed, as [out, in].
         """
         D, F = self.width, self.mlp_width
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for param_name, hf_part, size in (
             ("words", "word", self.vocab_size),
-            ("places", "position", self.max_positions),
-            ("kinds", "token_type", self.num_token_types),
+            ("positions", "position", self.max_positions),
+            ("types", "token_type", self.num_token_types),
         ):
             hf_name = f"embeddings.{hf_part}_embeddings.weight"
             tensors[f"embed/{param_name}/embedding"] = hf_name, (size, D)
@@ -113,37 +113,37 @@ class BertConfig:
             ("mlp/down", "output.dense", (F, D)),
             ("mlp_norm", "output.LayerNorm", (D,)),
         ):
-            first, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + hf_part
-            tensors[f"blocks/{param_name}/{first}"] = f"{hf_name}.weight", (self.num_layers, *shape)
+            leaf, hf_name = "kernel" if len(shape) == 2 else "scale", "encoder.layer.{}." + hf_part
+            tensors[f"blocks/{param_name}/{leaf}"] = f"{hf_name}.weight", (self.num_layers, *shape)
             tensors[f"blocks/{param_name}/bias"] = f"{hf_name}.bias", (self.num_layers, shape[-1])
         return tensors
 
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter."""
-        return {name: hf_name for name, (hf_name, _) in self._tensors().items()}
+        return {name: hf_name for name, (hf_name, _) in self._tensor_specs().items()}
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         shapes = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, (_, shape) in self._tensors().items()
+            for name, (_, shape) in self._tensor_specs().items()
         }
         return unflatten_dict(shapes, sep="/")
 
     def hidden_states(
         self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Compute the last hidden states of texts; those of padding are undefined.
+        """Compute the last layer's hidden states of texts; undefined for padding.
 
         Args:
             params: Parameters in the compute dtype.
-            token_ids: Tokens of one text per row.
+            token_ids: Token ids with one text per row.
             padding_mask: True for real tokens.
         """
         embed = params["embed"]
         x = embed["words"]["embedding"][token_ids]
-        x = x + embed["places"]["embedding"][: token_ids.shape[1]]
-        x = x + embed["kinds"]["embedding"][0]
+        x = x + embed["positions"]["embedding"][: token_ids.shape[1]]
+        x = x + embed["types"]["embedding"][0]
         x = layer_norm(x, embed["norm"], self.epsilon)
 
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -156,8 +156,8 @@ class BertConfig:
             attended = jnp.einsum("bnqk,bknh->bqnh", probs, v).reshape(x.shape)
             x = x + _linear(attention["o"], attended)
             x = layer_norm(x, weights["attention_norm"], self.epsilon)
-            inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
-            x = x + _linear(mlp["down"], inner)
+            activated = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
+            x = x + _linear(mlp["down"], activated)
             return layer_norm(x, weights["mlp_norm"], self.epsilon), None
 
         return jax.lax.scan(layer, x, params["blocks"])[0]

@@ -1,4 +1,4 @@
-"""Encoder of texts: tokenization, batches of a few shapes, and devices."""
+"""Text encoder: tokenizes texts, batches them by length and runs them on devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
 
 MIN_WIDTH = 16
-"""Width of the narrowest batch in tokens. Each wider batch doubles it."""
+"""Smallest batch width in tokens. Other widths are this times a power of two."""
 
 _FILES = (
     *("config*.json", "*.safetensors*", "tokenizer.json", "modules.json"),
@@ -24,8 +24,8 @@ _FILES = (
 )
 
 
-def folder_digest(folder: str | Path) -> str:
-    """Return the SHA-256 of an encoder's model and tokenizer files and of their names."""
+def compute_folder_digest(folder: str | Path) -> str:
+    """Return the SHA-256 of the names and contents of an encoder's model and tokenizer files."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _FILES for file in Path(folder).glob(pattern)}):
         digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
@@ -35,9 +35,9 @@ def folder_digest(folder: str | Path) -> str:
 
 
 class Encoder:
-    """Thread-safe encoder of texts.
+    """Text encoder. Thread-safe.
 
-    The shape of the program that encodes a text depends only on the length of that text, so its
+    The width of the batch that encodes a text depends only on the length of that text, so the
     vector does not depend on other texts in the batch.
     """
 
@@ -47,9 +47,9 @@ class Encoder:
         """Load weights and tokenizer.
 
         Args:
-            model: Model of the folder.
-            folder: HF folder with `tokenizer.json`.
-            devices: Devices of this process, which split the texts. Weights are replicated.
+            model: Architecture and settings of the model in `folder`.
+            folder: HF folder with weights and `tokenizer.json`.
+            devices: Devices of this process. Batches are sharded over them, weights replicated.
             dtype: Dtype of weights and activations, float32 or bfloat16.
 
         Raises:
@@ -61,53 +61,53 @@ class Encoder:
         self._mesh = Mesh(np.array(devices), ("rows",))
         self._params = load_encoder(model.model, folder, self._mesh, dtype)
 
-    def queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
-        """Return vectors of queries, float32 [N, D]."""
+    def encode_queries(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
+        """Encode queries to float32 vectors [N, D]."""
         return self._encode([f"{self.model.query_prefix}{text}" for text in texts], batch_tokens)
 
-    def passages(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
-        """Return vectors of passages, float32 [N, D]."""
+    def encode_passages(self, texts: Sequence[str], *, batch_tokens: int) -> np.ndarray:
+        """Encode passages to float32 vectors [N, D]."""
         return self._encode([f"{self.model.passage_prefix}{text}" for text in texts], batch_tokens)
 
     def _encode(self, texts: Sequence[str], batch_tokens: int) -> np.ndarray:
-        """Return vectors of texts; a device encodes `batch_tokens` at a time, padding included."""
+        """Encode texts; each device encodes `batch_tokens` tokens at a time, including padding."""
         encodings = self._tokenizer.encode_batch([*texts], add_special_tokens=True)
         # Some tokenizers return no tokens for a blank text.
         ids = [encoding.ids or [0] for encoding in encodings]
-        # Widths double, so that few programs compile.
+        # Use power-of-two widths, so that few programs are compiled.
         doublings = [max(-(-len(text) // MIN_WIDTH) - 1, 0).bit_length() for text in ids]
-        widths = [min(MIN_WIDTH << power, self.model.max_tokens) for power in doublings]
-        split, pending = NamedSharding(self._mesh, P("rows")), []
+        widths = [min(MIN_WIDTH << exponent, self.model.max_tokens) for exponent in doublings]
+        split, batches = NamedSharding(self._mesh, P("rows")), []
         for width in sorted(set(widths)):
             rows = max(batch_tokens // width, 1) * self._mesh.size
-            members = [index for index, other in enumerate(widths) if other == width]
+            members = [index for index, text_width in enumerate(widths) if text_width == width]
             for start in range(0, len(members), rows):
-                block = members[start : start + rows]
+                batch = members[start : start + rows]
                 token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-                for row, index in enumerate(block):
+                for row, index in enumerate(batch):
                     lengths[row] = len(ids[index])
                     token_ids[row, : lengths[row]] = ids[index]
                 arrays = jax.device_put((token_ids, lengths), split)
                 encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
-                pending.append((block, encoded))
+                batches.append((batch, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for block, encoded in pending:  # only now wait for the devices
-            vectors[block] = np.asarray(encoded)[: len(block)]
+        for batch, encoded in batches:  # wait for the devices only now
+            vectors[batch] = np.asarray(encoded)[: len(batch)]
         return vectors
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:
-    """Read the tokenizer of a folder, and truncate texts at the model's limit.
+    """Load the tokenizer of a folder and set truncation to the model's `max_tokens`.
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
-        ValueError: The tokenizer is damaged, or has ids beyond the model's vocabulary.
+        ValueError: The tokenizer is damaged, or has ids outside the model's vocabulary.
     """
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} holds no tokenizer.json; expected a fast tokenizer's file. Save it "
-            "there with transformers' `save_pretrained`."
+            f"{str(folder)!r} holds no tokenizer.json; expected a fast tokenizer. Save it there "
+            "with transformers' `save_pretrained`."
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -116,8 +116,8 @@ def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Toke
     num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if num_ids > model.model.vocab_size:
         raise ValueError(
-            f"{file} has {num_ids} ids, the model {model.model.vocab_size} (vocab_size in "
-            "config.json); they belong to two models."
+            f"{file} has {num_ids} ids, but the model has {model.model.vocab_size} (vocab_size in "
+            "config.json); they belong to different models."
         )
     tokenizer.no_padding()
     tokenizer.enable_truncation(model.max_tokens)

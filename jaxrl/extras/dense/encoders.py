@@ -1,9 +1,9 @@
-"""Text embedding models, and the pooling settings in their folders.
+"""Text embedding models and their pooling settings.
 
 sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
 prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
-`sentence_bert_config.json`. The config overrides these files. Without them, defaults of the model
-family apply.
+`sentence_bert_config.json`. The run's config overrides these files. Defaults of the model family
+apply where neither has a value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxrl.types import Params
 from jaxrl.utils.json_io import parse_json, read_object
 
 POOLINGS = ("mean", "first", "last")
-"""Poolings of hidden states: mean over tokens, first token, last token."""
+"""Ways of pooling hidden states: mean over tokens, first token, last token."""
 
 QWEN_QUERY_PREFIX = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -55,10 +55,10 @@ class EmbeddingModel:
     Attributes:
         model: Architecture that computes the hidden states.
         pooling: One of `POOLINGS`.
-        normalize: True if vectors have length 1.
-        query_prefix: Text before a query.
-        passage_prefix: Text before a passage.
-        max_tokens: Maximum tokens of a text, special tokens included; longer texts are truncated.
+        normalize: True to scale vectors to length 1.
+        query_prefix: Text prepended to a query.
+        passage_prefix: Text prepended to a passage.
+        max_tokens: Length at which texts are truncated, in tokens including special ones.
     """
 
     model: BertConfig | Architecture
@@ -70,17 +70,17 @@ class EmbeddingModel:
 
     @property
     def width(self) -> int:
-        """Size of a vector."""
+        """Embedding dimension."""
         return self.model.width
 
     def embed(
         self, params: Params, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B D"]:
-        """Compute float32 vectors of texts.
+        """Compute float32 embeddings of texts.
 
         Args:
             params: Parameters in the compute dtype.
-            token_ids: Tokens of one text per row, followed by padding.
+            token_ids: Token ids with one text per row, followed by padding.
             lengths: Number of tokens of each text, at least 1.
         """
         T = token_ids.shape[1]
@@ -93,8 +93,8 @@ class EmbeddingModel:
             hidden = self.model.hidden_states(params, token_ids, positions, attend, LayerScan())
         hidden = hidden.astype(jnp.float32)
         if self.pooling == "mean":
-            summed = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)
-            pooled = summed / lengths[:, None]
+            total = jnp.where(padding_mask[:, :, None], hidden, 0.0).sum(axis=1)
+            pooled = total / lengths[:, None]
         elif self.pooling == "first":
             pooled = hidden[:, 0]
         else:
@@ -108,7 +108,7 @@ class EmbeddingModel:
 def encode_rows(
     params: Params, token_ids: jax.Array, lengths: jax.Array, *, model: EmbeddingModel, mesh: Mesh
 ) -> jax.Array:
-    """Compute `EmbeddingModel.embed` of rows that are split over a one-axis mesh.
+    """Run `EmbeddingModel.embed` on rows sharded over a one-axis mesh.
 
     Weights are replicated. Float32 matmuls use full precision on every platform.
     """
@@ -121,7 +121,7 @@ def encode_rows(
 
 
 def read_encoder(path: str | Path) -> BertConfig | Architecture:
-    """Read the model of an HF folder from its `config.json`.
+    """Read an encoder's architecture from the `config.json` of an HF folder.
 
     Raises:
         FileNotFoundError: The folder or its `config.json` is missing.
@@ -154,18 +154,18 @@ def read_embedding_model(
     passage_prefix: str = "auto",
     max_tokens: int = 512,
 ) -> EmbeddingModel:
-    """Read the embedding model of an HF folder, without its weights.
+    """Read the architecture and settings of the embedding model in an HF folder.
 
     Args:
         path: Folder with the `config.json` of a BERT or Qwen model.
-        pooling: One of `POOLINGS`; "" for the folder's, else that of the model family.
-        query_prefix: Text before a query; "auto" for the folder's, else that of the family.
-        passage_prefix: Text before a document; "auto" as for `query_prefix`.
-        max_tokens: Maximum tokens of a text; the model's limit also applies.
+        pooling: One of `POOLINGS`, or "" for the folder's pooling or else the model family's.
+        query_prefix: Text prepended to a query, or "auto" for the folder's or the family's.
+        passage_prefix: Text prepended to a document, or "auto" for the folder's or the family's.
+        max_tokens: Maximum tokens per text; the model's limit also applies.
 
     Raises:
         FileNotFoundError: The folder or its `config.json` is missing.
-        ValueError: The folder needs something unsupported, or does not specify a setting.
+        ValueError: The folder has unsupported settings, or a setting has no value.
     """
     # Defaults of the family, overridden by the folder's files, then by the arguments.
     folder = Path(path)
@@ -184,13 +184,13 @@ def read_embedding_model(
     settings["pooling"] = pooling or settings["pooling"]
     examples = {
         "pooling": "'mean' (E5) or 'first' (BGE)",
-        "query_prefix": "'query: ' (E5), or to the text that the model's authors name, or ''",
-        "passage_prefix": "'passage: ' (E5), or to the text that the model's authors name, or ''",
+        "query_prefix": "'query: ' (E5), or to the text in the model's documentation, or ''",
+        "passage_prefix": "'passage: ' (E5), or to the text in the model's documentation, or ''",
     }
     for name, example in examples.items():
         if settings[name] is None or (name == "pooling" and not settings[name]):
             raise ValueError(
-                f"{str(path)!r} does not specify its {name}; set config.search.dense.{name} to "
+                f"{str(path)!r} does not specify a {name}; set config.search.dense.{name} to "
                 f"{example}."
             )
     limit = settings.pop("max_tokens", max_tokens)
@@ -209,19 +209,19 @@ _POOLING_MODES = {
 
 
 def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Return the fields of `EmbeddingModel` in the files of sentence-transformers.
+    """Read fields of `EmbeddingModel` from the files of sentence-transformers.
 
     Raises:
         ValueError: A module or a pooling is not supported.
     """
     result: dict[str, Any] = {}
-    settings = _read_optional(folder / "config_sentence_transformers.json")
+    settings = _read_optional_json(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts") or {}
     if any(prompts.values()):  # all empty means not set
         passage = prompts.get("document", prompts.get("passage"))
         prefixes = {"query_prefix": prompts.get("query"), "passage_prefix": passage}
         result |= {name: text for name, text in prefixes.items() if text is not None}
-    if limit := _read_optional(folder / "sentence_bert_config.json").get("max_seq_length"):
+    if limit := _read_optional_json(folder / "sentence_bert_config.json").get("max_seq_length"):
         result["max_tokens"] = limit
     file = folder / "modules.json"
     if not file.is_file():
@@ -236,14 +236,16 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
     if "Pooling" in module_types:
         file = folder / module_types["Pooling"] / "config.json"
         fields = read_object(file)
-        modes = [name for name, on in fields.items() if "pooling_mode_" in name and on is True]
+        modes = [
+            name for name, is_on in fields.items() if "pooling_mode_" in name and is_on is True
+        ]
         if "pooling_mode" in fields:
             modes.append(fields["pooling_mode"])
         is_known = len(modes) == 1 and modes[0] in _POOLING_MODES
         if not is_known or fields.get("include_prompt") is False:
             raise ValueError(
                 f"{file} has the pooling {modes}; expected one of mean, cls and lasttoken over all "
-                "tokens, including the prompt's."
+                "tokens, including those of the prompt."
             )
         result["pooling"] = _POOLING_MODES[modes[0]]
     is_dot = settings.get("similarity_fn_name") == "dot"
@@ -251,32 +253,32 @@ def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _read_optional(file: Path) -> dict[str, Any]:
+def _read_optional_json(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
 def load_encoder(
     model: BertConfig | Architecture, path: str | Path, mesh: Mesh, dtype: DTypeLike
 ) -> Params:
-    """Load the parameters that hidden states need, replicated over a mesh.
+    """Load the parameters for computing hidden states, replicated over a mesh.
 
     Args:
-        model: Model of the folder.
-        path: HF folder. Tensor names may have or lack the model's prefix. Tensors of output layers
-            and poolers are ignored.
-        mesh: Mesh of the devices.
-        dtype: Dtype of the parameters.
+        model: Architecture of the model in `path`.
+        path: HF folder. The model prefix of tensor names is optional. Output layers and poolers are
+            ignored.
+        mesh: Mesh over which the parameters are replicated.
+        dtype: Dtype to load the parameters in.
 
     Raises:
-        FileNotFoundError: There are no weights.
+        FileNotFoundError: The folder has no weights.
         ValueError: The weights are damaged or do not match the model.
     """
-    names = required_params(model)
+    names = required_param_shapes(model)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in open_tensors(Path(path)).items():
         stored[name] = tensor
-        for other in (f"model.{name}", name.removeprefix("bert.")):
-            stored.setdefault(other, tensor)
+        for alias in (f"model.{name}", name.removeprefix("bert.")):
+            stored.setdefault(alias, tensor)
     for name, location in locate_hf_tensors(model).items():
         if location.param in names:
             if name not in stored:
@@ -286,8 +288,8 @@ def load_encoder(
     return load_tensors(model, stored, shardings, dtype=dtype)
 
 
-def required_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that hidden states need, by path."""
+def required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the parameters for computing hidden states, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
@@ -295,8 +297,8 @@ def required_params(model: BertConfig | Architecture) -> Mapping[str, tuple[int,
 def encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes on one device: weights, and estimated activations of the widest layer."""
-    weights = sum(math.prod(shape) for shape in required_params(model).values())
-    inner = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
+    """Return the bytes of weights on one device, and an estimate for the largest activations."""
+    weights = sum(math.prod(shape) for shape in required_param_shapes(model).values())
+    inner_width = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize
-    return itemsize * weights, itemsize * batch_tokens * (2 * inner + 8 * model.width)
+    return itemsize * weights, itemsize * batch_tokens * (2 * inner_width + 8 * model.width)

@@ -1,4 +1,4 @@
-"""Dense retrieval as a search engine."""
+"""Search engine for dense retrieval."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 
 from jaxrl.envs.search.base import DocumentSearch, Hit, Progress
 from jaxrl.envs.search.corpus import CorpusDocuments, corpus_digest, index_folder
-from jaxrl.extras.dense.encoder import Encoder, folder_digest
+from jaxrl.extras.dense.encoder import Encoder, compute_folder_digest
 from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.files import IndexSpec, ReadRows, open_index, read_prebuilt
 from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.utils.text import replace_surrogates
 
 NUM_SAMPLED = 8
-"""Number of documents that are encoded to compare prebuilt vectors with the encoder."""
+"""Number of documents that are encoded to check prebuilt vectors."""
 
 MIN_COSINE = 0.95
-"""Minimum median cosine between the prebuilt and the encoded vectors of these documents."""
+"""Minimum median cosine similarity of prebuilt and encoded vectors."""
 
 
 class DenseSearch(DocumentSearch):
     """Exact inner-product search over the vectors of a corpus, on the devices of the run.
 
-    The vectors are built on first use, in a folder of `index` named after a hash of their inputs,
-    and mapped into memory from there. A killed build resumes. With several processes, one builds.
-    After documents are appended to a corpus, only the new ones are encoded.
+    The vectors are built on first use, in a subfolder of `index` named after a hash of the build
+    settings and the corpus, and memory-mapped from there. A killed build resumes. With several
+    processes, one builds. If documents were appended to a corpus, only these are encoded.
 
     The result of a query depends neither on other queries in the batch nor on the number of
     devices.
@@ -60,14 +60,14 @@ class DenseSearch(DocumentSearch):
     ) -> None:
         """Open the index of a corpus, and build it if necessary.
 
-        `progress` receives the number of documents with vectors so far. All other arguments are the
-        settings of `search.dense`; `keys.py` describes them.
+        `progress` is called with the number of vectors so far. `keys.py` describes the other
+        arguments, the settings of `search.dense`.
 
         Raises:
-            FileNotFoundError: The corpus, the encoder or the file of vectors is missing.
-            ImportError: The vectors are a FAISS index, and faiss is not installed.
-            PermissionError, NotADirectoryError: The index cannot be written.
-            ValueError: A file is malformed, or the files do not belong together.
+            FileNotFoundError: The corpus, the encoder or the file with prebuilt vectors is missing.
+            ImportError: The prebuilt vectors are a FAISS index, and faiss is not installed.
+            PermissionError, NotADirectoryError: The index folder is not writable.
+            ValueError: A file is malformed, or corpus, encoder and vectors do not match.
         """
         self.topk = topk
         self._batch_tokens, self._query_batch_tokens = batch_tokens, query_batch_tokens
@@ -78,9 +78,9 @@ class DenseSearch(DocumentSearch):
             passage_prefix=passage_prefix,
             max_tokens=max_tokens,
         )
-        on_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
-        self._encoder = Encoder(model, encoder, on_devices, dtype=encoder_dtype)
-        # Everything that the vectors depend on names the folder of the index.
+        search_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
+        self._encoder = Encoder(model, encoder, search_devices, dtype=encoder_dtype)
+        # The folder name contains a hash of everything that the vectors depend on.
         index_dir = index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
@@ -89,8 +89,8 @@ class DenseSearch(DocumentSearch):
         else:
             settings = asdict(model)
             del settings["model"], settings["query_prefix"]
-            settings |= {"encoder": folder_digest(encoder), "encoder_dtype": encoder_dtype}
-        source = IndexSpec(
+            settings |= {"encoder": compute_folder_digest(encoder), "encoder_dtype": encoder_dtype}
+        spec = IndexSpec(
             corpus=Path(corpus),
             index_dir=index_dir,
             settings=settings,
@@ -98,47 +98,51 @@ class DenseSearch(DocumentSearch):
             dtype=file_dtype,
         )
 
-        def make_rows(documents: CorpusDocuments) -> ReadRows:
-            encoded = self._encoded_rows(documents)
-            return self._prebuilt_rows(documents, encoded, embeddings) if embeddings else encoded
+        def make_reader(documents: CorpusDocuments) -> ReadRows:
+            encode = self._make_encoding_reader(documents)
+            return (
+                self._make_prebuilt_reader(documents, encode, embeddings) if embeddings else encode
+            )
 
-        index_files = open_index(source, make_rows, progress)
+        index_files = open_index(spec, make_reader, progress)
         self.documents = self._documents = index_files.documents
         self._passages = PassageIndex(
             index_files.vectors,
-            on_devices,
+            search_devices,
             dtype=dtype,
             candidates=candidates,
             query_rows=query_rows,
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the documents with the largest inner products; ties by position."""
+        """Return the `topk` documents with the largest inner products; ties by position."""
         if not queries:
             return []
         texts = [replace_surrogates(query) for query in queries]
-        vectors = self._encoder.queries(texts, batch_tokens=self._query_batch_tokens)
+        vectors = self._encoder.encode_queries(texts, batch_tokens=self._query_batch_tokens)
         rankings = zip(*self._passages.search(vectors, topk), strict=True)
         return [
             [Hit(self._documents[int(i)], float(x)) for i, x in zip(positions, scores, strict=True)]
             for positions, scores in rankings
         ]
 
-    def _encoded_rows(self, documents: CorpusDocuments) -> ReadRows:
-        """Return a function that encodes documents, title and text as in `Document.contents`."""
+    def _make_encoding_reader(self, documents: CorpusDocuments) -> ReadRows:
+        """Return a function that encodes titles and texts of documents as `Document.contents`."""
 
-        def rows(start: int, stop: int) -> np.ndarray:
+        def encode_range(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
             texts = [
                 replace_surrogates(document.contents if document.title else document.text)
                 for document in parts
             ]
-            return self._encoder.passages(texts, batch_tokens=self._batch_tokens)
+            return self._encoder.encode_passages(texts, batch_tokens=self._batch_tokens)
 
-        return rows
+        return encode_range
 
-    def _prebuilt_rows(self, documents: CorpusDocuments, encoded: ReadRows, path: str) -> ReadRows:
-        """Return a function that reads prebuilt vectors, after comparing some with the encoder's.
+    def _make_prebuilt_reader(
+        self, documents: CorpusDocuments, encode: ReadRows, path: str
+    ) -> ReadRows:
+        """Compare some prebuilt vectors with the encoder's; return a function that reads them.
 
         Raises:
             ValueError: The vectors do not match these documents and this encoder.
@@ -152,14 +156,14 @@ class DenseSearch(DocumentSearch):
             )
         positions = np.unique(np.linspace(0, len(documents) - 1, NUM_SAMPLED).round().astype(int))
         prebuilt_vectors = np.concatenate([prebuilt.rows(i, i + 1) for i in positions.tolist()])
-        encoded_vectors = np.concatenate([encoded(i, i + 1) for i in positions.tolist()])
+        encoded_vectors = np.concatenate([encode(i, i + 1) for i in positions.tolist()])
         norms = np.linalg.norm(prebuilt_vectors, axis=1) * np.linalg.norm(encoded_vectors, axis=1)
         cosines = (prebuilt_vectors * encoded_vectors).sum(axis=1) / np.maximum(norms, 1e-12)
         if not np.median(cosines) >= MIN_COSINE:
             raise ValueError(
                 f"{key} is {path!r}, whose vectors differ from the encoder's: cosines of "
                 f"{', '.join(f'{x:.2f}' for x in cosines)} for documents "
-                f"{', '.join(map(str, positions))}. Expected the order of the corpus and the same "
+                f"{', '.join(map(str, positions))}. Expected the order of the corpus, and the same "
                 "encoder, pooling and passage_prefix."
             )
         return prebuilt.rows

@@ -1,12 +1,13 @@
-"""Files with the vectors of a corpus: built once, resumed after a kill, mapped into memory.
+"""On-disk vectors of a corpus: built once, resumable after a kill, memory-mapped.
 
-A folder of the index holds
+An index folder holds
 
-    vectors.bin     [N, D] values, row by row, in the order of the corpus
-    lines.npy       [N] records: offset of each document's line in the corpus, CRC-32 of the line
-    manifest.json   inputs of the vectors, SHA-256 of `lines.npy` and of each chunk of vectors
+    vectors.bin     [N, D] vectors, in the order of the corpus
+    lines.npy       [N] records: byte offset and CRC-32 of each document's line in the corpus
+    manifest.json   build settings, SHA-256 of `lines.npy` and of each chunk of vectors
 
-Its name contains a hash of these inputs, and ends in `.build_folder` until the folder is complete.
+The folder name contains a hash of the build settings and the corpus. It ends in `.building` until
+the folder is complete.
 """
 
 from __future__ import annotations
@@ -42,29 +43,29 @@ from jaxrl.utils.json_io import read_object
 from jaxrl.utils.paths import suggest_path
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""Dtypes of `vectors.bin` by `search.dense.file_dtype`."""
+"""NumPy dtype of `vectors.bin`, by value of `search.dense.file_dtype`."""
 
 CHUNK_ROWS = 8_192
-"""Number of vectors written at a time. A killed build loses at most one chunk."""
+"""Vectors per chunk, which are written together; a killed build loses at most one chunk."""
 
-_VERSION = 3  # part of every folder's name: increment it when the format changes
+_VERSION = 3  # part of the folder name; increment it when the format changes
 _VECTORS, _LINES, _MANIFEST = "vectors.bin", "lines.npy", "manifest.json"
 _LINE_DTYPE = np.dtype([("offset", np.int64), ("check", np.uint32)])
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""Function from `start` and `stop` positions in the corpus to vectors, float [stop - start, D]."""
+"""Function that returns the vectors at corpus positions start to stop, float [stop - start, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSpec:
-    """Inputs of the vectors, which determine the name of the index folder.
+    """Build settings of an index, which determine the name of its folder.
 
     Attributes:
         corpus: JSONL file of documents.
-        index_dir: Folder of all indexes.
-        settings: Other inputs of the vectors, including digests of files.
-        width: Size of a vector.
-        dtype: Dtype of the file, a key of `FILE_DTYPES`.
+        index_dir: Parent folder of all indexes.
+        settings: Other settings that the vectors depend on, including file digests.
+        width: Embedding dimension.
+        dtype: Dtype of the vectors on disk, a key of `FILE_DTYPES`.
     """
 
     corpus: Path
@@ -75,19 +76,19 @@ class IndexSpec:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Entries of the manifest, except for those about the corpus."""
+        """Manifest entries that do not depend on the corpus."""
         settings = {"settings": dict(self.settings)}
         return {"version": _VERSION, "width": self.width, "dtype": self.dtype, **settings}
 
     @property
     def folder(self) -> Path:
-        """Folder of these vectors."""
+        """Path of the index folder."""
         key = json.dumps([self.inputs, corpus_digest(self.corpus, self.index_dir)], sort_keys=True)
         return self.index_dir / f"dense-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 class VectorFiles(NamedTuple):
-    """A complete index: memory-mapped vectors and their documents."""
+    """Opened index: memory-mapped vectors and their documents."""
 
     folder: Path
     vectors: np.ndarray
@@ -95,137 +96,136 @@ class VectorFiles(NamedTuple):
 
 
 def open_index(
-    source: IndexSpec, make_rows: Callable[[CorpusDocuments], ReadRows], progress: Progress
+    spec: IndexSpec, make_reader: Callable[[CorpusDocuments], ReadRows], progress: Progress
 ) -> VectorFiles:
-    """Open an index. If it is not complete, build it or resume a killed build first.
+    """Open an index, after building it or resuming a killed build if it is incomplete.
 
     One process builds; others that open the same index wait for it.
 
     Args:
-        source: Inputs of the index.
-        make_rows: Function from documents to `ReadRows`, called only for a build.
-        progress: Callback with the number of vectors so far.
+        spec: Build settings of the index.
+        make_reader: Function that makes a `ReadRows` for documents; called only to build.
+        progress: Callback that receives the number of vectors so far.
 
     Raises:
         FileNotFoundError: The corpus is missing.
-        PermissionError, NotADirectoryError: The index cannot be written.
+        PermissionError, NotADirectoryError: The index folder is not writable.
         ValueError: The corpus is malformed, or the index is damaged.
     """
-    check_corpus(source.corpus, source.index_dir, section="search.dense")
-    folder = source.folder
+    check_corpus(spec.corpus, spec.index_dir, section="search.dense")
+    folder = spec.folder
     make_once(
         folder,
-        lambda: _build(source, folder, make_rows, progress),
-        lock=source.index_dir / f".{folder.name}.lock",
-        corpus=source.corpus,
+        lambda: _build(spec, folder, make_reader, progress),
+        lock=spec.index_dir / f".{folder.name}.lock",
+        corpus=spec.corpus,
         section="search.dense",
     )
     try:
-        return _open(source, folder)
+        return _open_verified(spec, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"the index {folder} is damaged; delete that folder, and the next start builds it "
-            f"again. ({error})"
+            f"the index {folder} is damaged; delete this folder to rebuild it. ({error})"
         ) from error
 
 
-def _open(source: IndexSpec, folder: Path) -> VectorFiles:
-    """Open a complete index and verify the digests of its files.
+def _open_verified(spec: IndexSpec, folder: Path) -> VectorFiles:
+    """Open a complete index and verify the files' digests.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: A file is missing or damaged.
     """
     manifest = read_object(folder / _MANIFEST)
     lines = _read_lines(folder, manifest)
-    dtype, shape = FILE_DTYPES[source.dtype], (len(lines), source.width)
+    dtype, shape = FILE_DTYPES[spec.dtype], (len(lines), spec.width)
     vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
-    num_intact = _count_intact(vectors, manifest["chunks"])
+    num_intact = _count_intact_chunks(vectors, manifest["chunks"])
     if num_intact < -(-len(lines) // CHUNK_ROWS):
         first = num_intact * CHUNK_ROWS
-        raise ValueError(f"{_VECTORS} was changed: vectors from {first} on are not those written")
-    return VectorFiles(folder, vectors, _documents(source, lines))
+        raise ValueError(f"{_VECTORS} was changed: digests differ from vector {first} on")
+    return VectorFiles(folder, vectors, _make_documents(spec, lines))
 
 
 def _read_lines(folder: Path, manifest: Mapping[str, Any]) -> np.ndarray:
     if manifest["lines"] != file_digest(folder / _LINES):
-        raise ValueError(f"{_LINES} is not the file that was written")
+        raise ValueError(f"{_LINES} does not match its digest")
     return np.load(folder / _LINES, mmap_mode="r")
 
 
-def _documents(source: IndexSpec, lines: Any) -> CorpusDocuments:
-    return CorpusDocuments(source.corpus, lines["offset"], lines["check"])
+def _make_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
+    return CorpusDocuments(spec.corpus, lines["offset"], lines["check"])
 
 
-def _count_intact(vectors: np.ndarray, digests: list[str]) -> int:
-    """Return the number of leading chunks that match their digests."""
+def _count_intact_chunks(vectors: np.ndarray, digests: list[str]) -> int:
+    """Count the leading chunks that match their digests."""
     starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        actual = pool.map(lambda start: _digest(vectors[start : start + CHUNK_ROWS]), starts)
+        actual = pool.map(lambda start: _hash_rows(vectors[start : start + CHUNK_ROWS]), starts)
         pairs = enumerate(zip(actual, digests, strict=True))
         return next((number for number, (a, b) in pairs if a != b), len(digests))
 
 
-def _digest(rows: np.ndarray) -> str:
+def _hash_rows(rows: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows).view(np.uint8).data).hexdigest()
 
 
 def _build(
-    source: IndexSpec,
+    spec: IndexSpec,
     folder: Path,
-    make_rows: Callable[[CorpusDocuments], ReadRows],
+    make_reader: Callable[[CorpusDocuments], ReadRows],
     progress: Progress,
 ) -> None:
-    """Build an index next to `folder`, then rename it to `folder`."""
-    # Resume an unfinished build if its lines are intact, else start over.
+    """Build an index in a temporary folder, then rename it to `folder`."""
+    # Resume an unfinished build if `lines.npy` is intact, else start over.
     build_folder = folder.with_name(f"{folder.name}.building")
-    digest = corpus_digest(source.corpus, source.index_dir)
+    digest = corpus_digest(spec.corpus, spec.index_dir)
     try:
         manifest = read_object(build_folder / _MANIFEST)
         lines = _read_lines(build_folder, manifest)
     except (OSError, ValueError, KeyError):
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir(parents=True)
-        lines = np.fromiter(_scan_lines(source.corpus, progress), _LINE_DTYPE)
+        lines = np.fromiter(_scan_lines(spec.corpus, progress), _LINE_DTYPE)
         np.save(build_folder / _LINES, lines)
-        corpus = {"digest": digest, "bytes": source.corpus.stat().st_size}
-        manifest = {**source.inputs, "corpus": corpus, "chunks": []}
+        corpus = {"digest": digest, "bytes": spec.corpus.stat().st_size}
+        manifest = {**spec.inputs, "corpus": corpus, "chunks": []}
         manifest["lines"] = file_digest(build_folder / _LINES)
         _write_manifest(build_folder, manifest)
-    # Keep the intact chunks, and take the vectors of the corpus's beginning from an older index.
-    shape, dtype = (len(lines), source.width), FILE_DTYPES[source.dtype]
-    _reserve(build_folder, shape[0] * shape[1] * dtype.itemsize)
+    # Keep intact chunks. Copy vectors from an index of an earlier, shorter version of the corpus.
+    shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
+    _preallocate(build_folder, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
     chunks = manifest["chunks"]
-    del chunks[_count_intact(vectors, chunks) :]
-    earlier, rows = _find_earlier_vectors(source), make_rows(_documents(source, lines))
+    del chunks[_count_intact_chunks(vectors, chunks) :]
+    earlier_vectors, rows = _find_earlier_vectors(spec), make_reader(_make_documents(spec, lines))
     for start in range(len(chunks) * CHUNK_ROWS, len(lines), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(lines))
-        known = min(max(start, len(earlier)), stop)
-        vectors[start:known] = earlier[start:known]
-        if known < stop:
-            new = rows(known, stop)
+        copy_stop = min(max(start, len(earlier_vectors)), stop)
+        vectors[start:copy_stop] = earlier_vectors[start:copy_stop]
+        if copy_stop < stop:
+            new = rows(copy_stop, stop)
             if not np.isfinite(new.astype(np.float32)).all():
                 raise ValueError(
-                    f"vectors of documents {known} to {stop} have values that are not finite."
+                    f"vectors of documents {copy_stop} to {stop} have values that are not finite."
                 )
-            vectors[known:stop] = new.astype(dtype)
+            vectors[copy_stop:stop] = new.astype(dtype)
         vectors.flush()
-        chunks.append(_digest(vectors[start:stop]))
+        chunks.append(_hash_rows(vectors[start:stop]))
         _write_manifest(build_folder, manifest)
         progress(stop)
-    check_unchanged(source.corpus, source.index_dir, digest)
+    check_unchanged(spec.corpus, spec.index_dir, digest)
     build_folder.rename(folder)
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
-    """Yield the record of each document's line; validate all documents with `read_corpus`."""
-    documents, begin = read_corpus(corpus), 0
+    """Yield byte offset and checksum of each document's line; validate all with `read_corpus`."""
+    documents, offset = read_corpus(corpus), 0
     with open(corpus, "rb") as lines:
         for number, line in enumerate(lines):
             if line.strip():
                 next(documents)
-                yield begin, line_check(line)
-            begin += len(line)
+                yield offset, line_check(line)
+            offset += len(line)
             if number % 10_000 == 9_999:
                 progress(0)
     next(documents, None)  # raises if the corpus has no documents
@@ -236,8 +236,8 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         json.dump(manifest, out, indent=1)
 
 
-def _reserve(build_folder: Path, size: int) -> None:
-    """Allocate the file of vectors, so that a full disk fails before the work starts."""
+def _preallocate(build_folder: Path, size: int) -> None:
+    """Allocate `vectors.bin`, so that a full disk raises an error before the build starts."""
     with open(build_folder / _VECTORS, "ab") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -245,42 +245,42 @@ def _reserve(build_folder: Path, size: int) -> None:
             raise OSError(
                 error.errno,
                 f"{build_folder.parent} cannot hold {size / 2**20:,.0f} MiB of vectors "
-                f"({error.strerror}); free some space, name another folder by "
-                "config.search.dense.index, or set config.search.dense.file_dtype to 'bfloat16'",
+                f"({error.strerror}); free some space, set config.search.dense.index to "
+                "another folder, or set config.search.dense.file_dtype to 'bfloat16'",
             ) from error
 
 
-def _find_earlier_vectors(source: IndexSpec) -> np.ndarray:
-    """Return the vectors of the index with the longest prefix of the corpus; none without any."""
+def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
+    """Return vectors from the index of the longest prefix of this corpus; [0, D] if none exists."""
     folders: dict[str, tuple[Path, int]] = {}
-    for file in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
+    for file in spec.index_dir.glob(f"dense-*/{_MANIFEST}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = read_object(file)
             is_complete = file.parent.suffix != ".building"
-            if is_complete and source.inputs.items() <= manifest.items():
+            if is_complete and spec.inputs.items() <= manifest.items():
                 corpus = manifest["corpus"]
                 folders[corpus["digest"]] = file.parent, int(corpus["bytes"])
     sizes = {digest: size for digest, (_, size) in folders.items()}
-    digest, _ = longest_known(source.corpus, sizes)
+    digest, _ = longest_known(spec.corpus, sizes)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged
-        return _open(source, folders[digest][0]).vectors
-    return np.empty((0, source.width), FILE_DTYPES[source.dtype])
+        return _open_verified(spec, folders[digest][0]).vectors
+    return np.empty((0, spec.width), FILE_DTYPES[spec.dtype])
 
 
 class PrebuiltVectors(NamedTuple):
-    """Vectors computed elsewhere, in the order of the corpus."""
+    """Precomputed vectors from a file, in the order of the corpus."""
 
     shape: tuple[int, int]
     rows: ReadRows
 
 
 def read_prebuilt(path: Path) -> PrebuiltVectors:
-    """Open an `.npy` file of floats [N, D], or a FAISS flat index.
+    """Open precomputed vectors: an `.npy` file of floats [N, D], or a FAISS flat index.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ImportError: The file is a FAISS index, and faiss is not installed.
-        ValueError: The file has another format.
+        ValueError: The file is in neither format.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -292,7 +292,7 @@ def read_prebuilt(path: Path) -> PrebuiltVectors:
     try:
         vectors = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
+        raise ValueError(f"{path} is not an .npy file of numbers: {error}") from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         raise ValueError(f"{path} holds {vectors.dtype} {vectors.shape}; expected floats [N, D].")
     return PrebuiltVectors(
@@ -309,15 +309,15 @@ def _read_faiss(path: Path) -> PrebuiltVectors:
             "'jaxrl[faiss]', or save the vectors as .npy."
         ) from error
     try:
-        # Older versions of faiss have no such flag and read the complete file into memory.
+        # Older versions of faiss lack this flag and read the complete file into memory.
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", 0))
     except RuntimeError as error:
         raise ValueError(f"{path} is neither .npy nor a FAISS index: {error}") from error
-    is_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
-    if not (isinstance(index, faiss.IndexFlat) and is_product):
+    is_inner_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
+    if not (isinstance(index, faiss.IndexFlat) and is_inner_product):
         raise ValueError(
-            f"{path} is a FAISS {type(index).__name__}; expected an IndexFlatIP, which holds the "
-            "vectors as they are."
+            f"{path} is a FAISS {type(index).__name__}; expected an IndexFlatIP, which holds "
+            "uncompressed vectors."
         )
     shape = int(index.ntotal), int(index.d)
     return PrebuiltVectors(shape, lambda start, stop: index.reconstruct_n(start, stop - start))

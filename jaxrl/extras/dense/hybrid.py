@@ -1,4 +1,4 @@
-"""Fusion of BM25 and dense retrieval."""
+"""Hybrid search: BM25 and dense retrieval, fused by reciprocal rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
-    """Fuse rankings: score each document by the sum of 1 / (k + rank) over rankings with it.
+    """Fuse rankings: score a document by the sum of 1 / (k + rank) over the rankings that have it.
 
     Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
     (https://doi.org/10.1145/1571941.1572114), which uses k = 60. Ranks begin at 1. Documents are
@@ -21,7 +21,7 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
 
     Args:
         rankings: Rankings for one query, each best first.
-        k: Constant that flattens the weights of ranks.
+        k: Constant of the formula; larger values reduce the differences between ranks.
         topk: Maximum number of documents in the result.
     """
     documents: dict[str, Document] = {}
@@ -38,7 +38,7 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
 
 
 class HybridSearch(DocumentSearch):
-    """BM25 and dense retrieval over one corpus, fused by reciprocal rank."""
+    """Search engine that fuses BM25 and dense retrieval over the same corpus."""
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class HybridSearch(DocumentSearch):
         candidates: int = 100,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Open both indexes, and build those that are missing.
+        """Open both indexes, after building any that is missing.
 
         Args:
-            local: Settings of `LocalSearch`, except for the corpus, which is that of `dense`.
+            local: Settings of `LocalSearch`; its corpus is replaced with that of `dense`.
             dense: Settings of `DenseSearch`.
             topk: Maximum number of documents in a result.
-            k: Constant of `fuse`.
-            candidates: Number of documents from each engine to fuse, at least `topk`.
-            progress: Callback with the number of indexed documents, of either index.
+            k: Constant of reciprocal rank fusion; see `fuse`.
+            candidates: Number of documents to fuse from each engine, at least `topk`.
+            progress: Callback that receives the number of documents in the index being built.
 
         Raises:
-            FileNotFoundError, PermissionError, ValueError: See the two engines.
+            FileNotFoundError, PermissionError, ValueError: See `LocalSearch` and `DenseSearch`.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
         dense_search = DenseSearch(**dense, progress=progress)  # first: errors name its corpus
@@ -70,9 +70,9 @@ class HybridSearch(DocumentSearch):
         self.documents = dense_search.documents
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return the documents that rank high in either engine."""
-        count = max(topk, self._candidates)
-        rankings = [engine.retrieve(queries, count) for engine in self._engines]
+        """Return the `topk` documents with the highest fused scores, per query."""
+        num_candidates = max(topk, self._candidates)
+        rankings = [engine.retrieve(queries, num_candidates) for engine in self._engines]
         return [
             fuse(query_rankings, k=self._k, topk=topk)
             for query_rankings in zip(*rankings, strict=True)

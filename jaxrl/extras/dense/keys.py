@@ -1,4 +1,4 @@
-"""Keys of dense retrieval."""
+"""Config keys of dense retrieval and hybrid search."""
 
 from jaxrl.config.keys import CORPUS, DTYPES, MODEL, Key
 
@@ -8,7 +8,7 @@ KEYS = {
         required="a path", holds=CORPUS),
     "search.dense.encoder": Key("", "Local folder in Hugging Face format: BERT (E5, BGE) or "
         "Qwen3-Embedding.", required="a path", holds=MODEL),
-    "search.dense.index": Key("", "Folder of the vectors. Empty: `index` beside the corpus."),
+    "search.dense.index": Key("", "Folder of the vectors. Empty: `index` next to the corpus."),
     "search.dense.embeddings": Key("", "Precomputed vectors in the order of the corpus: `.npy` "
         "[N, D], or a FAISS flat index (extra `faiss`). Empty: computed by the encoder.",
         holds=CORPUS),
@@ -19,21 +19,21 @@ KEYS = {
     "search.dense.file_dtype": Key("float32", "Dtype of the vectors in the file.", one_of=DTYPES),
     "search.dense.devices": Key("run", "`run`: the devices of each process, which split the "
         "passages; `cpu`: the host.", one_of=("run", "cpu")),
-    "search.dense.candidates": Key(100, "Candidates per query that are scored again, at least.",
+    "search.dense.candidates": Key(100, "Minimum number of candidates per query to score again.",
         above=0),
-    "search.dense.query_rows": Key(16, "Queries searched at once.", above=0),
+    "search.dense.query_rows": Key(16, "Queries per batch.", above=0),
     "search.dense.pooling": Key("", "Pooling of hidden states: `mean`, `first` or `last` token. "
-        "Empty: as in the encoder's folder.", one_of=("", "mean", "first", "last")),
+        "Empty: from the encoder's folder.", one_of=("", "mean", "first", "last")),
     "search.dense.query_prefix": Key("auto", "Text before a query, such as `query: ` (E5). "
-        "`auto`: as in the encoder's folder, or Qwen3-Embedding's own."),
+        "`auto`: from the encoder's folder, or the default of Qwen3-Embedding."),
     "search.dense.passage_prefix": Key("auto", "Text before a document, such as `passage: ` "
         "(E5). `auto`: as for queries."),
-    "search.dense.max_tokens": Key(512, "Tokens of a text at most, prefix included; the rest is "
-        "cut.", above=0),
+    "search.dense.max_tokens": Key(512, "Maximum tokens of a text, including the prefix; longer "
+        "texts are truncated.", above=0),
     "search.dense.encoder_dtype": Key("float32", "Dtype of the encoder's weights and activations.",
         one_of=DTYPES),
     "search.dense.batch_tokens": Key(16_384, "Tokens of documents that each device encodes at "
-        "once, padding included.", above=0),
+        "once, including padding.", above=0),
     "search.dense.query_batch_tokens": Key(256, "Tokens of queries that each device encodes at "
         "once.", above=0),
     "search.hybrid.topk": Key(3, "Documents per query.", above=0),

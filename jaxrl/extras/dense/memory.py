@@ -1,4 +1,4 @@
-"""Device memory of dense retrieval: passages, encoder, and the arrays of a search."""
+"""Device memory of dense retrieval: passages, encoder, and temporary arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxrl.extras.dense.passages import device_bytes
 def search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes that one device always holds, and those that a search adds.
+    """Return a device's permanent memory and its temporary memory during a search, in bytes.
 
     Both are empty if the run does not use dense retrieval, or searches on the host's CPU.
 
     Args:
         config: Config of the run.
-        num_passages: Number of passages in the corpus; 0 to count them in the file.
-        num_local: Number of devices of a process, which split the passages.
+        num_passages: Number of passages in the corpus; 0 to count the lines of the file.
+        num_local: Number of devices per process, over which passages are sharded.
         platform: Platform of the devices: cpu, gpu or tpu.
 
     Raises:
@@ -34,7 +34,7 @@ def search_bytes(
     if not num_passages:
         if not corpus.is_file():
             raise FileNotFoundError(
-                f"config.search.dense.corpus is {str(corpus)!r}, which does not exist, so its "
+                f"config.search.dense.corpus is {str(corpus)!r}, which does not exist, so "
                 "passages cannot be counted. Set --plan_passages to their number."
             )
         stat = corpus.stat()

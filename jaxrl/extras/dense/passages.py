@@ -1,13 +1,14 @@
-"""Exact inner-product search over passages that are split over devices.
+"""Exact inner-product search over passages that are sharded over devices.
 
-Each device scores its passages block by block and keeps the best score of every `GROUP_SIZE` of
-them. The best groups contain the best passages, also with tied scores, so a device rescores and
-ranks only their passages. The host merges the candidates of all devices, which do not communicate.
+Each device scores its passages block by block and keeps the best score of every group of
+`GROUP_SIZE`. The best groups contain the best passages, even if scores are tied, so a device
+rescores and ranks only their passages. The host merges the candidates of all devices, which do not
+communicate.
 
 Devices only select candidates. The host rescores these in float64 from the vectors in the file, so
-results depend neither on the dtype on the devices nor on the number of devices. The rounding error
-of the devices is bounded. If another passage may still be among the best within this bound, the
-search repeats with more candidates.
+results depend neither on the devices' dtype nor on their number. The devices' rounding error is
+bounded. If a passage outside the candidates could be among the best within this bound, the search
+repeats with more candidates.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from jax.sharding import PartitionSpec as P
 DTYPES = ("float32", "bfloat16", "int8")
 
 GROUP_SIZE = 32
-"""Number of passages that share one best score."""
+"""Number of consecutive passages of which the best score is kept."""
 
 MAX_BLOCK = 65_536
 """Maximum number of passages that a device scores at a time."""
 
 MAX_CPU_BLOCK = 2_048
-"""The same on a CPU; a block of this size fits into its cache."""
+"""`MAX_BLOCK` on a CPU, where a block of this size fits in the cache."""
 
 LOAD_ROWS = 4_096
 """Number of passages read from the file at a time."""
 
 MAX_CANDIDATES = 1_600
-"""Limit on candidates. At this limit the search accepts the best of them without proof."""
+"""Maximum number of candidates. With these, the result is not proven to be exact."""
 
 _NUM_STDDEVS = 6.0
-"""Number of standard deviations of int8 rounding taken as a bound on all errors in a corpus."""
+"""Bound on int8 rounding errors, in standard deviations."""
 
 
 def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
-    """Return the number of blocks per device (minimal) and the number of passages per block.
+    """Return the smallest number of blocks per device, and the number of passages per block.
 
     All blocks have the same size, a multiple of `GROUP_SIZE`.
     """
@@ -64,16 +65,16 @@ def device_bytes(
     candidates: int,
     query_rows: int,
 ) -> dict[str, int]:
-    """Return the bytes on one device: `passages`, held permanently, and `search`, during a search.
+    """Return the memory on one device in bytes: `passages`, permanent, and `search`, temporary.
 
     Args:
         num_passages: Number of passages in the corpus.
-        width: Size of a vector.
+        width: Embedding dimension.
         dtype: One of `DTYPES`.
-        num_devices: Number of devices that split the passages.
+        num_devices: Number of devices over which passages are sharded.
         platform: Platform of the devices: cpu, gpu or tpu.
-        candidates: Number of candidates that the host rescores.
-        query_rows: Number of queries per search.
+        candidates: Minimum number of candidates per query.
+        query_rows: Number of queries per batch.
     """
     num_blocks, block = split_blocks(num_passages, num_devices, platform)
     size, itemsize = num_blocks * block, jnp.dtype(dtype).itemsize
@@ -86,18 +87,18 @@ def device_bytes(
     }
 
 
-def _int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Return float32 scales [N] that map the rows [N, D] to -127..127."""
+def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
+    """Compute float32 scales [N] by which rows [N, D] are divided to fit in -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
-def _scores(
+def _compute_scores(
     queries: jax.Array, passages: jax.Array, scales: jax.Array | None, *, is_cpu: bool
 ) -> jax.Array:
-    """Compute float32 scores [Q, n] of passages [n, D], without the scales of the queries.
+    """Compute float32 scores [Q, n] of passages [n, D], not multiplied by the queries' scales.
 
-    Int8 products are exact. They are computed in int32, or on a CPU, where that is slow, in float32
+    Int8 products are exact. They are summed in int32 or, on a CPU where that is slow, in float32
     if the sums stay below 2^24.
     """
     if passages.dtype == jnp.uint16:
@@ -115,8 +116,8 @@ def _scores(
     return products if scales is None else products * scales
 
 
-@partial(jax.jit, static_argnames=("mesh", "block", "num"))
-def _search(
+@partial(jax.jit, static_argnames=("mesh", "block", "num_candidates"))
+def _select_candidates(
     passages: jax.Array,
     scales: jax.Array | None,
     counts: jax.Array,
@@ -124,54 +125,54 @@ def _search(
     *,
     mesh: Mesh,
     block: int,
-    num: int,
+    num_candidates: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of every device: scores and positions [devices, Q, num].
+    """Select candidates on every device. Return scores and positions [devices, Q, num].
 
     Args:
         passages: Passages [devices * num_blocks * block, D]; uint16 holds the bits of bfloat16.
         scales: Scales of int8 passages, else None.
-        counts: Number of passages on each device without padding [devices].
+        counts: Number of passages on each device, without padding, int32 [devices].
         queries: Queries [Q, D] in the dtype of the passages.
         mesh: Mesh with one axis.
-        block: Number of passages that are scored at a time.
-        num: Number of candidates per query.
+        block: Number of passages scored at a time.
+        num_candidates: Number of candidates per query and device.
     """
-    score = partial(_scores, is_cpu=mesh.devices.flat[0].platform == "cpu")
+    score = partial(_compute_scores, is_cpu=mesh.devices.flat[0].platform == "cpu")
 
-    def search_device(
+    def select_on_device(
         passages: jax.Array, scales: jax.Array | None, count: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         Q, D = queries.shape
 
-        def score_block(_: None, numbered: Any) -> tuple[None, jax.Array]:
-            index, rows, row_scales = numbered
+        def score_block(_: None, block_inputs: Any) -> tuple[None, jax.Array]:
+            index, rows, row_scales = block_inputs
             is_padding = index * block + jnp.arange(block) >= count[0]
             scores = jnp.where(is_padding, -jnp.inf, score(queries, rows, row_scales))
             return None, scores.reshape(Q, -1, GROUP_SIZE).max(axis=2)
 
         blocks = passages.reshape(-1, block, D)
         block_scales = None if scales is None else scales.reshape(-1, block)
-        numbered = jnp.arange(len(blocks)), blocks, block_scales
-        best = jax.lax.scan(score_block, None, numbered)[1].swapaxes(0, 1).reshape(Q, -1)
-        # Sort by position, so that ties go to the first passage.
-        groups = jnp.sort(jax.lax.top_k(best, min(num, best.shape[1]))[1], axis=1)
+        block_inputs = jnp.arange(len(blocks)), blocks, block_scales
+        best = jax.lax.scan(score_block, None, block_inputs)[1].swapaxes(0, 1).reshape(Q, -1)
+        # Sort by position, so that the first passage wins ties.
+        groups = jnp.sort(jax.lax.top_k(best, min(num_candidates, best.shape[1]))[1], axis=1)
 
         def score_groups(query: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
             positions = (groups[:, None] * GROUP_SIZE + jnp.arange(GROUP_SIZE)).reshape(-1)
             row_scales = None if scales is None else scales[positions]
             scores = score(query[None], passages[positions], row_scales)[0]
             scores = jnp.where(positions < count[0], scores, -jnp.inf)
-            largest, where = jax.lax.top_k(scores, min(num, len(positions)))
-            return largest, positions[where]
+            largest, top_indices = jax.lax.top_k(scores, min(num_candidates, len(positions)))
+            return largest, positions[top_indices]
 
         results = jax.lax.map(lambda args: score_groups(*args), (queries, groups))
         return jax.tree.map(lambda array: array[None], results)
 
-    split = P(*mesh.axis_names)
-    specs = (split, split, split, P())
+    sharding = P(*mesh.axis_names)
+    specs = (sharding, sharding, sharding, P())
     search = jax.shard_map(
-        search_device, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
+        select_on_device, mesh=mesh, in_specs=specs, out_specs=sharding, check_vma=False
     )
     return search(passages, scales, counts, queries)
 
@@ -180,10 +181,10 @@ _write_rows = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, don
 
 
 class PassageIndex:
-    """The vectors of a corpus on devices, with exact search.
+    """Exact search over the vectors of a corpus on devices.
 
     Attributes:
-        vectors: Vectors in the dtype of the file.
+        vectors: Vectors [N, D] in the dtype of the file.
     """
 
     def __init__(
@@ -195,21 +196,21 @@ class PassageIndex:
         candidates: int = 100,
         query_rows: int = 16,
     ) -> None:
-        """Read all vectors once and put them on the devices in parts.
+        """Read all vectors once and copy them to the devices in parts.
 
         Args:
-            vectors: Floats [N, D], mapped from a file or in memory. Every search reads its
-                candidates from here.
-            devices: Devices of this process, which split the passages in this order.
+            vectors: Floats [N, D], in memory or memory-mapped. Every search reads candidates from
+                them.
+            devices: Devices of this process; they hold consecutive shards of the passages.
             dtype: Dtype on the devices, one of `DTYPES`; int8 has one scale per vector.
-            candidates: Minimum number of candidates that a search rescores from `vectors`.
-            query_rows: Number of queries that are searched at once.
+            candidates: Minimum number of candidates per query to rescore from `vectors`.
+            query_rows: Number of queries per batch.
 
         Raises:
             ValueError: There are no vectors, or a value is not finite.
         """
         if vectors.ndim != 2 or not len(vectors):
-            raise ValueError(f"passages have an array of {vectors.shape}; expected vectors [N, D].")
+            raise ValueError(f"passage vectors have the shape {vectors.shape}; expected [N, D].")
         self.vectors = vectors
         self._dtype, self._candidates, self._query_rows = dtype, candidates, query_rows
         num_blocks, self._block = split_blocks(len(vectors), len(devices), devices[0].platform)
@@ -219,23 +220,26 @@ class PassageIndex:
         counts, passages, scales = [], [], []
         for start in range(0, len(devices) * self._size, self._size):
             rows = vectors[start : start + self._size]
-            on_device = self._load(rows, devices[start // self._size])
+            shard_arrays = self._load_shard(rows, devices[start // self._size])
             counts.append(len(rows))
-            passages.append(on_device[0])
-            scales.append(on_device[1])
+            passages.append(shard_arrays[0])
+            scales.append(shard_arrays[1])
         if not np.isfinite(self._max_norm):
-            raise ValueError("a vector of a passage has a value that is not a finite number.")
-        split = NamedSharding(self._mesh, P("passages"))
-        self._counts = jax.device_put(np.array(counts, np.int32), split)
-        shape, join = (len(devices) * self._size,), jax.make_array_from_single_device_arrays
-        self._passages = join((*shape, vectors.shape[1]), split, passages)
-        self._scales = join(shape, split, scales) if dtype == "int8" else None
+            raise ValueError("a passage's vector has a value that is not finite.")
+        sharding = NamedSharding(self._mesh, P("passages"))
+        self._counts = jax.device_put(np.array(counts, np.int32), sharding)
+        shape, make_global_array = (
+            (len(devices) * self._size,),
+            jax.make_array_from_single_device_arrays,
+        )
+        self._passages = make_global_array((*shape, vectors.shape[1]), sharding, passages)
+        self._scales = make_global_array(shape, sharding, scales) if dtype == "int8" else None
 
-    def _load(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
-        """Put vectors on one device in parts, with their int8 scales."""
-        # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few of them.
-        is_in_bits = device.platform == "cpu" and self._dtype == "bfloat16"
-        dtype = np.dtype(np.uint16) if is_in_bits else jnp.dtype(self._dtype)
+    def _load_shard(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
+        """Copy vectors to one device in parts. Return them and their int8 scales."""
+        # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few.
+        stores_bits = device.platform == "cpu" and self._dtype == "bfloat16"
+        dtype = np.dtype(np.uint16) if stores_bits else jnp.dtype(self._dtype)
         step = min(LOAD_ROWS, self._size)
         passages = jnp.zeros((self._size, vectors.shape[1]), dtype, device=device)
         scales = jnp.ones(self._size if self._dtype == "int8" else 0, jnp.float32, device=device)
@@ -246,98 +250,101 @@ class PassageIndex:
             self._max_norm = float(np.maximum(self._max_norm, norm))  # propagates NaN
             rows = np.pad(rows, ((0, step - len(rows)), (0, 0)))
             if self._dtype == "int8":
-                row_scales = _int8_scales(rows)
+                row_scales = _compute_int8_scales(rows)
                 self._max_scale = max(self._max_scale, float(np.abs(rows).max()) / 127)
                 rows = np.round(rows / row_scales[:, None])
                 scales = _write_rows(scales, row_scales, start, 0)
-            rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16) if is_in_bits else rows
+            rows = rows.astype(ml_dtypes.bfloat16).view(np.uint16) if stores_bits else rows
             passages = _write_rows(passages, rows.astype(dtype), start, 0)
         return passages, scales
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the passages with the largest inner products, best first; ties by position.
+        """Find the passages with the largest inner products, best first; ties by position.
 
         Args:
             queries: Queries, float32 [Q, D].
             topk: Number of passages per query.
 
         Returns:
-            Positions of the passages in the corpus, int64 [Q, k], and their inner products, float64
-            [Q, k]. k is `topk` or the size of the corpus if that is smaller.
+            Positions of the passages in the corpus, int64 [Q, k], and inner products, float64
+            [Q, k], where k is the smaller of `topk` and the size of the corpus.
 
         Raises:
             ValueError: A query has a non-finite value.
         """
         if not np.isfinite(queries).all():
-            raise ValueError("the vector of a query has a value that is not a finite number.")
+            raise ValueError("a query's vector has a value that is not finite.")
         topk = min(topk, len(self.vectors))
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
-        # Repeat with four times as many candidates for queries whose result is not proven.
-        remaining, num = np.arange(len(queries)), max(self._candidates, 4 * topk)
+        # Repeat with four times as many candidates for queries whose result is unproven.
+        remaining, num_candidates = np.arange(len(queries)), max(self._candidates, 4 * topk)
         while len(remaining):
-            num = min(num, len(self.vectors))
-            is_last = num >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
+            num_candidates = min(num_candidates, len(self.vectors))
+            is_final = num_candidates >= min(len(self.vectors), max(MAX_CANDIDATES, topk))
             unproven = []
             for start in range(0, len(remaining), self._query_rows):
                 block = remaining[start : start + self._query_rows]
-                results = self._find_candidates(queries[block], num)
-                for row, candidates, weakest in zip(block, *results, strict=True):
+                results = self._find_candidates(queries[block], num_candidates)
+                for row, candidates, score_bound in zip(block, *results, strict=True):
                     query, ordered = queries[row].astype(np.float64), np.sort(candidates)
-                    # Sum each row separately and in the same order, so that equal vectors have
-                    # equal scores. Sorted candidates make the file reads sequential.
-                    exact = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
-                    best = np.lexsort((ordered, -exact))[:topk]
-                    positions[row], scores[row] = ordered[best], exact[best]
-                    bound = weakest + self._rounding_bound(query)
-                    if not is_last and scores[row, -1] <= bound:
+                    # Sum each row separately, in the same order, so that equal vectors have equal
+                    # scores. Sorting the candidates makes file reads sequential.
+                    exact_scores = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
+                    best = np.lexsort((ordered, -exact_scores))[:topk]
+                    positions[row], scores[row] = ordered[best], exact_scores[best]
+                    bound = score_bound + self._bound_rounding_error(query)
+                    if not is_final and scores[row, -1] <= bound:
                         unproven.append(row)
-            remaining, num = np.array(unproven, np.int64), 4 * num
+            remaining, num_candidates = np.array(unproven, np.int64), 4 * num_candidates
         return positions, scores
 
     def _find_candidates(
-        self, queries: np.ndarray, num: int
+        self, queries: np.ndarray, num_candidates: int
     ) -> tuple[list[np.ndarray], list[float]]:
-        """Return each query's candidate positions, and an upper bound on all other scores."""
-        # A single query runs without padding rows. This may change the devices' scores, but results
-        # depend only on scores computed from the file.
+        """Return each query's candidates, and an upper bound on the scores of other passages."""
+        # A single query is not padded. This may change the devices' scores, but results depend only
+        # on scores computed from the file.
         rows = np.zeros(
             (1 if len(queries) == 1 else self._query_rows, queries.shape[1]), np.float32
         )
         rows[: len(queries)] = queries
         query_scales = np.ones(len(rows), np.float32)
         if self._dtype == "int8":
-            query_scales = _int8_scales(rows)
+            query_scales = _compute_int8_scales(rows)
             rows = np.round(rows / query_scales[:, None])
-        by_device = _search(
+        device_results = _select_candidates(
             self._passages,
             self._scales,
             self._counts,
             jax.device_put(rows.astype(jnp.dtype(self._dtype)), NamedSharding(self._mesh, P())),
             mesh=self._mesh,
             block=self._block,
-            num=num,
+            num_candidates=num_candidates,
         )
-        device_scores, device_positions = jax.device_get(by_device)
+        device_scores, device_positions = jax.device_get(device_results)
         device_positions = (
             device_positions + self._size * np.arange(len(device_scores))[:, None, None]
         )
-        candidates, weakest = [], []
+        candidates, score_bound = [], []
         for row in range(len(queries)):
             scores, positions = device_scores[:, row].ravel(), device_positions[:, row].ravel()
-            best = np.lexsort((positions, -scores))[:num]
+            best = np.lexsort((positions, -scores))[:num_candidates]
             best = best[scores[best] > -np.inf]
             candidates.append(positions[best])
-            weakest.append(float(scores[best[-1]]) * float(query_scales[row]))
-        return candidates, weakest
+            score_bound.append(float(scores[best[-1]]) * float(query_scales[row]))
+        return candidates, score_bound
 
-    def _rounding_bound(self, query: np.ndarray) -> float:
-        """Return a bound on the error of a device's scores."""
+    def _bound_rounding_error(self, query: np.ndarray) -> float:
+        """Return a bound on the rounding error of a device's scores for a query."""
         norms = float(np.linalg.norm(query)) * self._max_norm
-        summed = len(query) * float(np.finfo(np.float32).eps) * norms
+        summation_error = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":
-            # Rounding errors are uniform over a step of the scale, with variance step^2 / 12.
-            of_passages = float(np.linalg.norm(query)) * self._max_scale
-            of_query = self._max_norm * float(_int8_scales(query[None])[0])
-            return summed + _NUM_STDDEVS * float(np.hypot(of_passages, of_query)) / 12**0.5
-        return summed + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)
+            # Rounding errors are uniform over a quantization step, with variance step^2 / 12.
+            passage_error = float(np.linalg.norm(query)) * self._max_scale
+            query_error = self._max_norm * float(_compute_int8_scales(query[None])[0])
+            return (
+                summation_error
+                + _NUM_STDDEVS * float(np.hypot(passage_error, query_error)) / 12**0.5
+            )
+        return summation_error + (2**-8 * norms if self._dtype == "bfloat16" else 0.0)

@@ -14,68 +14,70 @@ from jaxrl.envs.tools.base import Tool
 from jaxrl.utils.http_client import ClientLimits, JsonClient, Request, read_api_key
 
 MAX_REPLY_MIB = 4.0
-_MAX_SHOWN = 200  # characters of a reply that an error shows
+_MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
 class Endpoint(Tool):
-    """Client of a chat-completions endpoint. Each call is one request."""
+    """Client for a chat-completions endpoint. Each call sends one request."""
 
     name, blank = "endpoint", ""
 
     def __init__(self, settings: Any, key: str) -> None:
-        """Read the API key without connecting.
+        """Read the API key; no connection is opened.
 
         Args:
-            settings: `JudgeSettings`, or the keys of `policy.openai`.
-            key: Config key of the settings, for messages.
+            settings: `JudgeSettings`, or an object with the keys below policy.openai as attributes.
+            key: Config key of the settings, for error messages.
 
         Raises:
-            ValueError: The key's environment variable is not set.
+            ValueError: The environment variable of the API key is not set.
         """
         self.settings, self.key = settings, key
-        secret = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
-        address = urlsplit(settings.url)  # with parameters, such as Azure's api-version
-        self._url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
+        api_key = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
+        url_parts = urlsplit(settings.url)  # may have query parameters, such as Azure's api-version
+        self._url = url_parts._replace(
+            path=f"{url_parts.path.rstrip('/')}/chat/completions"
+        ).geturl()
         self._client = JsonClient(
             ClientLimits(
                 timeout_s=settings.deadline_s,
                 connections=settings.max_concurrent,
                 max_mib=MAX_REPLY_MIB,
             ),
-            headers={"Authorization": f"Bearer {secret}"} if secret else {},
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
-        """Send a request and return the JSON of its answer.
+    def send_request(self, body: Mapping[str, Any]) -> Any:
+        """Send a request and return the JSON of the response.
 
         Raises:
             ToolError: The request failed.
         """
-        [answer] = self._client.send_all([Request(url=self._url, body=dict(body))])
-        if isinstance(answer, ToolError):
-            raise answer
-        return answer
+        [response] = self._client.send_all([Request(url=self._url, body=dict(body))])
+        if isinstance(response, ToolError):
+            raise response
+        return response
 
 
-def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the first choice of an answer, and its message.
+def get_first_choice(response: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the first choice of a chat completion, and that choice's message.
 
     Raises:
-        ToolError: The answer has no choice with a message.
+        ToolError: The completion has no choice with a message.
     """
     try:
-        choice = answer["choices"][0]
+        choice = response["choices"][0]
         message = choice["message"]
     except (LookupError, TypeError):
         message = None
     if not isinstance(message, dict):
-        raise ToolError(f"the reply {answer!r:.{_MAX_SHOWN}} has no choices[0].message")
+        raise ToolError(f"the response {response!r:.{_MAX_QUOTED}} has no choices[0].message")
     return choice, message
 
 
-def open_guard(
-    guard: type[ResilientSearch],
-    endpoint: type[Endpoint],
+def wrap_endpoint(
+    wrapper_class: type[ResilientSearch],
+    endpoint_class: type[Endpoint],
     settings: Any,
     *,
     key: str,
@@ -85,44 +87,44 @@ def open_guard(
     process: int,
     log: Callable[[str], None],
 ) -> ResilientSearch:
-    """Wrap an endpoint with retries, limits and a recording of its answers.
+    """Wrap an endpoint with retries, rate limits and a recording of its responses.
 
     Args:
-        guard: Class of the guard.
-        endpoint: Class of the endpoint, not instantiated if only a recording is replayed.
+        wrapper_class: `ResilientSearch` subclass that wraps the endpoint.
+        endpoint_class: `Endpoint` subclass; not instantiated if only a recording is replayed.
         settings: Settings of the endpoint; see `Endpoint`.
-        key: Config key of the settings, for messages.
-        identity: Settings that determine an answer. A recording is valid only for equal settings.
-        folder: Name of the recording's folder in the workdir.
+        key: Config key of the settings, for error messages.
+        identity: Settings that determine responses. A recording is used only if they are equal.
+        folder: Name of the recording's default folder in `workdir`.
         workdir: Folder of the run, or None.
-        process: Index of this process.
-        log: Function that logs outages.
+        process: JAX process index.
+        log: Function that logs a line about an outage.
 
     Raises:
-        ValueError: The key's environment variable is not set.
-        FileNotFoundError: `replay` is "only", but there is no recording.
+        ValueError: The environment variable of the API key is not set.
+        FileNotFoundError: `replay` is "only", and there is no recording.
     """
-    policy = RetryConfig(
+    retry_config = RetryConfig(
         cache_mib=settings.cache_mib,
         cache_ttl_s=0.0,
         queries_per_second=settings.queries_per_second,
         max_concurrent=settings.max_concurrent,
-        deadline_s=2 * settings.deadline_s,  # reached only if the client misses its own
+        deadline_s=2 * settings.deadline_s,  # a fallback: the client has a deadline too
         retries=settings.retries,
         backoff_s=settings.backoff_s,
         breaker_failures=8,
         breaker_rest_s=5.0,
         outage_deadline_s=settings.outage_deadline_s,
-        on_outage="empty",  # an error of each episode, not a score
+        on_outage="empty",  # an environment error per episode, not a score
     )
     is_replay, recording = settings.replay == "only", None
-    where = settings.replay_folder or (workdir and workdir / folder)
-    if is_replay or (where and settings.replay == "record"):
-        recording = Recording(Path(where or folder), identity, process=process, log=log)
+    recording_dir = settings.replay_folder or (workdir and workdir / folder)
+    if is_replay or (recording_dir and settings.replay == "record"):
+        recording = Recording(Path(recording_dir or folder), identity, process=process, log=log)
         if is_replay and not len(recording):
             raise FileNotFoundError(
                 f"config.{key}.replay is 'only', but {recording.folder} has no replies with these "
-                f"settings; name the folder by config.{key}.replay_folder."
+                f"settings; set config.{key}.replay_folder to the folder that has them."
             )
-    engine = ReplayOnly() if is_replay else endpoint(settings, key)
-    return guard(engine, policy, recording=recording, is_replay=is_replay, log=log)
+    engine = ReplayOnly() if is_replay else endpoint_class(settings, key)
+    return wrapper_class(engine, retry_config, recording=recording, is_replay=is_replay, log=log)

@@ -1,8 +1,8 @@
 """LLM judges: models behind an OpenAI-compatible endpoint that grade responses.
 
-A judge is a reward part. Like a search engine, it is guarded by `resilient`: replies are cached in
+A judge is a reward part. Like a search engine, it is wrapped by `resilient`: replies are cached in
 memory and recorded in the workdir, calls have a deadline and are retried, and calls pause during an
-outage. A judge that gives no number is an environment error, never a score.
+outage. If a judge returns no number, that is an environment error, never a score.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
 from jaxrl.envs.rewards.combiner import Call, Measured
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import Answer
-from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
+from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
 from jaxrl.utils.http_client import check_url, fix_surrogates
 
-_PLACE = re.compile(r"\{(question|response|answers)\}")
-SCORE = (
+_PLACEHOLDER = re.compile(r"\{(question|response|answers)\}")
+SCORE_PATTERN = (
     r"(?im)score\W{0,3}(?:\([^)\n]{0,100}\)\W{0,3})?[:=]\W{0,5}?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
 )
-"""A number that ends a line after `score:`, such as `**Score (0-10): 7/10**` or `{"score": 7}`."""
+"""Number after `score:` at a line's end, such as `**Score (0-10): 7/10**` or `{"score": 7}`."""
 
-_MAX_SHOWN = 200  # characters of a reply that an error shows
-_MAX_READ = 4096  # characters at a reply's end that a custom pattern searches
-_SEARCH_S = 1.0  # limit on a custom pattern, which could otherwise search for hours
+_MAX_QUOTED = 200  # characters of a reply to quote in an error message
+_MAX_CHARS = 4096  # trailing characters of a reply in which a custom pattern is searched
+_TIMEOUT_S = 1.0  # timeout of a custom pattern, which may backtrack for hours
 
 
-def _setting(meaning: str, default: Any = None, **bounds: Any) -> Any:
-    """Declare a setting with the bounds of `Key`; without a default it is a required string."""
-    metadata = {"key": Key("" if default is None else default, meaning, **bounds)}
+def _field(description: str, default: Any = None, **bounds: Any) -> Any:
+    """Declare a field with the bounds of `Key`; without a default it is a required string."""
+    metadata = {"key": Key("" if default is None else default, description, **bounds)}
     if default is None:
         return field(metadata=metadata)
     return field(default_factory=lambda: default, metadata=metadata)
@@ -47,56 +47,58 @@ def _setting(meaning: str, default: Any = None, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """Settings of a judge: the keys of an entry of `config.reward.judges`."""
+    """Settings of a judge, from an entry of `config.reward.judges`."""
 
-    url: str = _setting("Address up to `/chat/completions`, such as `http://localhost:8000/v1`.")
-    model: str = _setting("Name of the model at the endpoint.")
-    prompt: str = _setting(
+    url: str = _field("Base URL before `/chat/completions`, such as `http://localhost:8000/v1`.")
+    model: str = _field("Name of the model at the endpoint.")
+    prompt: str = _field(
         "User message with the placeholders `{question}`, `{response}` and `{answers}`. Other "
         "braces are plain text."
     )
-    system: str = _setting("System message; empty for none.", "")
-    pattern: str = _setting(
+    system: str = _field("System message; empty for none.", "")
+    pattern: str = _field(
         "Regular expression with one group, around the number. The last match in the reply counts; "
         "for a custom pattern, in its last 4,096 characters and within a second.",
-        SCORE,
+        SCORE_PATTERN,
     )
-    low: float = _setting("Number that scores 0. Lower numbers are errors.", 0.0)
-    high: float = _setting("Number that scores 1. Higher numbers are errors.", 10.0)
-    key_env: str = _setting("Environment variable with the key; empty for none.", "")
-    temperature: float = _setting("Sampling temperature.", 0.0, at_least=0)
-    max_tokens: int = _setting("Tokens of a reply.", 1024, above=0)
-    options: Mapping[str, Any] = _setting(
-        "Further request fields, such as `{'reasoning_effort': 'low'}`.",
+    low: float = _field("Number that means a score of 0. Lower numbers are errors.", 0.0)
+    high: float = _field("Number that means a score of 1. Higher numbers are errors.", 10.0)
+    key_env: str = _field("Environment variable with the API key; empty for none.", "")
+    temperature: float = _field("Sampling temperature.", 0.0, at_least=0)
+    max_tokens: int = _field("Maximum tokens of a reply.", 1024, above=0)
+    options: Mapping[str, Any] = _field(
+        "Additional request fields, such as `{'reasoning_effort': 'low'}`.",
         {},
         is_nested=True,
         example="low",
     )
-    deadline_s: float = _setting("Seconds per call.", 60.0, above=0)
-    retries: int = _setting("Retries of a call that fails or gives no number.", 3, at_least=0)
-    backoff_s: float = _setting("Seconds before the first retry, then doubled.", 1.0, at_least=0)
-    concurrency: int = _setting("Calls in flight, up to 32.", 16, above=0)
-    queries_per_second: float = _setting("Calls a second; 0 for no limit.", 0.0, at_least=0)
-    cache_mib: float = _setting("MiB of replies in memory; 0 for none.", 64.0, at_least=0)
-    outage_deadline_s: float = _setting(
-        "Seconds without any answer, after which calls fail.", 120.0, above=0
+    deadline_s: float = _field("Seconds per call.", 60.0, above=0)
+    retries: int = _field("Retries of a call that fails or returns no number.", 3, at_least=0)
+    backoff_s: float = _field("Seconds before the first retry, then doubled.", 1.0, at_least=0)
+    concurrency: int = _field("Maximum calls in flight, up to 32.", 16, above=0)
+    queries_per_second: float = _field("Calls per second; 0 for no limit.", 0.0, at_least=0)
+    cache_mib: float = _field("MiB of replies cached in memory; 0 for none.", 64.0, at_least=0)
+    outage_deadline_s: float = _field(
+        "Seconds without any response after which calls fail.", 120.0, above=0
     )
-    replay: str = _setting(
+    replay: str = _field(
         "record: keep replies on disk and reuse them. only: use recorded replies without the "
         "endpoint. off: neither.",
         "record",
         one_of=REPLAY,
     )
-    replay_folder: str = _setting("Folder of the replies; empty: judgements/ in the workdir.", "")
+    replay_folder: str = _field("Folder of the replies; empty: judgements/ in the workdir.", "")
 
     def __post_init__(self) -> None:
-        """Check the bounds of each setting, then all other constraints.
+        """Validate all settings.
 
         Raises:
-            ValueError: A setting is wrong.
+            ValueError: A setting is out of bounds or malformed.
         """
-        for item in fields(self):
-            item.metadata["key"].check(f"reward.judges.{item.name}", getattr(self, item.name))
+        for setting in fields(self):
+            setting.metadata["key"].check(
+                f"reward.judges.{setting.name}", getattr(self, setting.name)
+            )
         check_url("reward.judges", self.url)
         if "{response}" not in self.prompt:
             refuse("reward.judges.prompt", self.prompt, "{response} in it")
@@ -111,23 +113,23 @@ class JudgeSettings:
 
     @property
     def max_concurrent(self) -> int:
-        """Return `concurrency` under the name that `Endpoint` reads."""
+        """Alias of `concurrency`, as `Endpoint` expects it."""
         return self.concurrency
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine a reply, without prompt and address."""
+        """Settings other than prompt and URL that determine a reply."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
 
 class JudgeEndpoint(Endpoint):
-    """Endpoint of a judge."""
+    """Endpoint that returns a judge's reply as text."""
 
     name = "judge"
 
     def run(self, call: str, /) -> str:
-        """Return the reply to a prompt.
+        """Request the reply to a prompt.
 
         Raises:
             ToolError: The request failed, or the reply has no valid number.
@@ -141,35 +143,37 @@ class JudgeEndpoint(Endpoint):
             "max_tokens": settings.max_tokens,
             **settings.options,
         }
-        choice, message = first_choice(self.ask(body))
+        choice, message = get_first_choice(self.send_request(body))
         reply = message.get("content")
         if not isinstance(reply, str):
-            raise ToolError(f"the reply's content is {reply!r:.{_MAX_SHOWN}}; expected text")
+            raise ToolError(f"the reply's content is {reply!r:.{_MAX_QUOTED}}; expected text")
         if choice.get("finish_reason") == "length":  # `Score: 1` may be the start of `Score: 10`
             raise ToolError(
-                f"the reply ends {reply[-_MAX_SHOWN:]!r}, cut at max_tokens={settings.max_tokens}; "
-                "raise that setting of the judge"
+                f"the reply ends {reply[-_MAX_QUOTED:]!r}, cut at "
+                f"max_tokens={settings.max_tokens}; raise that setting of the judge"
             )
-        read_number(reply, settings)
+        parse_score(reply, settings)
         return reply
 
 
-def read_number(reply: str, settings: JudgeSettings) -> float:
-    """Return the score in a reply, from 0 to 1.
+def parse_score(reply: str, settings: JudgeSettings) -> float:
+    """Parse the score in a reply and scale it to 0 to 1.
 
     Raises:
-        ToolError: The reply has no number within the bounds, or the pattern takes too long.
+        ToolError: The reply has no number from `low` to `high`, or the pattern timed out.
     """
     pattern = settings.pattern
-    if pattern == SCORE:  # takes linear time
+    if pattern == SCORE_PATTERN:  # takes linear time
         matches = re.findall(pattern, reply)
     else:
         try:
-            matches = regex.findall(pattern, reply[-_MAX_READ:], timeout=_SEARCH_S, concurrent=True)
+            matches = regex.findall(
+                pattern, reply[-_MAX_CHARS:], timeout=_TIMEOUT_S, concurrent=True
+            )
         except TimeoutError:
             raise ToolError(
-                f"the judge's pattern {pattern!r:.100} took more than {_SEARCH_S:g} s on the last "
-                f"{_MAX_READ:,} characters of a reply; repeat nothing in it that is repeated inside"
+                f"the judge's pattern {pattern!r:.100} took more than {_TIMEOUT_S:g} s on the last "
+                f"{_MAX_CHARS:,} characters of a reply; avoid nested repetition in it"
             ) from None
     try:
         number = float(matches[-1]) if matches else math.nan
@@ -177,21 +181,21 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
         number = math.nan
     if not settings.low <= number <= settings.high:
         raise ToolError(
-            f"the reply ends {reply[-_MAX_SHOWN:]!r}; expected a number from {settings.low:g} to "
+            f"the reply ends {reply[-_MAX_QUOTED:]!r}; expected a number from {settings.low:g} to "
             f"{settings.high:g} where {settings.pattern!r} finds it"
         )
     return (number - settings.low) / (settings.high - settings.low)
 
 
 class Judge:
-    """Reward part of a judge: its score of a response, from 0 to 1."""
+    """Reward part that scores responses with an LLM judge, from 0 to 1."""
 
     is_async = False
 
     def __init__(self, name: str, settings: JudgeSettings) -> None:
         """Store the settings; `open` reads the API key."""
         self.name, self.settings = name, settings
-        self._guard: ResilientSearch | None = None
+        self._resilient: ResilientSearch | None = None
 
     def open(
         self,
@@ -200,15 +204,15 @@ class Judge:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open the endpoint and the recording; arguments and errors are those of `open_guard`."""
+        """Open the endpoint and the recording. See `wrap_endpoint` for arguments and errors."""
 
         def log_with_name(text: str) -> None:
             # The log recognizes warnings by their prefix.
-            mark = "warning: " if text.startswith("warning: ") else ""
-            log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
+            prefix = "warning: " if text.startswith("warning: ") else ""
+            log(f"{prefix}reward part {self.name!r}: {text.removeprefix(prefix)}")
 
-        self._guard = open_guard(
-            _Guard,
+        self._resilient = wrap_endpoint(
+            _ResilientJudge,
             JudgeEndpoint,
             self.settings,
             key=f"reward.judges[{self.name!r}]",
@@ -220,77 +224,79 @@ class Judge:
         )
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
-        """Return a call for each episode."""
-        judgements = [_Judgement(judge=self, prompt=self.prompt(episode)) for episode in group]
+        """Return one judge call per episode."""
+        judge_calls = [_JudgeCall(judge=self, prompt=self.prompt(episode)) for episode in group]
         return [
             Call(
                 members=(index,),
-                make=judgement.make,
+                make=judge_call.make,
                 read=lambda score: [Measured(score=score)],
-                records=judgement.records,
+                records=judge_call.records,
             )
-            for index, judgement in enumerate(judgements)
+            for index, judge_call in enumerate(judge_calls)
         ]
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return `answers` if the prompt contains them and the task has none."""
+        """Return `["answers"]` if the prompt contains them and the task has none, else []."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
-    def prompt(self, finished: ScoredEpisode) -> str:
-        """Return the prompt for an episode."""
-        task = finished.episode.task
-        questions = [m["content"] for m in task.messages or () if m["role"] == "user"]
+    def prompt(self, sample: ScoredEpisode) -> str:
+        """Fill in the judge's prompt for an episode."""
+        task = sample.episode.task
+        questions = [
+            message["content"] for message in task.messages or () if message["role"] == "user"
+        ]
         texts = {
             "question": task.question if task.question is not None else (questions or [""])[-1],
-            "response": finished.episode.response,
+            "response": sample.episode.response,
             "answers": " | ".join(task.answers),
         }
-        return _PLACE.sub(lambda place: texts[place[1]], self.settings.prompt)
+        return _PLACEHOLDER.sub(lambda match: texts[match[1]], self.settings.prompt)
 
-    def ask(self, prompt: str) -> Answer:
-        """Return the reply to a prompt, or its error, with the call's record."""
-        assert self._guard is not None, "open comes first"
-        [answer] = self._guard.answer_all([prompt])
-        return replace(answer, record=replace(answer.record, tool=self.name))
+    def send_request(self, prompt: str) -> Answer:
+        """Request the reply to a prompt; return it or the error, with the call's record."""
+        assert self._resilient is not None, "open comes first"
+        [result] = self._resilient.answer_all([prompt])
+        return replace(result, record=replace(result.record, tool=self.name))
 
 
 @dataclass(eq=False, kw_only=True)
-class _Judgement:
-    """A judge's call for one episode."""
+class _JudgeCall:
+    """Call of a judge for one episode."""
 
     judge: Judge
     prompt: str
-    began: float | None = None  # on the monotonic clock
-    answer: Answer | None = None
+    started_at: float | None = None  # time.monotonic()
+    result: Answer | None = None
 
     def make(self) -> float:
-        """Return the judge's score, from 0 to 1.
+        """Call the judge and return its score, from 0 to 1.
 
         Raises:
-            ToolError: The judge gave no score.
+            ToolError: The call failed, or the reply has no valid score.
         """
-        self.began = time.monotonic()
-        self.answer = self.judge.ask(self.prompt)
-        if isinstance(self.answer.found, ToolError):
-            raise ToolError(f"the judge {self.judge.name!r} gave no score: {self.answer.found}")
-        return read_number(self.answer.found, self.judge.settings)
+        self.started_at = time.monotonic()
+        self.result = self.judge.send_request(self.prompt)
+        if isinstance(self.result.found, ToolError):
+            raise ToolError(f"the judge {self.judge.name!r} returned no score: {self.result.found}")
+        return parse_score(self.result.found, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
-        """Return the call's record; an abandoned call counts as one attempt if it began."""
-        if self.answer is not None:
-            return [self.answer.record]
+        """Return the call's record; an abandoned call counts as one attempt if it was sent."""
+        if self.result is not None:
+            return [self.result.record]
         return [
             CallRecord(
                 call=self.prompt,
                 tool=self.judge.name,
-                attempts=int(self.began is not None),
-                waited_s=time.monotonic() - self.began if self.began is not None else 0.0,
-                error="not waited for any longer",
+                attempts=int(self.started_at is not None),
+                waited_s=time.monotonic() - self.started_at if self.started_at is not None else 0.0,
+                error="abandoned",
             )
         ]
 
 
-class _Guard(ResilientSearch):
-    """Guard of a judge's endpoint."""
+class _ResilientJudge(ResilientSearch):
+    """Resilient wrapper of a judge's endpoint."""
 
     what, section = "the judge", "config.reward.judges[..]"

@@ -1,16 +1,16 @@
-"""Config keys of a policy behind an endpoint."""
+"""Config keys of `policy.openai`, a model behind an endpoint."""
 
 from jaxrl.config.keys import REPLAY, Key
 
 # fmt: off
 KEYS = {
-    "policy.openai.url": Key("", "Address up to `/chat/completions`, such as "
+    "policy.openai.url": Key("", "Base URL before `/chat/completions`, such as "
         "`http://localhost:8000/v1`.",
         required="the address of an endpoint, such as http://127.0.0.1:8000/v1"),
     "policy.openai.model": Key("", "Name of the model at the endpoint.",
-        required="the name of a model there"),
-    "policy.openai.key_env": Key("", "Environment variable that holds the API key. Empty: no key."),
-    "policy.openai.max_concurrent": Key(16, "Episodes, and so requests, in flight at most.",
+        required="the name of a model of the endpoint"),
+    "policy.openai.key_env": Key("", "Environment variable with the API key; empty for none."),
+    "policy.openai.max_concurrent": Key(16, "Maximum episodes, and so requests, in flight.",
         above=0),
     "policy.openai.deadline_s": Key(120.0, "Seconds per request.",
         above=0),
@@ -18,12 +18,12 @@ KEYS = {
         "its episode is an environment error. During an outage, retries do not count.", at_least=0),
     "policy.openai.backoff_s": Key(1.0, "Seconds before the first retry, doubled each time up to "
         "30. A server's `Retry-After` applies to all requests.", at_least=0),
-    "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any answer after which "
+    "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any response after which "
         "episodes become environment errors.", above=0),
     "policy.openai.continues_message": Key(False, "False: observations are user messages. True: "
         "the model's message continues after an observation (`continue_final_message` of vLLM "
         "and SGLang)."),
-    "policy.openai.options": Key({}, "Further request fields, such as `{'reasoning_effort': "
+    "policy.openai.options": Key({}, "Additional request fields, such as `{'reasoning_effort': "
         "'low'}`; None removes a field.", example="low", is_nested=True),
     "policy.openai.prompt_price": Key(0.0, "Price of a million prompt tokens, in the unit of "
         "`ledger.prices`.", at_least=0),

@@ -1,12 +1,12 @@
 """Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-The environment and the budgets are the same: the run's tokenizer counts and cuts texts. The ids of
-a trajectory come from tokenizing its texts. The endpoint's ids and their probabilities are unknown,
-so these trajectories cannot be trained on. Images are sent unprocessed and counted by the run's
-processor.
+The environment and the budgets are the same: the run's tokenizer counts tokens and truncates texts.
+Trajectories have the ids of their texts under that tokenizer. The endpoint's ids and their
+probabilities are unknown, so these trajectories cannot be used for training. Images are sent
+unprocessed and counted by the run's processor.
 
 An endpoint omits the stop string at which it stopped. If it reports the string (vLLM, SGLang), the
-string is appended. If not, an open tag is closed: `<search>` by `</search>`.
+string is appended. If not, an open tag is closed, such as `<search>` with `</search>`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
 from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.search.resilient import ResilientSearch
-from jaxrl.extras.endpoints.completions import Endpoint, first_choice, open_guard
+from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.keys import KEYS
-from jaxrl.extras.endpoints.sent_images import sent_image, url_of
+from jaxrl.extras.endpoints.sent_images import make_data_url, prepare_image
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, StartError, TokenLimits
 from jaxrl.sampling.interfaces import Processor, SamplingConfig
 from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
@@ -40,34 +40,34 @@ from jaxrl.utils.concurrency import MAX_ERROR_CHARS, run_in_thread, start_all
 from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
 from jaxrl.utils.text import replace_surrogates
 
-GO_ON = "Continue."
-"""User message if the environment returns no observation and the model must continue."""
+CONTINUE_MESSAGE = "Continue."
+"""User message if the environment returns no observation and the episode continues."""
 
-REFUSALS = {
-    401: "key_env names the environment variable with the key",
-    403: "key_env names the environment variable with the key",
-    404: "url and model say what is asked",
+FATAL_STATUSES = {
+    401: "key_env must name the environment variable with a valid key",
+    403: "key_env must name the environment variable with a valid key",
+    404: "url and model must name a model of the endpoint",
 }
-"""HTTP statuses that every request would get, and the keys to check."""
+"""HTTP statuses that every request would return, and the settings to check."""
 
-MAX_COUNT = 10**9
-"""Largest number of tokens that a reply may report, more than any model reads or writes."""
+MAX_TOKENS = 10**9
+"""Maximum token count that a response may report, larger than any real one."""
 
 Content = str | Sequence[str | Picture]
-"""Content of a message: a text, or texts and images in order."""
+"""Content of a message: a text, or a sequence of texts and images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """Turn written by a model."""
+class Completion:
+    """One turn of a model: its text and what it cost."""
 
     text: str  # up to and including the stop string
-    is_cut: bool  # the model ran out of tokens
-    usage: Mapping[str, float]  # calls, attempts, counted tokens, and cost if prices are set
+    is_cut: bool  # the token limit was reached
+    usage: Mapping[str, float]  # calls, attempts, token counts, and cost if prices are set
 
 
 class ChatModel:
-    """Model behind an endpoint. Thread-safe."""
+    """Client for a chat model behind an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class ChatModel:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open the endpoint without sending a request.
+        """Set up the endpoint without sending a request.
 
-        `keys` are the keys of `policy.openai` that differ from their defaults. Other arguments and
-        errors are those of `open_guard`.
+        `keys` maps names in `policy.openai` to values; other names have their defaults. See
+        `wrap_endpoint` for the other arguments and for errors.
         """
         defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
         limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
         self.settings = settings = SimpleNamespace(**defaults | limits | dict(keys))
         check_url("policy.openai.url", settings.url)
-        self._guard = open_guard(
-            _Guard,
-            _Endpoint,
+        self._resilient = wrap_endpoint(
+            _ResilientModel,
+            _ChatEndpoint,
             settings,
             key="policy.openai",
             identity={"model": settings.model, "options": dict(settings.options)},
@@ -100,29 +100,29 @@ class ChatModel:
 
     @property
     def display_name(self) -> str:
-        """Return the model's name and address for messages."""
+        """Name and address of the model, for messages."""
         return f"{self.settings.model} at {redact_url(self.settings.url)}"
 
-    def rollout(self, *arguments: Any) -> ChatRollout:
-        """Return a rollout with this model; other arguments are those of `ChatRollout`."""
-        return ChatRollout(self, *arguments)
+    def rollout(self, *args: Any) -> ChatRollout:
+        """Create a rollout with this model; see `ChatRollout` for the other arguments."""
+        return ChatRollout(self, *args)
 
-    def write(
+    def generate_turn(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         stops: Sequence[str],
         sampling: Mapping[str, Any],
-    ) -> Written:
+    ) -> Completion:
         """Request the next turn of a chat.
 
         Args:
-            messages: Role, `Content` and other fields of each message; images in PNG or JPEG.
+            messages: Messages with a role, `Content` and other fields; images are PNG or JPEG.
             stops: Strings at which the turn ends.
-            sampling: Other fields of the request, including a seed that distinguishes equal chats.
+            sampling: Other request fields, including a seed that distinguishes identical chats.
 
         Raises:
-            OutageError: The endpoint refuses every request, for example because of a wrong key.
+            OutageError: The endpoint rejects every request, for example because of a wrong key.
             ToolError: The request failed.
         """
         chat: list[Mapping[str, Any]] = []
@@ -133,36 +133,38 @@ class ChatModel:
                 content = fix_surrogates(content)
             else:
                 images += [part for part in content if isinstance(part, Picture)]
-                content = [_content_part(part) for part in content]
+                content = [_format_part(part) for part in content]
             role = fix_surrogates(message["role"])
-            chat.append({**message, "role": role, "content": content, **_tool_calls(message)})
+            chat.append(
+                {**message, "role": role, "content": content, **_format_tool_calls(message)}
+            )
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        [answer] = self._guard.answer_all([Pictured(json.dumps(body), images)])
-        if isinstance(self._guard.engine, _Endpoint) and self._guard.engine.refusal:
-            raise OutageError(self._guard.engine.refusal)
-        if isinstance(answer.found, ToolError):
-            raise ToolError(f"the model behind config.policy.openai: {answer.found}")
-        reply = json.loads(answer.found)
+        [response] = self._resilient.answer_all([Pictured(json.dumps(body), images)])
+        if isinstance(self._resilient.engine, _ChatEndpoint) and self._resilient.engine.fatal_error:
+            raise OutageError(self._resilient.engine.fatal_error)
+        if isinstance(response.found, ToolError):
+            raise ToolError(f"the model behind config.policy.openai: {response.found}")
+        reply = json.loads(response.found)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
-        if answer.record.source != "replay":  # a replay costs nothing
+        if response.record.source != "replay":  # a replay costs nothing
             tokens, settings = _count_tokens(reply), self.settings
-            usage = {"calls": 1, "attempts": answer.record.attempts, **tokens}
+            usage = {"calls": 1, "attempts": response.record.attempts, **tokens}
             if settings.prompt_price or settings.completion_price:
                 cost = tokens["prompt_tokens"] * settings.prompt_price
                 cost += tokens["completion_tokens"] * settings.completion_price
                 usage["cost"] = cost / 1e6
-        text, is_cut = read_turn(reply, stops)
-        return Written(text=text, is_cut=is_cut, usage=usage)
+        text, is_cut = parse_turn(reply, stops)
+        return Completion(text=text, is_cut=is_cut, usage=usage)
 
 
-def _content_part(part: str | Picture) -> dict[str, Any]:
-    """Return a message part, with images as digests, so that a recording holds no images."""
+def _format_part(part: str | Picture) -> dict[str, Any]:
+    """Return a message part in OpenAI's format, with images as digests to keep recordings small."""
     if isinstance(part, str):
         return {"type": "text", "text": fix_surrogates(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
 
 
-def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message's tool calls in OpenAI's format, with arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
@@ -173,18 +175,18 @@ def _tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-class _Endpoint(Endpoint):
-    """Endpoint that takes the body of a request with its images and returns JSON."""
+class _ChatEndpoint(Endpoint):
+    """Endpoint that takes a request body with its images and returns the response as JSON."""
 
     name = "policy"
-    refusal = ""
-    """Reason why no request can succeed."""
+    fatal_error = ""
+    """Reason why no request can succeed; "" if there is none."""
 
     def run(self, call: str, /) -> str:
-        if self.refusal:
-            raise ToolError(self.refusal, is_permanent=True)
+        if self.fatal_error:
+            raise ToolError(self.fatal_error, is_permanent=True)
         request = json.loads(call)
-        urls = {image.digest: url_of(image) for image in images_behind(call)}
+        urls = {image.digest: make_data_url(image) for image in images_behind(call)}
         for message in request["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if part["type"] == "image_url":
@@ -192,80 +194,80 @@ class _Endpoint(Endpoint):
         fields = {"model": self.settings.model, **request, **self.settings.options}
         body = {name: value for name, value in fields.items() if value is not None}
         try:
-            answer = self.ask(body)
+            response = self.send_request(body)
         except ToolError as error:
-            if error.status in REFUSALS:
-                self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
+            if error.status in FATAL_STATUSES:
+                self.fatal_error = f"{error}; config.policy.openai.{FATAL_STATUSES[error.status]}."
             raise
-        # Raise for an unreadable answer, so that it is requested again.
-        read_turn(answer, ())
-        _count_tokens(answer)
-        return json.dumps(answer)
+        # Raise if the response is malformed, so that it is requested again.
+        parse_turn(response, ())
+        _count_tokens(response)
+        return json.dumps(response)
 
 
-class _Guard(ResilientSearch):
-    """Guard of the model's endpoint."""
+class _ResilientModel(ResilientSearch):
+    """Resilient wrapper of the model's endpoint."""
 
     what, section = "the model's endpoint", "config.policy.openai"
 
 
-def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text of an answer up to its stop string, and True if its tokens ran out.
+def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return a completion's text through the first stop string, and whether it was truncated.
 
     Args:
-        answer: JSON from the endpoint.
+        response: JSON response of the endpoint.
         stops: Strings at which the turn ends.
 
     Raises:
-        ToolError: The answer has no text, or its finish reason is neither "stop" nor "length".
+        ToolError: The content is not text, or the finish reason is neither "stop" nor "length".
     """
-    choice, message = first_choice(answer)
+    choice, message = get_first_choice(response)
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise ToolError(
-            f"the reply ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
+            f"the response ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
         )
-    # Content is missing in refusals, and if hidden reasoning used up all tokens.
+    # Refusals have no content, nor have responses whose hidden reasoning used up all tokens.
     text = message.get("content") or message.get("refusal") or ""
     if not isinstance(text, str):
-        raise ToolError(f"the reply's content is {text!r:.100}; expected text")
+        raise ToolError(f"the response's content is {text!r:.100}; expected text")
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if ends:
         return text[: min(ends)], False
     if reason == "length":
         return text, True
-    # The endpoint omitted the stop string, unless the model ended its turn by itself.
+    # The endpoint omitted the stop string, unless the model ended the turn without one.
     for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
         if name in choice:
             return (text + choice[name] if choice[name] in stops else text), False
-    opened = {
+    open_tags = {
         text.rfind(opening): stop
         for stop in stops
         if stop.startswith("</") and (opening := f"<{stop[2:]}") in text
     }
-    return (text + opened[max(opened)] if opened else text), False
+    return (text + open_tags[max(open_tags)] if open_tags else text), False
 
 
-def _count_tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the endpoint's token counts, 0 if missing.
+def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
+    """Return the endpoint's counts of prompt and completion tokens, 0 if missing.
 
     Raises:
         ToolError: A count is not a number of tokens.
     """
-    usage = {} if answer.get("usage") is None else answer["usage"]
+    usage = {} if response.get("usage") is None else response["usage"]
     counts = {}
     for name in ("prompt_tokens", "completion_tokens"):
         count = usage.get(name) if isinstance(usage, dict) else -1
-        if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
+        if count is not None and not (type(count) is int and 0 <= count <= MAX_TOKENS):
             raise ToolError(
-                f"the reply's usage is {usage!r:.100}; expected {name} from 0 to {MAX_COUNT}"
+                f"the response's usage is {usage!r:.100}; expected {name} from 0 to {MAX_TOKENS}"
             )
         counts[name] = count or 0
     return counts
 
 
 class ChatRollout(BaseRollout):
-    """Rollout of groups of episodes with a model behind an endpoint."""
+    """Rollout of groups of episodes, with turns from a model behind an endpoint."""
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class ChatRollout(BaseRollout):
         reward_fn: RewardFn,
         processor: Processor | None = None,
     ):
-        """Add the model to an `BaseRollout`; a blank processor sends blank images.
+        """Create a `BaseRollout` with the model; a blank processor sends blank images.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
@@ -300,64 +302,64 @@ class ChatRollout(BaseRollout):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group]:
-        """Return a group of scored trajectories for every task, like `Rollout.__call__`.
+        """Sample and score a group of trajectories per draw, like `Rollout.__call__`.
 
         Raises:
             Interrupted: `should_stop` returned True.
-            OutageError: The endpoint refuses every request, or a tool of the environment is down.
-            ValueError: A prompt leaves no room for an answer.
+            OutageError: The endpoint rejects every request, or a tool of the environment is down.
+            ValueError: A prompt leaves no tokens for a response.
         """
         samples = self._make_samples(draws, sampling.group_size)
-        is_over = threading.Event()
+        stop_event = threading.Event()
         size = sampling.group_size
-        playing = [
-            functools.partial(self._play, sample, draws[i // size], sampling, is_over)
+        episode_runs = [
+            functools.partial(self._run_episode, sample, draws[i // size], sampling, stop_event)
             for i, sample in enumerate(samples)
             if sample.episode.outcome is None
         ]
-        episodes = start_all(playing, max_threads=self._model.settings.max_concurrent)
+        episodes = start_all(episode_runs, max_threads=self._model.settings.max_concurrent)
         try:
-            left, total = set(episodes), len(samples)
-            while left:
+            pending, total = set(episodes), len(samples)
+            while pending:
                 check_stop(should_stop)
-                progress(total - len(left), total)
-                done, left = wait(left, timeout=IDLE_POLL_S, return_when=FIRST_EXCEPTION)
+                progress(total - len(pending), total)
+                done, pending = wait(pending, timeout=IDLE_POLL_S, return_when=FIRST_EXCEPTION)
                 for episode in done:
                     episode.result()
             progress(total, total)
         except BaseException:
-            is_over.set()
+            stop_event.set()
             for episode in episodes:
                 episode.cancel()
             raise
         return self._score_groups(samples, sampling)
 
-    def _play(
-        self, sample: Sample, draw: Draw, sampling: SamplingConfig, is_over: threading.Event
+    def _run_episode(
+        self, sample: Sample, draw: Draw, sampling: SamplingConfig, stop_event: threading.Event
     ) -> None:
-        """Play an episode to its end, or until `is_over` is set."""
+        """Run an episode until it ends or `stop_event` is set."""
         prompt: list[Mapping[str, Any]] = []
-        while sample.episode.outcome is None and not is_over.is_set():
+        while sample.episode.outcome is None and not stop_event.is_set():
             try:
-                prompt = prompt or self._opening_messages(draw)
-                written = self._write(prompt, sample, draw, sampling)
+                prompt = prompt or self._start_messages(draw)
+                output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
             except (ToolError, StartError, UnreadableError) as error:
                 turn = Turn(text="", error=replace_surrogates(str(error))[:MAX_ERROR_CHARS])
                 self._end_episode(sample, turn, Outcome.ENVIRONMENT_ERROR)
                 return
-            text = replace_surrogates(written.text)
-            sample.usage = {k: sample.usage.get(k, 0) + n for k, n in written.usage.items()}
+            text = replace_surrogates(output.text)
+            sample.usage = {k: sample.usage.get(k, 0) + n for k, n in output.usage.items()}
             sample.append_unknown(self._tokenizer.encode_plain(text), sampling.policy_version)
-            if written.is_cut:
+            if output.is_cut:
                 self._end_episode(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
             else:
-                self._apply_step_result(sample, text, self._answer(sample, text))
+                self._apply_step_result(sample, text, self._step_env(sample, text))
 
-    def _opening_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
-        """Return the first messages of an episode, with the task's images at their marks."""
-        opening, images = self._start_episode(draw.task), self._sent(draw.task.images)
+    def _start_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
+        """Start an episode and return its first messages, with images in place of their marks."""
+        opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
             content: Content = message["content"]
@@ -366,69 +368,69 @@ class ChatRollout(BaseRollout):
             prompt.append({**message, "content": content})
         return prompt
 
-    def _sent(self, images: Sequence[Picture]) -> list[Picture]:
+    def _prepare_images(self, images: Sequence[Picture]) -> list[Picture]:
         is_blank = self._processor is not None and self._processor.is_blank
-        return [sent_image(image, is_blank=is_blank) for image in images]
+        return [prepare_image(image, is_blank=is_blank) for image in images]
 
-    def _write(
+    def _generate_turn(
         self,
         prompt: Sequence[Mapping[str, Any]],
         sample: Sample,
         draw: Draw,
         sampling: SamplingConfig,
-    ) -> Written:
+    ) -> Completion:
         """Request the next turn of an episode."""
         episode = sample.episode
         fields: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": self._remaining_budget(sample),
-            "seed": _seed(sampling, draw, sample),
+            "seed": _hash_seed(sampling, draw, sample),
         }
         messages = list(prompt)
         if not self._model.settings.continues_message:
             for turn in episode.turns:
                 messages += [
                     {"role": "assistant", "content": turn.text},
-                    {"role": "user", "content": self._observation(turn)},
+                    {"role": "user", "content": self._make_observation(turn)},
                 ]
         elif episode.turns:
             messages.append({"role": "assistant", "content": episode.response})
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
+        return self._model.generate_turn(messages, stops=self._env.stop_strings, sampling=fields)
 
-    def _observation(self, turn: Turn) -> Content:
+    def _make_observation(self, turn: Turn) -> Content:
         """Return the observation after a turn, with its images.
 
-        The run's template writes all images together, followed only by the protocol's text.
+        The run's template puts all images together, followed only by the protocol's text.
         """
         if not turn.images:
-            return turn.observation or GO_ON
-        _, written = self._tokenizer.render_image(1)
-        before, _, after = (turn.observation or GO_ON).rpartition(written * len(turn.images))
-        return [part for part in (before, *self._sent(turn.images), after) if part != ""]
+            return turn.observation or CONTINUE_MESSAGE
+        _, output = self._tokenizer.render_image(1)
+        before, _, after = (turn.observation or CONTINUE_MESSAGE).rpartition(
+            output * len(turn.images)
+        )
+        return [part for part in (before, *self._prepare_images(turn.images), after) if part != ""]
 
-    def _answer(self, sample: Sample, text: str) -> StepResult:
-        """Return the environment's reply to a turn, within its deadline."""
+    def _step_env(self, sample: Sample, text: str) -> StepResult:
+        """Step the environment with a turn, within the deadline of the schedule."""
         reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._make_timeout_result()
         [result] = reply.result()
         problem = ""
         if isinstance(result.observation, ToolResults):
-            problem = (
-                "gave results of tools; a model behind an endpoint is shown messages of the user"
-            )
+            problem = "returned tool results; expected an observation, which becomes a user message"
         elif get_images(result.observation) and self._model.settings.continues_message:
             problem = (
-                "shows an image, which endpoints do not take within the model's own message; set "
+                "returned an image, which endpoints reject within an assistant message; set "
                 "config.policy.openai.continues_message to False"
             )
         return make_failed_step(f"{type(self._env).__name__}.step {problem}") if problem else result
 
 
-def _seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
-    """Return a 31-bit seed, hashed from the turn's position so that turns differ."""
+def _hash_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
+    """Hash the position of a turn in the run to a 31-bit seed, so that turns differ."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

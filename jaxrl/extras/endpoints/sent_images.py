@@ -1,4 +1,4 @@
-"""Images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
+"""Prepare images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import PIL.Image
 from jaxrl.envs.image_decoding import opened, orientation, reading, upright
 from jaxrl.envs.images import Picture
 
-_TAKEN = ("PNG", "JPEG")
-_GREY = (128, 128, 128)
+_FORMATS = ("PNG", "JPEG")
+_GRAY = (128, 128, 128)
 
 
-def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
-    """Return the upright image to send: the original file, or a PNG.
+def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
+    """Return an upright copy of the image as PNG, or the original file if it is usable.
 
     Args:
-        picture: Original image.
-        is_blank: True to send a gray image of the same size instead.
+        picture: PNG, JPEG or another image file that Pillow reads.
+        is_blank: True to return a gray image of the same size.
 
     Raises:
         UnreadableError: The file is damaged or not an image.
     """
     with reading(picture), opened(picture) as image:
-        if not is_blank and image.format in _TAKEN and orientation(image) in (None, 1):
+        if not is_blank and image.format in _FORMATS and orientation(image) in (None, 1):
             return Picture(data=picture.read())
-        whole = upright(image)
+        rotated = upright(image)
     file = io.BytesIO()
-    (PIL.Image.new("RGB", whole.size, _GREY) if is_blank else whole).save(file, "PNG")
+    (PIL.Image.new("RGB", rotated.size, _GRAY) if is_blank else rotated).save(file, "PNG")
     return Picture(data=file.getvalue())
 
 
-def url_of(picture: Picture) -> str:
+def make_data_url(picture: Picture) -> str:
     """Return the `data:` URL of a PNG or JPEG image."""
     data = picture.read()
     kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"

@@ -36,15 +36,15 @@ def attend_packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.attend_packed` in kernels that keep scores on the chip.
+    """Compute `reference.attend_packed` with kernels that keep scores on the chip.
 
-    A program processes a block of queries of one head, or a block of keys of one key head, in a
-    loop over the relevant blocks of the other kind: for queries, those of a shared prompt and from
-    the first segment's start to the diagonal; for keys, from the diagonal to the last reader.
-    Tokens are padded to full blocks, heads to a power of two.
+    A program processes a block of queries of one head in a loop over key blocks: those of a shared
+    prompt, and those from the start of the segment to the diagonal. In the backward pass, another
+    program processes a block of keys of one KV head in a loop over query blocks, from the diagonal
+    to the last query that reads them. Tokens are padded to full blocks, heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
-    configs = KernelConfigs.of(H, q.dtype, interpret)
+    configs = KernelConfigs.resolve(H, q.dtype, interpret)
     q, k, v, reads = pad_to_blocks(q, k, v, reads, configs.forward.block)
     pad = ((0, 0), (0, 0), (0, 0), (0, pl.next_power_of_2(H) - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
@@ -53,26 +53,26 @@ def attend_packed(
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Settings of one pass's kernels."""
+    """Compile-time parameters of the kernels of one pass."""
 
-    block: int  # tokens of a program's block
-    step: int  # tokens of the blocks that it loops over, a divisor of `block`
+    block: int  # tokens in a program's block
+    step: int  # tokens in the blocks that it loops over, a divisor of `block`
     num_warps: int
     num_stages: int
-    scale: float  # of base-2 scores: the chip has exp2 and log2 instructions
+    scale: float  # factor of the scores, including log2(e): GPUs have exp2 and log2 instructions
     interpret: bool
     first: int = 0  # index of the first query among the keys, a multiple of `block`
 
-    def of(self, q: jax.Array, k: jax.Array) -> KernelConfig:
-        """Return the settings for queries of the last tokens."""
+    def resolve(self, q: jax.Array, k: jax.Array) -> KernelConfig:
+        """Return a copy for `q` [R, Q, N, H], the queries of the last Q tokens of `k`."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def queries(self, index: Any, size: int) -> jax.Array:
-        """Return the positions of the queries of block `index`, with `size` queries per block."""
-        return self.first + _positions(index, size)
+        """Return the positions of the queries in block `index` of `size` queries."""
+        return self.first + _make_positions(index, size)
 
-    def call(self, kernel: Any, name: str, **settings: Any) -> Any:
-        """Return the kernel as a function of arrays."""
+    def make_call(self, kernel: Any, name: str, **settings: Any) -> Any:
+        """Build a `pallas_call` of the kernel with these parameters."""
         return pl.pallas_call(
             partial(kernel, config=self),
             compiler_params=triton.CompilerParams(
@@ -86,14 +86,14 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Settings of both passes; the forward block size is a multiple of the backward one."""
+    """Parameters of both passes; the forward block size is a multiple of the backward one."""
 
     forward: KernelConfig
     backward: KernelConfig
 
     @classmethod
-    def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
-        """Return block sizes that fit a Hopper chip's shared memory and registers."""
+    def resolve(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
+        """Select block sizes that fit in the shared memory and registers of a Hopper GPU."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
@@ -111,27 +111,27 @@ def _attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, configs: KernelConfigs
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the outputs, and residuals for the backward pass with the log-sum-exp to base 2."""
-    config = configs.forward.of(q, k)
+    """Return the outputs and the residuals, which contain the log-sum-exp in base 2."""
+    config = configs.forward.resolve(q, k)
     R, Q, N, _ = q.shape
-    queries, keys, tokens, numbers = _query_specs(q, k, config)
+    queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     lse = jax.ShapeDtypeStruct((R, N, Q), jnp.float32)
-    out, lse = config.call(
+    out, lse = config.make_call(
         _forward_kernel,
         "attention_forward",
         grid=(Q // config.block, N, R),
         in_specs=[queries, keys, keys, tokens],
-        out_specs=[queries, numbers],
+        out_specs=[queries, lse_spec],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
     )(q, k, v, reads[:, :, config.first :])
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
 
-def _query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
-    """Return the block specs of a program over (block of queries, query head, row).
+def _make_query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
+    """Return block specs for a grid over (block of queries, query head, row).
 
-    For queries the block, for keys the complete row, for `[R, 3, Q]` and `[R, N, Q]` the block.
+    They are for queries, keys (the complete row), `reads` [R, 3, Q] and numbers [R, N, Q].
     """
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
@@ -154,8 +154,8 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     )
 
 
-def _positions(index: jax.Array, size: int) -> jax.Array:
-    """Return the positions of a block's tokens."""
+def _make_positions(index: jax.Array, size: int) -> jax.Array:
+    """Return the positions of the tokens in block `index` of `size` tokens."""
     return index * size + jnp.arange(size)
 
 
@@ -174,78 +174,82 @@ def _forward_kernel(
         _load_reads(reads_ref),
         config.queries(pl.program_id(0), config.block),
     )
-    count, block_at = _find_key_blocks(reads, config)
+    count, block_index = _find_key_blocks(reads, config)
 
-    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def accumulate(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
-        j = block_at(i)
-        keys, block = _positions(j, config.step), pl.ds(j * config.step, config.step)
-        mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
+        j = block_index(i)
+        keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
+        mask = is_read(_as_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
-        # Sums of masked blocks before a query's segment are finite, and `rescale` later reduces
+        # Sums over masked blocks before a query's segment are finite, and `rescale` later sets
         # them to 0.
-        new = jnp.maximum(highest, scores.max(axis=1))
-        weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        new_highest = jnp.maximum(highest, scores.max(axis=1))
+        weights, rescale = jnp.exp2(scores - new_highest[:, None]), jnp.exp2(highest - new_highest)
         values = v_ref[block, :]
-        average = _dot(weights.astype(values.dtype), values, (1, 0))
-        return new, total * rescale + weights.sum(axis=1), out * rescale[:, None] + average
+        block_out = _dot(weights.astype(values.dtype), values, (1, 0))
+        return (
+            new_highest,
+            total * rescale + weights.sum(axis=1),
+            out * rescale[:, None] + block_out,
+        )
 
     zeros = jnp.zeros(config.block, jnp.float32)
     sums = zeros + MASK_VALUE, zeros, jnp.zeros(q.shape, jnp.float32)
-    highest, total, out = jax.lax.fori_loop(0, count, add, sums)
+    highest, total, out = jax.lax.fori_loop(0, count, accumulate, sums)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = highest + jnp.log2(total)
 
 
 Reads = tuple[jax.Array, ...]
-"""The three numbers of `kernels.find_reads` for a block's tokens."""
+"""The three arrays of `kernels.find_reads` for the tokens of a block."""
 
 
 def _load_reads(ref: Any, block: Any = slice(None)) -> Reads:
     return tuple(ref[number, block] for number in range(3))
 
 
-def _columns(reads: Reads) -> Reads:
+def _as_columns(reads: Reads) -> Reads:
     return tuple(x[:, None] for x in reads)
 
 
 def _find_key_blocks(
     reads: Reads, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of key blocks that a program's queries read, and a map to their indices."""
+    """Return the number of key blocks that a program reads, and a map to their indices."""
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
-    shared, num_shared, own = find_key_blocks(reads, first, config.step)
-    count = num_shared + first + config.block // config.step - own
-    return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
+    shared, num_shared, segment = find_key_blocks(reads, first, config.step)
+    count = num_shared + first + config.block // config.step - segment
+    return count, lambda i: jnp.where(i < num_shared, shared + i, segment - num_shared + i)
 
 
 def _backward(
     configs: KernelConfigs, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, reads, out, lse = residuals
-    config = configs.backward.of(q, k)
+    config = configs.backward.resolve(q, k)
     (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
     query_reads = reads[:, :, config.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
-    queries, keys, tokens, numbers = _query_specs(q, k, config)
-    dq = config.call(
+    queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
+    dq = config.make_call(
         _backward_queries_kernel,
         "attention_backward_queries",
         grid=(Q // config.block, N, R),
-        in_specs=[queries, keys, keys, tokens, queries, numbers, numbers],
+        in_specs=[queries, keys, keys, tokens, queries, lse_spec, lse_spec],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
     )(q, k, v, query_reads, gradient, lse, delta)
     block = pl.BlockSpec((None, config.block, None, H), lambda j, k, r: (r, j, k, 0))
     tokens = pl.BlockSpec((None, config.block), lambda j, k, r: (r, j))
     heads = pl.BlockSpec((None, Q, N // K, H), lambda j, k, r: (r, 0, k, 0))
-    numbers = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
+    lse_spec = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
     row = pl.BlockSpec((None, 3, Q), lambda j, k, r: (r, 0, 0))
-    dk, dv = config.call(
+    dk, dv = config.make_call(
         _backward_keys_kernel,
         "attention_backward_keys",
         grid=(T // config.block, K, R),
-        in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
+        in_specs=[heads, block, block, row, tokens, heads, lse_spec, lse_spec],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
     )(q, k, v, query_reads, find_last_readers(reads), gradient, lse, delta)
@@ -270,19 +274,19 @@ def _backward_queries_kernel(
         config.queries(pl.program_id(0), config.block),
     )
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
-    count, block_at = _find_key_blocks(reads, config)
+    count, block_index = _find_key_blocks(reads, config)
 
-    def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        j = block_at(i)
-        keys, block = _positions(j, config.step), pl.ds(j * config.step, config.step)
+    def accumulate(i: jax.Array, total: jax.Array) -> jax.Array:
+        j = block_index(i)
+        keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
-        mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
+        mask = is_read(_as_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
         d_weights = _dot(gradient, v_ref[block, :], (1, 1))
         d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
         return total + _dot(d_scores.astype(k.dtype), k, (1, 0))
 
-    total = jax.lax.fori_loop(0, count, add, jnp.zeros(q.shape, jnp.float32))
+    total = jax.lax.fori_loop(0, count, accumulate, jnp.zeros(q.shape, jnp.float32))
     # `config.scale` includes the base-2 conversion; the gradient needs the plain scale.
     out_ref[...] = (total * (config.scale * math.log(2))).astype(out_ref.dtype)
 
@@ -301,17 +305,19 @@ def _backward_keys_kernel(
     *,
     config: KernelConfig,
 ) -> None:
-    k, v, keys = k_ref[...], v_ref[...], _positions(pl.program_id(0), config.block)
+    k, v, keys = k_ref[...], v_ref[...], _make_positions(pl.program_id(0), config.block)
     # Query blocks are counted from the first query, which may come after these keys.
     before = config.first // config.step
     first = jnp.maximum(pl.program_id(0) * (config.block // config.step) - before, 0)
     count = jnp.maximum(pl.cdiv(ends_ref[...].max(), config.step) - before - first, 0)
 
-    def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def accumulate(
+        index: jax.Array, sums: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         head, i = index // count, first + index % count
         queries, block = config.queries(i, config.step), pl.ds(i * config.step, config.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
-        # Transposed scores (keys by queries), so the two sums need no transpose.
+        # Scores are transposed (keys by queries), so that the two sums need no transpose.
         reads = _load_reads(reads_ref, block)
         mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
@@ -322,7 +328,7 @@ def _backward_keys_kernel(
         return dk, dv + _dot(weights.astype(gradient.dtype), gradient, (1, 0))
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = jax.lax.fori_loop(0, q_ref.shape[1] * count, add, (zeros, zeros))
+    dk, dv = jax.lax.fori_loop(0, q_ref.shape[1] * count, accumulate, (zeros, zeros))
     dk_ref[...] = (dk * (config.scale * math.log(2))).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
@@ -331,7 +337,7 @@ _attend.defvjp(_forward, _backward)
 
 
 MAX_ROWS = 128
-"""Maximum query rows of a program over pages: accumulators of more would exceed the registers."""
+"""Maximum query rows of a paged program; accumulators for more would exceed the registers."""
 
 
 def attend_pages(
@@ -343,21 +349,21 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Compute `reference.attend_pages`, reading no page beyond a block's highest limit.
+    """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    A program processes a block's queries of one key head, or `MAX_ROWS` of them, padded to the
-    minimum tile, in a loop over the pages of the block's table. Heads whose size is not a power of
-    two are multiplied in power-of-two parts; a padded copy of the pages would cost more.
+    A program processes up to `MAX_ROWS` queries of a block for one KV head, padded to the minimum
+    tile, in a loop over the pages of the block table. Heads whose size is not a power of two are
+    multiplied in power-of-two parts; a padded copy of the pages would cost more.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
-    merged, below = group_by_kv_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
-    rows = min(merged.shape[2], MAX_ROWS)
+    grouped_q, row_limits = group_by_kv_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
+    rows = min(grouped_q.shape[2], MAX_ROWS)
     pages = pl.BlockSpec((P, None, page, H), lambda b, k, i: (0, k, 0, 0))
     queries = pl.BlockSpec((None, None, rows, H), lambda b, k, i: (b, k, i, 0))
     out, lse = pl.pallas_call(
         partial(_pages_kernel, scale=H**-0.5 * math.log2(math.e)),
-        grid=(B, K, merged.shape[2] // rows),
+        grid=(B, K, grouped_q.shape[2] // rows),
         in_specs=[
             queries,
             pages,
@@ -367,13 +373,13 @@ def attend_pages(
         ],
         out_specs=[queries, pl.BlockSpec((None, None, rows), lambda b, k, i: (b, k, i))],
         out_shape=[
-            jax.ShapeDtypeStruct(merged.shape, jnp.float32),
-            jax.ShapeDtypeStruct(merged.shape[:3], jnp.float32),
+            jax.ShapeDtypeStruct(grouped_q.shape, jnp.float32),
+            jax.ShapeDtypeStruct(grouped_q.shape[:3], jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="attention_pages",
-    )(merged, keys, values, tables, below)
+    )(grouped_q, keys, values, tables, row_limits)
     return ungroup_queries(out, lse, q.shape)
 
 
@@ -382,29 +388,29 @@ def _pages_kernel(
     lse_ref: Any, *, scale: float,
 ) -> None:  # fmt: skip
     page, limits = k_ref.shape[1], limits_ref[...]
-    parts = _powers_of_2(q_ref.shape[1])
+    parts = _split_power_of_two(q_ref.shape[1])
     queries = [q_ref[:, part] for part in parts]
 
-    def add(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def accumulate(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, out = sums
-        page_id, is_read = tables_ref[j], _positions(j, page) < limits[:, None]
+        page_id, is_read = tables_ref[j], _make_positions(j, page) < limits[:, None]
         products = [
             _dot(q, k_ref[page_id, :, part], (1, 1)) for q, part in zip(queries, parts, strict=True)
         ]
         scores = jnp.where(is_read, sum(products[1:], products[0]) * scale, MASK_VALUE)
-        new = jnp.maximum(highest, scores.max(axis=1))
-        weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        new_highest = jnp.maximum(highest, scores.max(axis=1))
+        weights, rescale = jnp.exp2(scores - new_highest[:, None]), jnp.exp2(highest - new_highest)
         out = tuple(
             x * rescale[:, None]
             + _dot(weights.astype(v_ref.dtype), v_ref[page_id, :, part], (1, 0))
             for x, part in zip(out, parts, strict=True)
         )
-        return new, total * rescale + weights.sum(axis=1), out
+        return new_highest, total * rescale + weights.sum(axis=1), out
 
     zeros = jnp.zeros(limits.shape, jnp.float32)
     outs = tuple(jnp.zeros(x.shape, jnp.float32) for x in queries)
     sums = zeros + EMPTY_LSE, zeros, outs
-    highest, total, outs = jax.lax.fori_loop(0, count_live_pages(limits, page), add, sums)
+    highest, total, outs = jax.lax.fori_loop(0, count_live_pages(limits, page), accumulate, sums)
     total = jnp.where(total > 0, total, 1.0)
     for x, part in zip(outs, parts, strict=True):
         out_ref[:, part] = x / total[:, None]
@@ -412,12 +418,12 @@ def _pages_kernel(
 
 
 def count_live_pages(limits: jax.Array, page: int) -> jax.Array:
-    """Return the number of pages that a program reads, the first ones of its table."""
+    """Return the number of pages that a program reads, from the start of its block table."""
     return (limits.max() + page - 1) // page
 
 
-def _powers_of_2(size: int) -> list[Any]:
-    """Split `size` values into slices of power-of-two lengths, the longest first."""
+def _split_power_of_two(size: int) -> list[Any]:
+    """Return slices of power-of-two lengths that partition `size` values, longest first."""
     starts, lengths = [], [1 << bit for bit in range(size.bit_length()) if size >> bit & 1][::-1]
     for index in range(len(lengths)):
         starts.append(sum(lengths[:index]))

@@ -1,4 +1,4 @@
-"""Attention of the update on NVIDIA GPUs from Hopper on, with tokamax's Mosaic kernels."""
+"""Attention in the update on Hopper and newer NVIDIA GPUs, with tokamax's Mosaic kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxrl.models.attention.reference import pad_to_blocks
 from jaxrl.models.kernel_check import import_tokamax
 
 BLOCK = 128
-"""Tokens are padded to multiples of this: two warpgroups process 64 each, without bounds checks."""
+"""Multiple to which tokens are padded: two warpgroups process 64 each, without bounds checks."""
 
 HEAD_MULTIPLE = 64
-"""Heads are padded to multiples of this, which the backward kernels require."""
+"""Multiple to which head sizes are padded, as the backward kernels require."""
 
 MAX_HEAD_DIM = 128
-"""Maximum head size for the registers of `gradients_hopper`."""
+"""Maximum head size that `gradients_hopper` supports, because of its registers."""
 
 
 def attend_packed(
@@ -35,19 +35,19 @@ def attend_packed(
 ) -> Float[Array, "R Q N H"]:
     """Compute `reference.attend_packed` with kernels that support one range of keys per query.
 
-    Each query has two ranges, its own segment and a shared prompt. So there are two passes over the
-    keys, merged by their log-sum-exp, each of which skips blocks that no query reads. Tokamax's
-    backward kernels skip none before the diagonal, so Hopper uses `gradients_hopper`. Other GPUs
-    and wide heads take two backward passes: each needs only output and log-sum-exp of the complete
-    softmax, and the gradients add up.
+    Each query has two ranges, its segment and a shared prompt. So there are two passes over the
+    keys, each of which skips blocks that no query reads; results are merged by log-sum-exp.
+    Tokamax's backward kernels skip no blocks before the diagonal, so Hopper uses
+    `gradients_hopper`. Other GPUs and wide heads run two backward passes. Each needs only output
+    and log-sum-exp of the complete softmax, and the gradients are summed.
 
     Args:
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
-        reads: Tokens that each token reads; see `kernels.find_reads`.
-        interpret: True to use XLA in place of the kernels, with all scores in memory; for tests.
-        shares_prompts: False skips the second pass, for segments without shared prompts.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        interpret: True to use `XlaKernels`, with all scores in memory; for tests.
+        shares_prompts: True if segments may share a prompt; False skips the second pass.
 
     Raises:
         ImportError: tokamax is not installed, or its version differs.
@@ -55,7 +55,7 @@ def attend_packed(
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f"attention got queries of {q.dtype}, but tokamax's kernels multiply bfloat16 or "
+            f"attention got queries of {q.dtype}, but tokamax's kernels support only bfloat16 and "
             "float16; set config.model.dtype to 'bfloat16'."
         )
     Q, H = q.shape[1], q.shape[3]
@@ -67,18 +67,18 @@ def attend_packed(
 
 
 class KeyRange(NamedTuple):
-    """Range of keys that each query reads: from `start`, before `end`, and causal."""
+    """Range of keys that each query reads: from `start` up to, but not including, `end`."""
 
     start: jax.Array  # int32 [R, Q]
-    end: jax.Array | None  # int32 [R, Q]; None means up to the query itself
+    end: jax.Array | None  # int32 [R, Q]; None for causal, up to and including the query
 
 
 @dataclass(frozen=True)
 class XlaKernels:
-    """XLA substitute for the kernels.
+    """XLA implementation of `TokamaxKernels`, for tests.
 
     Attributes:
-        scale: Scale of the scores.
+        scale: Factor by which scores are multiplied.
     """
 
     scale: float
@@ -86,35 +86,37 @@ class XlaKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf without keys."""
+        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf for empty ranges."""
         R, Q, N, _ = q.shape
-        scores = self._scores(q, k, keys)
+        scores = self._compute_scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-        return self._by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
+        return self._einsum_by_query("rkgts,rskh->rtkgh", weights, v, q), lse.reshape(R, N, Q)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute the gradients of queries, keys and values through the keys in this range."""
+        """Compute the contribution of keys in a range to the gradients of q, k and v."""
         (R, Q, N, H), K = q.shape, k.shape[2]
-        by_group = (R, Q, K, N // K, H)
+        group_shape = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
-        weights = jnp.exp(self._scores(q, k, keys) - lse[..., None])
-        d_out = gradient.astype(jnp.float32).reshape(by_group)
-        delta = (d_out * out.reshape(by_group)).sum(axis=-1).transpose(0, 2, 3, 1)
+        weights = jnp.exp(self._compute_scores(q, k, keys) - lse[..., None])
+        d_out = gradient.astype(jnp.float32).reshape(group_shape)
+        delta = (d_out * out.reshape(group_shape)).sum(axis=-1).transpose(0, 2, 3, 1)
         d_weights = jnp.einsum("rtkgh,rskh->rkgts", d_out, v.astype(jnp.float32))
         d_scores = weights * (d_weights - delta[..., None]) * self.scale
-        dq = self._by_query("rkgts,rskh->rtkgh", d_scores, k, q)
-        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(by_group))
+        dq = self._einsum_by_query("rkgts,rskh->rtkgh", d_scores, k, q)
+        dk = jnp.einsum("rkgts,rtkgh->rskh", d_scores, q.reshape(group_shape))
         dv = jnp.einsum("rkgts,rtkgh->rskh", weights, d_out)
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
-    def _by_query(self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
+    def _einsum_by_query(
+        self, axes: str, weights: jax.Array, x: jax.Array, q: jax.Array
+    ) -> jax.Array:
         return jnp.einsum(axes, weights, x.astype(jnp.float32)).reshape(q.shape).astype(q.dtype)
 
-    def _scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
+    def _compute_scores(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> jax.Array:
         (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
         products = jnp.einsum(
             "rtkgh,rskh->rkgts",
@@ -122,14 +124,14 @@ class XlaKernels:
             k,
             preferred_element_type=jnp.float32,
         )
-        ends = _ends(keys, T)
+        ends = _get_ends(keys, T)
         positions = jnp.arange(T)
         is_read = (positions >= keys.start[..., None]) & (positions < ends[..., None])
         return jnp.where(is_read[:, None, None], products * self.scale, -jnp.inf)
 
 
-def _ends(keys: KeyRange, T: int) -> jax.Array:
-    """Return the end of each query's range of keys."""
+def _get_ends(keys: KeyRange, T: int) -> jax.Array:
+    """Return the exclusive end of each query's range, int32 [R, Q]."""
     if keys.end is not None:
         return keys.end
     Q = keys.start.shape[1]
@@ -138,10 +140,10 @@ def _ends(keys: KeyRange, T: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class TokamaxKernels:
-    """Tokamax's kernels, with its default block sizes, not autotuned.
+    """Tokamax's kernels with default block sizes instead of autotuned ones.
 
     Attributes:
-        scale: Scale of the scores.
+        scale: Factor by which scores are multiplied.
     """
 
     scale: float
@@ -149,9 +151,9 @@ class TokamaxKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute `XlaKernels.forward`."""
+        """Implement `XlaKernels.forward` with tokamax."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-        settings = self._settings(q, k, keys)
+        settings = self._make_settings(q, k, keys)
         config = attention.bind(q, k, v, return_residuals=True, **settings).heuristics_config
         attention = attention.replace(config=config)
         out, (highest, total) = attention(q, k, v, return_residuals=True, **settings)
@@ -161,33 +163,33 @@ class TokamaxKernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute `XlaKernels.backward` over the blocks before the diagonal or over all blocks."""
+        """Implement `XlaKernels.backward`; a causal mask skips the blocks after the diagonal."""
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
-        bound = attention.bind(q, k, v, **self._settings(q, k, keys))
-        settings = {key: x for key, x in bound.kwargs.items() if key != "return_residuals"}
-        # With the log-sum-exp as the maximum score, the softmax sum is 1.
-        arguments = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
+        bound_op = attention.bind(q, k, v, **self._make_settings(q, k, keys))
+        settings = {key: x for key, x in bound_op.kwargs.items() if key != "return_residuals"}
+        # If the log-sum-exp is passed as the maximum score, the softmax sum is 1.
+        args = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
-        config = backward.bind(*arguments, **settings).heuristics_config
-        gradients = backward.replace(config=config)(*arguments, **settings)
-        return gradients["q"], gradients["k"], gradients["v"]
+        config = backward.bind(*args, **settings).heuristics_config
+        attention_gradients = backward.replace(config=config)(*args, **settings)
+        return attention_gradients["q"], attention_gradients["k"], attention_gradients["v"]
 
     def is_hopper(self) -> bool:
-        """Return True on Hopper GPUs, which `gradients_hopper` requires."""
+        """Return True if the GPU is a Hopper, which `gradients_hopper` requires."""
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
-    def _settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
-        """Return scale and mask; a causal mask skips blocks after the diagonal."""
+    def _make_settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
+        """Return tokamax's arguments for scale and mask, with a causal mask where possible."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
         mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,
             k_start=keys.start[:, None],
-            k_end=None if is_causal else _ends(keys, k.shape[1])[:, None],
+            k_end=None if is_causal else _get_ends(keys, k.shape[1])[:, None],
         )
         return {"mask": mask, "logits_scale": self.scale}
 
 
-def _key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
+def _split_key_ranges(q: jax.Array, reads: jax.Array, shares_prompts: bool) -> list[KeyRange]:
     starts, *shared = jnp.moveaxis(reads[:, :, -q.shape[1] :], 1, 0)
     return [KeyRange(starts, None), KeyRange(*shared)][: 1 + shares_prompts]
 
@@ -204,14 +206,16 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array,
     kernels: XlaKernels | TokamaxKernels, shares_prompts: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
-    """Return the outputs, and residuals for the backward pass with the log-sum-exp `[R, N, Q]`."""
-    ranges = _key_ranges(q, reads, shares_prompts)
+    """Return the outputs and the residuals, which contain the log-sum-exp `[R, N, Q]`."""
+    ranges = _split_key_ranges(q, reads, shares_prompts)
     outs, sums = zip(*[kernels.forward(q, k, v, part) for part in ranges], strict=True)
     out, lse = outs[0], sums[0]
     if shares_prompts:
         lse = jnp.logaddexp(*sums)
-        shares = [jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in sums]
-        out = sum(part * share for part, share in zip(outs, shares, strict=True)).astype(q.dtype)
+        part_weights = [jnp.exp(part - lse).swapaxes(1, 2)[..., None] for part in sums]
+        out = sum(
+            part * part_weight for part, part_weight in zip(outs, part_weights, strict=True)
+        ).astype(q.dtype)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
@@ -224,10 +228,10 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, reads, out, lse = residuals
     if isinstance(kernels, TokamaxKernels) and q.shape[3] <= MAX_HEAD_DIM and kernels.is_hopper():
-        from jaxrl.extras.kernels.gradients_hopper import gradients
+        from jaxrl.extras.kernels.gradients_hopper import attention_gradients
 
-        return *gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
-    ranges = _key_ranges(q, reads, shares_prompts)
+        return *attention_gradients(q, k, v, reads, out, lse, gradient, scale=kernels.scale), None
+    ranges = _split_key_ranges(q, reads, shares_prompts)
     parts = [kernels.backward(q, k, v, part, out, lse, gradient) for part in ranges]
     return *(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True)), None
 

@@ -1,4 +1,4 @@
-"""Attention on TPUs: splash attention for the update, a Pallas kernel for pages."""
+"""Attention on TPUs: splash attention for the update, a Pallas kernel for paged attention."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxrl.models.attention.reference import (
 )
 
 LANES = 128
-"""Block and head sizes are multiples of this."""
+"""Lanes of a TPU register. Block and head sizes are multiples of this."""
 
 MAX_BLOCK = 512
-"""Maximum tokens of a block of queries or keys."""
+"""Maximum tokens in a block of queries or keys."""
 
 
 def attend_packed(
@@ -38,14 +38,14 @@ def attend_packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.attend_packed` with splash attention, without shared prompts.
+    """Compute `reference.attend_packed` with splash attention; shared prompts are unsupported.
 
-    Tokens are padded to full blocks and heads to lanes. The scale is applied to the queries. The
-    backward pass uses two kernels: the fused one would write a partial query gradient for each
-    block of keys.
+    Tokens are padded to full blocks and heads to multiples of `LANES`. The scale is applied to the
+    queries. The backward pass uses two kernels, because the fused kernel would write a partial
+    query gradient for each block of keys.
     """
     Q, N, H = q.shape[1:]
-    # Blocks of equal size, a multiple of the lanes.
+    # Blocks have equal sizes, a multiple of `LANES`.
     num_blocks = -(-Q // MAX_BLOCK)
     size = -(-Q // (num_blocks * LANES)) * LANES
     q, k, v, reads = pad_to_blocks(q, k, v, reads, size)
@@ -79,16 +79,16 @@ def attend_packed(
 
 
 SUBLANES = 16
-"""Rows of a matrix are padded to multiples of this, for bfloat16 and float32."""
+"""Multiple to which matrix rows are padded, for bfloat16 and float32."""
 
 STEP_PAGES = 4
-"""Maximum pages of a step: a page is fetched faster than its chain of two products runs."""
+"""Maximum pages per step. Fetching a page is faster than its two dependent matmuls."""
 
 NUM_SLOTS = 4
-"""Maximum number of steps with pages on the chip or in flight."""
+"""Maximum number of steps whose pages are in VMEM or in flight."""
 
 BUFFER_BYTES = 6 << 20
-"""Memory for these pages; a kernel has at least 16 MiB (TPU v4), and queries need some."""
+"""VMEM for these pages. A kernel has at least 16 MiB (TPU v4), part of it for queries."""
 
 
 def attend_pages(
@@ -100,15 +100,14 @@ def attend_pages(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Compute `reference.attend_pages`, fetching no page beyond a block's highest limit.
+    """Compute `reference.attend_pages` without fetching pages beyond a block's highest limit.
 
-    Each step processes a few live pages of one block; blocks follow one another, and a block that
-    reads nothing has no step. Pages are prefetched some steps ahead. Key heads with few queries
-    share a query matrix; in its product with each head's keys, the rows of other heads are
-    discarded.
+    Each step processes a few live pages of one block, and blocks without live pages have no steps.
+    Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix; from
+    its product with the keys of one head, the rows of other heads are discarded.
     """
     call = make_pages_call(q, keys, tables, limits)
-    merged, below = group_by_kv_head(
+    grouped_q, row_limits = group_by_kv_head(
         q, limits, keys.shape[1] // call.heads_per_matrix, call.num_rows
     )
     out, lse = pl.pallas_call(
@@ -122,47 +121,47 @@ def attend_pages(
             num_scalar_prefetch=len(call.steps),
             grid=call.grid,
             in_specs=[call.queries, call.limits, call.pages, call.pages],
-            out_specs=[call.queries, call.numbers],
+            out_specs=[call.queries, call.lse],
             scratch_shapes=call.scratch,
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(merged.shape, jnp.float32),
-            jax.ShapeDtypeStruct((*merged.shape[:3], LANES), jnp.float32),
+            jax.ShapeDtypeStruct(grouped_q.shape, jnp.float32),
+            jax.ShapeDtypeStruct((*grouped_q.shape[:3], LANES), jnp.float32),
         ],
         interpret=interpret,
         name="attention_pages",
-    )(*call.steps, merged, below[:, :, None], keys, values)
+    )(*call.steps, grouped_q, row_limits[:, :, None], keys, values)
     out, lse = ungroup_queries(out, lse[..., 0], q.shape)
     reads = (limits > 0)[:, :, None]  # blocks without steps are not written
     return jnp.where(reads[..., None], out, 0.0), jnp.where(reads, lse, EMPTY_LSE)
 
 
 class Steps(NamedTuple):
-    """Pages of each step, prefetched as scalars before the first one."""
+    """Assignment of pages to steps, prefetched as scalars before the first step."""
 
     tables: Any  # int32 [B, M]
     num_pages: Any  # int32 [B], live pages of each block
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
-    def first(self, step: Any, width: int) -> tuple[Any, Any]:
-        """Return the block of a step, and the table index of the first of its `width` pages."""
+    def first_page(self, step: Any, width: int) -> tuple[Any, Any]:
+        """Return a step's block, and the index of its first page in the block table."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
 
     def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
-        """Return the index in `tables` of a step's page, and whether it is live."""
-        block, first = self.first(step, width)
-        return (block, first + index), first + index < self.num_pages[block]
+        """Return the index in `tables` of a step's page, and True if the page is live."""
+        block, first_page = self.first_page(step, width)
+        return (block, first_page + index), first_page + index < self.num_pages[block]
 
     @classmethod
-    def of(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
-        """Build the steps over the live pages of the tables; also returns their number."""
+    def build(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
+        """Build steps of `width` pages over the live pages; return them and their number."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
         ends = jnp.cumsum(num_steps)
         steps = jnp.arange(B * -(-M // width))
-        # Count the blocks that end before each step: scalar lookups are slow on a TPU.
+        # Count the blocks that end before each step, because scalar lookups are slow on a TPU.
         blocks = (ends <= steps[:, None]).sum(axis=1, dtype=jnp.int32)
         return cls(tables, num_pages, ends - num_steps, jnp.minimum(blocks, B - 1)), ends[-1]
 
@@ -172,31 +171,33 @@ class PagesCall(NamedTuple):
 
     grid: tuple[Any, ...]
     steps: Steps
-    queries: pl.BlockSpec  # of queries and outputs
+    queries: pl.BlockSpec  # for queries and outputs
     limits: pl.BlockSpec
-    numbers: pl.BlockSpec  # of the log-sum-exp
+    lse: pl.BlockSpec  # for the log-sum-exp
     pages: pl.BlockSpec  # left in HBM; see `list_copied_pages`
     scratch: list[Any]
-    width: int  # pages of a step
-    heads_per_matrix: int  # key heads that share a query matrix
-    num_rows: int  # of this matrix
+    width: int  # pages per step
+    heads_per_matrix: int  # KV heads that share a query matrix
+    num_rows: int  # rows of a query matrix
 
     def list_copied_pages(self, step: int) -> list[int]:
-        """Return the pages whose keys and values are copied for a step."""
+        """Return the ids of the pages that are copied for a step."""
         pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
         return [int(self.steps.tables[table_index]) for table_index, is_live in pages if is_live]
 
 
 def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
-    """Lay out the steps of `attend_pages`; of `q` and `keys`, only shapes and dtypes matter."""
+    """Build the call for `attend_pages`; only shapes and dtypes of `q` and `keys` are used."""
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
     # As many pages per step and steps in flight as fit the buffer.
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     max_pages = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(max_pages // 2, STEP_PAGES, tables.shape[1]), 1)
     slots = min(max_pages // width, NUM_SLOTS)
-    steps, num_steps = Steps.of(jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width)
-    # Join as many key heads in one query matrix as fit its minimum rows.
+    steps, num_steps = Steps.build(
+        jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width
+    )
+    # Combine as many KV heads in a query matrix as fit in its minimum number of rows.
     valid_sizes = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
     heads_per_matrix = max(valid_sizes, default=1)
     num_rows = -(-Q * N // K * heads_per_matrix // SUBLANES) * SUBLANES
@@ -210,7 +211,7 @@ def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
         steps=steps,
         queries=pl.BlockSpec((1, heads, num_rows, H), block_index_map),
         limits=pl.BlockSpec((1, num_rows, 1), lambda *step: block_index_map(*step)[:3]),
-        numbers=pl.BlockSpec((1, heads, num_rows, LANES), block_index_map),
+        lse=pl.BlockSpec((1, heads, num_rows, LANES), block_index_map),
         pages=pl.BlockSpec(memory_space=pl.ANY),
         scratch=[
             *[pltpu.VMEM((slots, width, K, page, H), keys.dtype)] * 2,
@@ -229,11 +230,11 @@ def _pages_kernel(
     values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
     heads_per_matrix: int, groups: int,
 ) -> None:  # fmt: skip
-    """Add a step's pages to a block's softmax; outputs hold the sums until the last step."""
+    """Add a step's pages to a block's softmax; outputs hold sums until the block's last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
-    block, first = steps.first(step, width)
+    block, first_page = steps.first_page(step, width)
 
     # Start the copies of a step's live pages, or wait for them.
     def copy(step: Any, *, should_wait: bool) -> None:
@@ -252,28 +253,28 @@ def _pages_kernel(
 
     @pl.when(step == 0)
     def _() -> None:
-        # Buffers without a live page keep their content, which is multiplied by 0: it must be
-        # finite.
+        # Buffers without a live page keep their content, which is multiplied by 0, so it must
+        # be finite.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
-        for early in range(slots - 1):
-            pl.when(early < num_steps)(partial(copy, early, should_wait=False))
+        for early_step in range(slots - 1):
+            pl.when(early_step < num_steps)(partial(copy, early_step, should_wait=False))
 
     # Prefetch a later step's pages into the slot that the previous step has freed.
     prefetch_step = step + slots - 1
     pl.when(prefetch_step < num_steps)(partial(copy, prefetch_step, should_wait=False))
 
-    @pl.when(first == 0)
+    @pl.when(first_page == 0)
     def _() -> None:
         out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
         highest_ref[...] = jnp.full(highest_ref.shape, EMPTY_LSE, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
-    # Wait for this step's pages. Find the positions that each row reads, and the row's key head.
+    # Wait for this step's pages. Compute the positions that each row reads, and its KV head.
     copy(step, should_wait=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)
-    is_read = first * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
+    is_read = first_page * page + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < limits
     row = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
     head_of_row = jax.lax.div(jax.lax.rem(row, heads_per_matrix * groups), groups)
 
@@ -287,28 +288,28 @@ def _pages_kernel(
     for head in range(q_ref.shape[1]):
         product = jnp.zeros(shape, jnp.float32)
         for index in range(heads_per_matrix):
-            own = jax.lax.dot_general(
+            head_part = jax.lax.dot_general(
                 q_ref[0, head],
                 load_head(keys_ref, head * heads_per_matrix + index),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            product = select_head(index, own, product)
+            product = select_head(index, head_part, product)
         scores = jnp.where(is_read, product * scale, MASK_VALUE)
         highest = highest_ref[head, :, :1]
         new = jnp.maximum(highest, scores.max(axis=1, keepdims=True))
         weights, rescale = jnp.exp(scores - new), jnp.exp(highest - new)
-        added = jnp.zeros(out_ref.shape[2:], jnp.float32)
+        head_out = jnp.zeros(out_ref.shape[2:], jnp.float32)
         for index in range(heads_per_matrix):
-            own = select_head(index, weights, 0.0).astype(values_ref.dtype)
+            head_part = select_head(index, weights, 0.0).astype(values_ref.dtype)
             values = load_head(values_ref, head * heads_per_matrix + index)
-            added += jnp.dot(own, values, preferred_element_type=jnp.float32)
-        out_ref[0, head] = out_ref[0, head] * rescale + added
+            head_out += jnp.dot(head_part, values, preferred_element_type=jnp.float32)
+        out_ref[0, head] = out_ref[0, head] * rescale + head_out
         total = total_ref[head, :, :1] * rescale + weights.sum(axis=1, keepdims=True)
         highest_ref[head] = jnp.broadcast_to(new, highest_ref.shape[1:])
         total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
 
-    @pl.when(first + width >= num_pages_ref[block])
+    @pl.when(first_page + width >= num_pages_ref[block])
     def _() -> None:
         total = jnp.where(total_ref[...] > 0, total_ref[...], 1.0)
         out_ref[0] = out_ref[0] / total[:, :, :1]

@@ -20,36 +20,36 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
 
 ERROR_FLOOR = {2: 0.005, 4: 0.001}
-"""Relative errors that always pass, by bytes per value: the rounding of bfloat16 and of TF32."""
+"""Relative error that always passes, by bytes per value: the rounding of bfloat16 and TF32."""
 
 WORST_ERROR_FLOOR = 0.05
-"""Like `ERROR_FLOOR`, for the worst vector."""
+"""`ERROR_FLOOR` for the worst vector."""
 
 PIECE_ERROR_FLOOR = {2: 0.009, 4: 0.002}
-"""Like `ERROR_FLOOR`, for each piece. Over many random inputs, our kernels' bfloat16 error was at
-most 0.41%; other valid orders of summation reached 0.46%.
+"""`ERROR_FLOOR` for each piece. Over many random inputs, our kernels' bfloat16 errors were at most
+0.41%; other valid orders of summation reached 0.46%.
 """
 
 MAX_UNSPLIT = 128
-"""Maximum length of an axis, such as heads, of which each index is a piece."""
+"""Maximum length of an axis, such as heads, at which each index is a separate piece."""
 
 NUM_PIECES = 16
-"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels are off by up to
-0.45%, since gradients of a segment's first tokens nearly cancel; with 8, an error in only the late
-keys hardly shows.
+"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels err by up to
+0.45%, because gradients of a segment's first tokens nearly cancel. With 8, an error in only the
+late keys is barely visible.
 """
 
 MIN_RELATIVE_NORM = 0.01
-"""Minimum vector length assumed for a piece, relative to the average; a piece may be all zeros."""
+"""Minimum norm assumed for a piece, relative to the average: some pieces are all zeros."""
 
 SLOW_CHECK_S = 120.0
-"""Seconds after which a warning reports that a check is still running: a kernel may hang."""
+"""Seconds after which a warning reports that a check is still running, and may hang."""
 
 NO_AUTOTUNE_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options that skip compiling and timing tens of tilings for each product on a GPU."""
+"""XLA options that skip autotuning, which compiles and times tens of tilings per GPU matmul."""
 
 
 def select_kernel(
@@ -79,7 +79,7 @@ def select_kernel(
             raise ValueError(
                 f"{config_key} is {name!r}, which fails its check before the run: "
                 f"{kernel_checks[-1].operation}: {kernel_checks[-1].finding}. Set it to 'auto', "
-                "which takes the next kernel that passes, or to 'xla'."
+                "which selects the next kernel that passes, or to 'xla'."
             )
     return SelectedKernel(name="xla", function=reference, kernel_checks=tuple(kernel_checks))
 
@@ -88,7 +88,7 @@ def select_kernel(
 def _warn_when_slow(trial: Trial, kernel: str) -> Iterator[None]:
     def warn() -> None:
         print(
-            f"warning: {trial.operation}: the check of {kernel} still runs after "
+            f"warning: {trial.operation}: the check of {kernel} is still running after "
             f"{SLOW_CHECK_S:.0f} s. A kernel that hangs cannot be stopped: if this continues, end "
             "the run and set config.model.attention or config.model.experts to 'xla'.",
             file=sys.stderr,
@@ -107,7 +107,7 @@ def _warn_when_slow(trial: Trial, kernel: str) -> Iterator[None]:
 def _run_trial(
     trial: Trial, function: Callable[..., Any], *, use_float32: bool = False
 ) -> list[np.ndarray]:
-    """Compile and run the operation, in float32 on the same rounded values if `use_float32`."""
+    """Compile and run the trial; `use_float32` casts the rounded inputs to float32."""
     arrays = []
     for x in trial.arrays:
         is_wide = x.dtype == np.float32
@@ -119,8 +119,8 @@ def _run_trial(
 
 
 def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Return whether a kernel agrees with XLA, and the measurements."""
-    # A kernel that fails to compile or run is not used; one that breaks the device ends the run.
+    """Return whether a kernel agrees with XLA, and a description of the errors."""
+    # A kernel that fails to compile or run is skipped; one that breaks the device ends the run.
     start = time.monotonic()
     try:
         results = _run_trial(trial, load())
@@ -133,51 +133,56 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
     # Errors are relative to XLA in float32. XLA's rounding in the run's dtype sets the bounds.
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
-        in_float32 = _run_trial(trial, trial.reference, use_float32=True)
+        exact_results = _run_trial(trial, trial.reference, use_float32=True)
     rounded = _run_trial(trial, trial.reference)  # the rounding error that any kernel may have
     errors = []
-    for name, actual, exact, usual in zip(trial.names, results, in_float32, rounded, strict=True):
+    for name, actual, exact, baseline in zip(
+        trial.names, results, exact_results, rounded, strict=True
+    ):
         if actual.shape != exact.shape:
-            return False, f"{name}: of shape {actual.shape}, where XLA's is {exact.shape}"
+            return False, f"{name}: shape {actual.shape}; XLA's is {exact.shape}"
         if not np.isfinite(actual).all():
             return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
-        # A kernel may err twice as much in total and in each piece, four times in one vector.
-        off, rounding = RelativeErrors.of(actual, exact), RelativeErrors.of(usual, exact)
-        bound = max(2 * rounding.whole, ERROR_FLOOR[itemsize])
-        if off.whole > bound:
-            return False, f"{name}: off by {off.whole:.2%}, where at most {bound:.2%} is rounding"
+        # The bound is twice the rounding error in total and per piece, four times for one vector.
+        off, rounding = (
+            RelativeErrors.compute(actual, exact),
+            RelativeErrors.compute(baseline, exact),
+        )
+        bound = max(2 * rounding.total, ERROR_FLOOR[itemsize])
+        if off.total > bound:
+            return False, f"{name}: off by {off.total:.2%}; rounding explains at most {bound:.2%}"
         bound = max(4 * rounding.worst, WORST_ERROR_FLOOR)
         if off.worst > bound:
             return False, (
-                f"{name}: one vector is off by {off.worst:.1%}, where at most {bound:.1%} is "
-                "rounding"
+                f"{name}: one vector is off by {off.worst:.1%}; rounding explains at most "
+                f"{bound:.1%}"
             )
         bounds = {k: max(2 * x, PIECE_ERROR_FLOOR[itemsize]) for k, x in rounding.pieces.items()}
         piece = max(bounds, key=lambda x: off.pieces[x] - bounds[x])
         if off.pieces[piece] > bounds[piece]:
             return False, (
-                f"{name}[{piece}]: off by {off.pieces[piece]:.2%}, where at most "
-                f"{bounds[piece]:.2%} is rounding"
+                f"{name}[{piece}]: off by {off.pieces[piece]:.2%}; rounding explains at most "
+                f"{bounds[piece]:.2%}"
             )
-        errors.append(f"{name} {off.whole:.2%}")
+        errors.append(f"{name} {off.total:.2%}")
     return True, f"off by {', '.join(errors)}; compiled and run in {seconds:.1f} s"
 
 
 class RelativeErrors(NamedTuple):
-    """Relative errors of vectors `[..., values]`."""
+    """Relative errors of an array of vectors `[..., values]`."""
 
-    whole: float  # of the complete array
-    worst: float  # of the worst vector, relative to the average length
-    pieces: dict[str, float]  # per axis, relative to the piece's length; keys are NumPy slices
+    total: float  # over the complete array
+    worst: float  # of the worst vector, relative to the average norm
+    pieces: dict[str, float]  # relative to the piece's norm; keys are NumPy slices
 
     @classmethod
-    def of(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
-        """Compute the errors, also by piece: one of ten heads or late keys hardly affect the total.
+    def compute(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
+        """Compute the errors, in total and by piece.
 
-        Late keys have short gradients, since few queries read them.
+        Pieces reveal errors in a single head, or in late keys, whose gradients are small.
         """
         off, square = (np.square(x).sum(axis=-1) for x in (actual - exact, exact))
-        usual = square.mean() or 1.0
+        baseline = square.mean() or 1.0
         pieces = {}
         for axis, size in enumerate(off.shape):
             index_ranges, offs, squares = (
@@ -185,19 +190,21 @@ class RelativeErrors(NamedTuple):
                 for x in (np.arange(size), *(np.moveaxis(x, axis, 0) for x in (off, square)))
             )
             for indices, x, magnitude in zip(index_ranges, offs, squares, strict=True):
-                length = max(magnitude.mean(), MIN_RELATIVE_NORM**2 * usual)
+                length = max(magnitude.mean(), MIN_RELATIVE_NORM**2 * baseline)
                 piece = f"{':, ' * axis}{indices[0]}:{indices[-1] + 1}"
                 pieces[piece] = float(np.sqrt(x.mean() / length))
-        return cls(float(np.sqrt(off.mean() / usual)), float(np.sqrt(off.max() / usual)), pieces)
+        return cls(
+            float(np.sqrt(off.mean() / baseline)), float(np.sqrt(off.max() / baseline)), pieces
+        )
 
 
 def _check_device(trial: Trial, failure: Exception) -> None:
-    """Raise if a kernel has broken its device, as an out-of-bounds write can on a GPU."""
+    """Raise RuntimeError if a kernel broke the device, as an out-of-bounds write can on a GPU."""
     try:
         np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
     except Exception as error:
         raise RuntimeError(
             f"a kernel of the {trial.operation} failed ({failure}) and left {trial.device} unable "
-            "to compute anything; start again with config.model.attention and config.model.experts "
+            "to compute anything; restart with config.model.attention and config.model.experts "
             "set to 'xla'."
         ) from error

@@ -1,7 +1,7 @@
-"""Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip blocks.
+"""Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip fully masked blocks.
 
-Library kernels process all blocks before the diagonal in the backward pass, or support one range of
-keys per query. These process only blocks with something to read, in both ranges.
+Library kernels process all blocks before the diagonal in the backward pass, or support only one
+range of keys per query. These kernels support two ranges and skip fully masked blocks in both.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import find_key_blocks
 
 GROUPS = 2
-"""Warpgroups of a program that compute; one more copies their operands to the chip."""
+"""Compute warpgroups per program; one more copies their operands to shared memory."""
 
 BLOCK = 64
-"""Tokens of a warpgroup's block, and of the blocks that it loops over."""
+"""Tokens in a warpgroup's block, and in the blocks that it loops over."""
 
 TILE = GROUPS * BLOCK
-"""Tokens of a program; every array's length is a multiple."""
+"""Tokens per program; array lengths are multiples of this."""
 
 STAGES = 2
-"""Pipeline stages: blocks in flight to the chip or on it."""
+"""Pipeline stages: blocks in shared memory or being copied to it."""
 
 GRID = ("tile", "row", "head")
-"""Axes of the grids; the last varies fastest.
+"""Grid axes; the last varies fastest.
 
-Programs start in this order, each multiprocessor runs one at a time, and their work differs by
-tile. A segment's last queries read the most keys, and its first keys have the most queries: these
-tiles start first, except for those late in a row of several segments.
+Programs start in this order, and each multiprocessor runs one at a time. Their work differs by
+tile: a segment's last queries read the most keys, and its first keys have the most queries. In rows
+with one segment, the tiles with the most work start first.
 """
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
@@ -46,10 +46,10 @@ ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
 
 
 load: Any = mosaic.load
-"""`mosaic.load` without an index, which requires JAX 0.11."""
+"""`mosaic.load`, which can be called without an index since JAX 0.11."""
 
 
-def gradients(
+def attention_gradients(
     q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
@@ -62,24 +62,24 @@ def gradients(
 ) -> tuple[Float[Array, "R Q N H"], Float[Array, "R T K H"], Float[Array, "R T K H"]]:
     """Compute the gradients of `reference.attend_packed`, accumulating in float32.
 
-    A program processes a tile of queries of one head, or a tile of keys of one key head, in a loop
-    over the relevant blocks of the other kind, as in `attention_gpu`. Masks are computed only for
-    blocks that are not read completely.
+    As in `attention_gpu`, a program processes a tile of queries of one head in a loop over key
+    blocks, or a tile of keys of one KV head in a loop over query blocks. Only partially masked
+    blocks compute a mask.
 
     Args:
         q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
         k: Keys of all T tokens, a multiple of `TILE`.
         v: Values of all T tokens.
-        reads: Tokens that each token reads; see `kernels.find_reads`.
-        out: Outputs.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
+        out: Outputs of the forward pass.
         lse: Log-sum-exp of the scores, in nats.
-        gradient: Gradient of the outputs.
-        scale: Scale of the scores.
+        gradient: Gradient of the loss with respect to `out`.
+        scale: Factor by which scores are multiplied.
     """
     # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     config = GradientConfig(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
-    # Both kernels take the log-sum-exp to base 2, and the dot products of outputs and gradients.
+    # Both kernels take the log-sum-exp in base 2, and the dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
@@ -116,16 +116,16 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:
-    """Compile-time settings of the kernels."""
+    """Compile-time parameters of the kernels."""
 
     scale: float
     first: int  # index of the first query among the keys, a multiple of `TILE`
     num_queries: int
-    groups: int  # query heads per key head
+    groups: int  # query heads per KV head
 
 
-def _transforms(dtype: Any) -> tuple[Any, ...]:
-    """Return the shared-memory layout of the matrix units: 8 lines of 128 bytes per tile."""
+def _smem_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Return the shared-memory layout that the matrix units require: tiles of 8 x 128 bytes."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         mosaic.SwizzleTransform(128),
@@ -135,32 +135,34 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
 def _alloc_smem(x: jax.Array) -> Any:
     """Allocate shared memory for one block per warpgroup."""
     shape = GROUPS, BLOCK, x.shape[-1]
-    return mosaic.SMEM(shape, x.dtype, transforms=_transforms(x.dtype))
+    return mosaic.SMEM(shape, x.dtype, transforms=_smem_transforms(x.dtype))
 
 
 def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute the key blocks of each query tile, and the first key from which a block reads all.
+    """Find the key blocks that each query tile reads, and where blocks need no mask.
 
     Returns:
-        First block and number of blocks of a shared prompt, first own block, and total number of
-        blocks, int32 `[R, Q / TILE, 4]`. Then per block the first key, int32 `[R, Q / BLOCK]`.
+        Per tile, int32 `[R, Q / TILE, 4]`: first block and number of blocks of the shared prompt,
+        first block of the segment, and total number of blocks. Per block, int32 `[R, Q / BLOCK]`:
+        the key from which on, up to the diagonal, all of its queries read every key.
     """
     R = len(reads)
     query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
     indices = config.first // BLOCK + jnp.arange(config.num_queries // TILE) * GROUPS
     find = jax.vmap(jax.vmap(partial(find_key_blocks, size=BLOCK), (1, 0)), (0, None))
-    shared, num_shared, own = find(query_reads, indices)
-    count = num_shared + indices + GROUPS - own
-    whole = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
-    return jnp.stack([shared, num_shared, own, count], axis=2).astype(jnp.int32), whole
+    shared, num_shared, segment = find(query_reads, indices)
+    count = num_shared + indices + GROUPS - segment
+    mask_bound = query_reads[:, 0].reshape(R, -1, BLOCK).max(axis=2)
+    return jnp.stack([shared, num_shared, segment, count], axis=2).astype(jnp.int32), mask_bound
 
 
 def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Compute the query blocks of each key tile, and the token before which all read each block.
+    """Find the query blocks that read each key tile, and where blocks need no mask.
 
     Returns:
-        First block and number of blocks, at least one, int32 `[R, T / TILE, 2]`. Then per block the
-        token before which all later tokens read all of it, int32 `[R, T / BLOCK]`.
+        Per tile, int32 `[R, T / TILE, 2]`: first block and number of blocks, at least one. Per
+        block, int32 `[R, T / BLOCK]`: the query before which, from the diagonal on, every query
+        reads all of its keys.
     """
     R, _, T = reads.shape
     ends = find_last_readers(reads)
@@ -170,17 +172,19 @@ def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Ar
     blocks = jnp.stack(jnp.broadcast_arrays(first, jnp.maximum(last - first, 1)), axis=2)
     starts = reads[:, 0].reshape(R, -1, BLOCK)
     is_single_segment = starts.max(axis=2) <= jnp.arange(0, T, BLOCK)
-    whole = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
-    return blocks.astype(jnp.int32), whole
+    mask_bound = jnp.where(is_single_segment, ends.reshape(R, -1, BLOCK).min(axis=2), 0)
+    return blocks.astype(jnp.int32), mask_bound
 
 
-def _is_read(reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]) -> Any:
+def _attention_mask(
+    reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]
+) -> Any:
     starts, shared_starts, shared_ends = (broadcast(x) for x in reads)
-    own = (keys >= starts) & (keys <= queries)
-    return own | ((keys >= shared_starts) & (keys < shared_ends))
+    segment = (keys >= starts) & (keys <= queries)
+    return segment | ((keys >= shared_starts) & (keys < shared_ends))
 
 
-def _positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+def _make_positions(first: Any, shape: tuple[int, int], axis: int) -> jax.Array:
     return first + mosaic.broadcasted_iota(jnp.int32, shape, axis, layout=mosaic.Layout.WGMMA)
 
 
@@ -194,33 +198,33 @@ SCORES = (BLOCK, BLOCK)
 
 def _queries_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
+    reads_ref: Any, blocks_ref: Any, bound_ref: Any, out_ref: Any, q_smem: Any, gradient_smem: Any,
     load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
     tile_index, row, head = (jax.lax.axis_index(name) for name in GRID)
     # The last tiles start first; see `GRID`.
     tile = config.num_queries // TILE - 1 - tile_index
     group = jax.lax.axis_index("group")
-    key_head = jax.lax.div(head, jnp.int32(config.groups))
-    shared, num_shared, own, count = (blocks_ref[row, tile, i] for i in range(4))
+    kv_head = jax.lax.div(head, jnp.int32(config.groups))
+    shared, num_shared, segment, count = (blocks_ref[row, tile, i] for i in range(4))
     block_slice = pl.ds(tile * TILE + group * BLOCK, BLOCK)
     query = config.first + tile * TILE + group * BLOCK
 
-    def block_at(i: Any) -> Any:
-        return jnp.where(i < num_shared, shared + i, own - num_shared + i)
+    def block_index(i: Any) -> Any:
+        return jnp.where(i < num_shared, shared + i, segment - num_shared + i)
 
     # Load the warpgroup's queries and gradients, run the pipeline, and write the result.
-    def compute(run: Any) -> None:
+    def compute_warpgroup(run_pipeline: Any) -> None:
         q_block, barrier = q_smem.at[group], load_barriers.at[group]
         mosaic.copy_gmem_to_smem(q_ref.at[row, block_slice, head], q_block, barrier)
         mosaic.copy_gmem_to_smem(
             gradient_ref.at[row, block_slice, head], gradient_smem.at[group], barrier
         )
         lse, delta = (_load(ref.at[row, head, block_slice], ROWS) for ref in (lse_ref, delta_ref))
-        whole = whole_ref[row, tile * GROUPS + group]
+        mask_bound = bound_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
         total = pl.run_scoped(
-            lambda total: (run((total, lse, delta, whole)), total[...])[1],
+            lambda total: (run_pipeline((total, lse, delta, mask_bound)), total[...])[1],
             mosaic.ACC(q_block.shape, jnp.float32),
         )
         q_block[...] = (total * config.scale).astype(q_block.dtype)
@@ -229,9 +233,9 @@ def _queries_kernel(
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of keys.
-    def add(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
-        total, lse, delta, whole = carry
-        key = block_at(index[0]) * BLOCK
+    def accumulate_block(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
+        total, lse, delta, mask_bound = carry
+        key = block_index(index[0]) * BLOCK
 
         def multiply(scores: Any, d_weights: Any) -> Any:
             mosaic.wgmma(d_weights, gradient_smem.at[group], v.T)
@@ -248,27 +252,27 @@ def _queries_kernel(
 
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(lse))
 
-        def masked() -> jax.Array:
+        def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, block_slice], ROWS) for i in range(3)]
-            positions = _positions(key, SCORES, 1), _positions(query, SCORES, 0)
-            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
+            positions = _make_positions(key, SCORES, 1), _make_positions(query, SCORES, 0)
+            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
-        # Mask only blocks that are not read completely.
-        is_whole = (key >= whole) & (key + BLOCK <= query)
-        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+        # Apply the mask only to partially masked blocks.
+        is_unmasked = (key >= mask_bound) & (key + BLOCK <= query)
+        weights = jax.lax.cond(is_unmasked, lambda: weights, mask_weights)
         d_scores = weights * (d_weights - broadcast(delta))
         mosaic.wgmma(total, d_scores.astype(k.dtype), k)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(k_done)
-        return total, lse, delta, whole
+        return total, lse, delta, mask_bound
 
     spec = mosaic.BlockSpec(
         (BLOCK, q_ref.shape[-1]),
-        lambda i: (block_at(i), 0),
-        transforms=_transforms(k_ref.dtype),
+        lambda i: (block_index(i), 0),
+        transforms=_smem_transforms(k_ref.dtype),
     )
     mosaic.emit_pipeline_warp_specialized(
-        add,
+        accumulate_block,
         grid=(count,),
         in_specs=[spec, spec],
         max_concurrent_steps=STAGES,
@@ -276,46 +280,48 @@ def _queries_kernel(
         memory_registers=40,
         wg_axis="group",
         manual_consumed_barriers=True,
-        compute_context=compute,
-    )(k_ref.at[row, :, key_head], v_ref.at[row, :, key_head])
+        compute_context=compute_warpgroup,
+    )(k_ref.at[row, :, kv_head], v_ref.at[row, :, kv_head])
 
 
 def _keys_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, gradient_ref: Any, lse_ref: Any, delta_ref: Any,
-    reads_ref: Any, blocks_ref: Any, whole_ref: Any, dk_ref: Any, dv_ref: Any,
+    reads_ref: Any, blocks_ref: Any, bound_ref: Any, dk_ref: Any, dv_ref: Any,
     k_smem: Any, v_smem: Any, load_barriers: Any, *, config: GradientConfig,
 ) -> None:  # fmt: skip
-    tile, row, key_head = (jax.lax.axis_index(name) for name in GRID)
+    tile, row, kv_head = (jax.lax.axis_index(name) for name in GRID)
     group = jax.lax.axis_index("group")
     first, count = blocks_ref[row, tile, 0], blocks_ref[row, tile, 1]
     key = tile * TILE + group * BLOCK
     block_slice = pl.ds(key, BLOCK)
 
     # Load the warpgroup's keys and values, run the pipeline, and write both gradients.
-    def compute(run: Any) -> None:
+    def compute_warpgroup(run_pipeline: Any) -> None:
         keys, values, barrier = k_smem.at[group], v_smem.at[group], load_barriers.at[group]
-        mosaic.copy_gmem_to_smem(k_ref.at[row, block_slice, key_head], keys, barrier)
-        mosaic.copy_gmem_to_smem(v_ref.at[row, block_slice, key_head], values, barrier)
-        whole = whole_ref[row, tile * GROUPS + group]
+        mosaic.copy_gmem_to_smem(k_ref.at[row, block_slice, kv_head], keys, barrier)
+        mosaic.copy_gmem_to_smem(v_ref.at[row, block_slice, kv_head], values, barrier)
+        mask_bound = bound_ref[row, tile * GROUPS + group]
         mosaic.barrier_wait(barrier)
 
-        def run_both(dk: Any, dv: Any) -> Any:
-            run((dk, dv, whole))
+        def run_with_accumulators(dk: Any, dv: Any) -> Any:
+            run_pipeline((dk, dv, mask_bound))
             return dk[...], dv[...]
 
         acc = mosaic.ACC(keys.shape, jnp.float32)
-        dk, dv = pl.run_scoped(run_both, acc, acc)
+        dk, dv = pl.run_scoped(run_with_accumulators, acc, acc)
         keys[...] = (dk * config.scale).astype(keys.dtype)
         values[...] = dv.astype(values.dtype)
         mosaic.commit_smem()
-        mosaic.copy_smem_to_gmem(keys, dk_ref.at[row, block_slice, key_head])
-        mosaic.copy_smem_to_gmem(values, dv_ref.at[row, block_slice, key_head])
+        mosaic.copy_smem_to_gmem(keys, dk_ref.at[row, block_slice, kv_head])
+        mosaic.copy_smem_to_gmem(values, dv_ref.at[row, block_slice, kv_head])
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Add the contribution of one block of queries of one head.
-    def add(index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *others: Any) -> Any:
-        q_done, gradient_done, lse_done, delta_done, carry = others
-        dk, dv, whole = carry
+    def accumulate_block(
+        index: Any, q: Any, gradient: Any, lse: Any, delta: Any, *barriers_and_carry: Any
+    ) -> Any:
+        q_done, gradient_done, lse_done, delta_done, carry = barriers_and_carry
+        dk, dv, mask_bound = carry
         queries = (first + index[1]) * BLOCK
         query = config.first + queries
 
@@ -324,23 +330,23 @@ def _keys_kernel(
 
         def multiply(acc: Any) -> Any:
             mosaic.wgmma(acc, k_smem.at[group], q.T)
-            numbers = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
+            row_values = load(lse, layout=COLUMNS), load(delta, layout=COLUMNS)
             mosaic.barrier_arrive(lse_done)
             mosaic.barrier_arrive(delta_done)
-            return acc[...], *numbers
+            return acc[...], *row_values
 
         acc = mosaic.ACC(SCORES, jnp.float32)
         scores, sums, deltas = pl.run_scoped(multiply, acc)
         weights = jnp.exp2(scores * (config.scale * math.log2(math.e)) - broadcast(sums))
 
-        def masked() -> jax.Array:
+        def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
-            positions = _positions(key, SCORES, 0), _positions(query, SCORES, 1)
-            return jnp.where(_is_read(reads, *positions, broadcast), weights, 0.0)
+            positions = _make_positions(key, SCORES, 0), _make_positions(query, SCORES, 1)
+            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
-        # Mask only blocks that are not read completely.
-        is_whole = (query >= key + BLOCK) & (query + BLOCK <= whole)
-        weights = jax.lax.cond(is_whole, lambda: weights, masked)
+        # Apply the mask only to partially masked blocks.
+        is_unmasked = (query >= key + BLOCK) & (query + BLOCK <= mask_bound)
+        weights = jax.lax.cond(is_unmasked, lambda: weights, mask_weights)
 
         def multiply_values(acc: Any) -> jax.Array:
             mosaic.wgmma(acc, v_smem.at[group], gradient.T)
@@ -354,24 +360,24 @@ def _keys_kernel(
         mosaic.barrier_arrive(gradient_done)
         mosaic.wgmma_wait(0)
         mosaic.barrier_arrive(q_done)
-        return dk, dv, whole
+        return dk, dv, mask_bound
 
-    head = key_head * config.groups
-    # Each block is visited once for every query head of the key head.
+    head = kv_head * config.groups
+    # Each block is visited once for every query head that shares the KV head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
         lambda g, i: (first + i, head + g, 0),
-        transforms=_transforms(q_ref.dtype),
+        transforms=_smem_transforms(q_ref.dtype),
     )
-    numbers = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
+    row_values = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
     mosaic.emit_pipeline_warp_specialized(
-        add,
+        accumulate_block,
         grid=(config.groups, count),
-        in_specs=[tokens, tokens, numbers, numbers],
+        in_specs=[tokens, tokens, row_values, row_values],
         max_concurrent_steps=STAGES,
         num_compute_wgs=GROUPS,
         memory_registers=40,
         wg_axis="group",
         manual_consumed_barriers=True,
-        compute_context=compute,
+        compute_context=compute_warpgroup,
     )(q_ref.at[row], gradient_ref.at[row], lse_ref.at[row], delta_ref.at[row])

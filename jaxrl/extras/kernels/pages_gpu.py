@@ -1,11 +1,10 @@
-"""Attention over pages on NVIDIA Hopper GPUs: a Pallas kernel for the Mosaic GPU backend.
+"""Paged attention on NVIDIA Hopper GPUs: a Pallas kernel for the Mosaic GPU backend.
 
-A unit of work is a page of a key head that some row reads, or the start of a key head. The units of
-all rows are concatenated and divided evenly among as many programs as the chip has multiprocessors,
-so a few long rows keep it as busy as many short ones. If a row's units fall to several programs,
-each writes a partial softmax, and XLA merges them: flash-decoding
-(https://pytorch.org/blog/flash-decoding/) with stream-K work partitioning
-(https://arxiv.org/abs/2301.03598).
+Flash-decoding (https://pytorch.org/blog/flash-decoding/) with stream-K work partitioning
+(https://arxiv.org/abs/2301.03598). A unit of work is a page of a KV head, or the start of a KV
+head. The units of all rows are concatenated and divided evenly among as many programs as the GPU
+has multiprocessors, so a few long rows use it as fully as many short ones. If the units of a row
+are split among programs, each writes a partial softmax, and XLA merges them.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from jaxrl.models.attention.reference import (
 )
 
 NUM_PROGRAMS = 132
-"""Number of programs: the multiprocessors of an H100 or H200, each of which holds one program."""
+"""Number of programs: one for each multiprocessor of an H100 or H200."""
 
 MAX_PARTS = 16
-"""Maximum number of programs that share a row's key head, whose parts XLA merges."""
+"""Maximum number of programs that share one KV head of a row."""
 
 ROWS = 64
-"""Rows of the matrices that a warpgroup multiplies."""
+"""Rows of the query matrices that a warpgroup multiplies."""
 
 STAGES_BYTES = 128 * 1024
-"""Shared memory for pages in flight."""
+"""Bytes of shared memory for pages in flight."""
 
 
 def attend_pages(
@@ -50,20 +49,20 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Compute `reference.attend_pages`, reading no page beyond a block's highest limit.
+    """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    A block's queries of one key head are the rows of one matrix. More than `ROWS` of them are
-    several matrices, and each reads the pages below its own highest limit. Pallas' interpreter
+    The queries of a block for one KV head are the rows of a matrix. More than `ROWS` of them are
+    several matrices, each of which reads the pages below its highest limit. The Pallas interpreter
     (since JAX 0.12) also supports other sizes and float32.
 
     Raises:
-        ValueError: The chip's matrix units do not support the operands.
+        ValueError: The GPU's matrix units do not support the operands.
     """
     B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
     if not interpret:
-        _check(q.dtype, H, page)
-    merged, below = group_by_kv_head(q, limits, K)
+        _check_operands(q.dtype, H, page)
+    merged, row_limits = group_by_kv_head(q, limits, K)
     R = merged.shape[2]
     rows = min(pl.cdiv(R, 8) * 8, ROWS)
     num_blocks = pl.cdiv(R, rows)
@@ -71,10 +70,10 @@ def attend_pages(
     merged = jnp.pad(merged, ((0, 0), (0, 0), (0, padding), (0, 0)))
     # [B * blocks, K, rows, H] and [B * blocks, rows]
     merged = merged.reshape(B, K, num_blocks, rows, H).swapaxes(1, 2).reshape(-1, K, rows, H)
-    below = jnp.pad(below, ((0, 0), (0, padding))).reshape(-1, rows)
-    highest = limits if num_blocks == 1 else below
+    row_limits = jnp.pad(row_limits, ((0, 0), (0, padding))).reshape(-1, rows)
+    highest = limits if num_blocks == 1 else row_limits
     work = partition_work(highest.max(axis=1), page, K)
-    out, lse = _attend(merged, keys, values, tables, below, work, interpret)
+    out, lse = _run_kernel(merged, keys, values, tables, row_limits, work, interpret)
     filled = min(R, rows)
     out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
     out = out.reshape(B, num_blocks, K, filled, H).swapaxes(1, 2).reshape(B, K, -1, H)
@@ -82,36 +81,36 @@ def attend_pages(
     return ungroup_queries(out, lse, q.shape)
 
 
-def _check(dtype: Any, head_dim: int, page: int) -> None:
-    """Raise for operands that the kernel does not multiply exactly."""
+def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
+    """Raise ValueError if the kernel does not support the operands."""
     if jnp.dtype(dtype).itemsize != 2:
-        problem = f"{dtype} operands, which a Hopper chip would round; it takes bfloat16"
+        problem = f"{dtype} operands, which a Hopper GPU would round; expected bfloat16"
     elif head_dim % 16 or head_dim > 256:
-        problem = f"heads of {head_dim}; it takes multiples of 16 up to 256"
+        problem = f"a head size of {head_dim}; expected a multiple of 16 up to 256"
     elif page % 64 or 8 * page * head_dim > STAGES_BYTES:
-        problem = f"pages of {page} tokens; it takes 64, and 128 with heads of at most 128"
+        problem = f"pages of {page} tokens; expected 64, or 128 for head sizes up to 128"
     else:
         return
     raise ValueError(
-        f"The Mosaic GPU kernel over pages was given {problem}. "
+        f"The Mosaic GPU kernel for paged attention got {problem}. "
         "Set config.model.dtype to 'bfloat16'."
     )
 
 
 class WorkPartition(NamedTuple):
-    """Units of work and their assignment to programs. F query matrices, each with every key head.
+    """Units of work and their assignment to programs, for F query matrices with all KV heads.
 
-    The units of a matrix are the start of its first key head, then that head's pages, then the
-    start and pages of its second head, and so on. A program whose last unit is a start leaves it to
-    the next one.
+    The units of a matrix are the start of its first KV head, that head's pages, the start of its
+    second head, and so on. Starting a head costs about as much as a page. If the last unit of a
+    program is a start, the next program does it.
 
     Attributes:
-        pages: Pages per key head, int32 [F].
-        ends: Cumulative units, including the matrix's own, int32 [F].
+        pages: Pages per KV head, int32 [F].
+        ends: Number of units up to and including each matrix, int32 [F].
         next_live: Next matrix that has units, int32 [F].
-        programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, key head and page, number
-            of spans (see `next_span`), number of pages, and the last program with pages of the key
-            head in which its own units end.
+        programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, KV head and page, number
+            of spans (see `next_span`), number of pages, and the last program with pages of the KV
+            head in which this program's units end.
         num_programs: Number of programs that have units, int32 [].
     """
 
@@ -123,19 +122,19 @@ class WorkPartition(NamedTuple):
 
 
 def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> WorkPartition:
-    """Divide the pages below each limit, for each key head, among `NUM_PROGRAMS`.
+    """Divide the pages below each limit, for all KV heads, among `NUM_PROGRAMS`.
 
-    The programs' numbers of units differ by at most one. Fewer programs are used if the longest row
+    Programs have equal numbers of units, within one. Fewer programs are used if the longest row
     would be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a
-    page: times of three loads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens and
-    128 values, and 30 us per call.
+    page: timings of three workloads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens
+    and 128 values, and 30 us per call.
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
     # Pairwise sums compile to one XLA kernel, cumulative sums to several.
     order = jnp.arange(F)
     is_after, is_live = order > order[:, None], pages > 0
-    width = jnp.where(is_live, pages + 1, 0)  # units of one key head
+    width = jnp.where(is_live, pages + 1, 0)  # units of one KV head
     ends = jnp.where(is_after, 0, width).sum(axis=1) * num_heads
     rank = (~is_after & is_live).sum(axis=1)
     next_live = jnp.where(is_after & is_live, order, F).min(axis=1)
@@ -146,20 +145,20 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
     num_programs = jnp.clip(total // min_units, 1, NUM_PROGRAMS)
     bounds = jnp.minimum(jnp.arange(NUM_PROGRAMS + 1) * total // num_programs, ends[-1])
 
-    def at(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def locate_unit(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         matrix = jnp.minimum((ends <= unit[:, None]).sum(axis=1), F - 1)
         offset = unit - (ends - width * num_heads)[matrix]
         units_per_head = jnp.maximum(width[matrix], 1)
         return matrix, offset // units_per_head, offset % units_per_head
 
-    matrix, head, cursor = at(bounds)
+    matrix, head, cursor = locate_unit(bounds)
     start = jnp.maximum(cursor - 1, 0)
-    # Units are pages and starts; there is one start per key head.
+    # Units are pages and starts; each KV head has one start.
     before = ends - width * num_heads - (rank - is_live) * num_heads
     num_before = before[matrix] + head * pages[matrix] + start
     num_pages = jnp.diff(num_before)
-    last_matrix, last_head, cursor = at(jnp.maximum(bounds[1:] - 1, 0))
-    last_head -= cursor == 0  # the previous key head, even if it is another matrix's
+    last_matrix, last_head, cursor = locate_unit(jnp.maximum(bounds[1:] - 1, 0))
+    last_head -= cursor == 0  # the previous KV head, possibly of another matrix
     last_end = ends[last_matrix] - width[last_matrix] * (num_heads - 1 - last_head)
     matrix, head, start = (x[:-1] for x in (matrix, head, start))
     num_spans = (rank[last_matrix] - rank[matrix]) * num_heads + last_head - head + 1
@@ -171,16 +170,16 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
 
 
 class Span(NamedTuple):
-    """Consecutive pages of one key head of a matrix that a program reads.
+    """Consecutive pages that a program reads for one KV head of a matrix.
 
     Attributes:
         matrix: Index of the query matrix.
-        head: Key head.
-        start: Index of the first page in the matrix's table.
+        head: Index of the KV head.
+        start: Index of the first page in the matrix's block table.
         count: Number of pages.
-        slot: Output slot. The first slots hold complete key heads, by matrix and head; then each
-            program has two, for the end of a head that an earlier program began and for the start
-            of one that a later program ends.
+        slot: Output slot. The first slots are for complete KV heads, by matrix and head. Then each
+            program has two: for the end of a head that an earlier program began, and for the start
+            of a head that a later program ends.
     """
 
     matrix: Any
@@ -191,25 +190,25 @@ class Span(NamedTuple):
 
 
 Cursor = tuple[Any, Any, Any, Any]
-"""Matrix, key head and page of a program's next unit, and the number of units left."""
+"""Matrix, KV head and page of a program's next unit, and the number of remaining units."""
 
 
 def next_span(
     cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
 ) -> tuple[Span, Cursor]:
-    """Return a program's next span, and the state after it."""
-    matrix, head, start, left = cursor
+    """Return a program's next span, and the cursor after it."""
+    matrix, head, start, num_left = cursor
     width = pages[matrix]
-    count = jnp.minimum(width - start, left)
+    count = jnp.minimum(width - start, num_left)
     parts = pages.shape[0] * K + 2 * program
-    whole = jnp.where(count < width, parts + 1, matrix * K + head)
-    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, whole))
+    complete_slot = jnp.where(count < width, parts + 1, matrix * K + head)
+    span = Span(matrix, head, start, count, jnp.where(start > 0, parts, complete_slot))
     is_last = head == K - 1
     after = jnp.where(is_last, next_live[matrix], matrix), jnp.where(is_last, 0, head + 1)
-    return span, (*after, 0 * start, left - count)
+    return span, (*after, 0 * start, num_left - count)
 
 
-def _attend(
+def _run_kernel(
     q: Float[Array, "F K rows H"],
     keys: Float[Array, "P K page H"],
     values: Float[Array, "P K page H"],
@@ -218,14 +217,14 @@ def _attend(
     work: WorkPartition,
     interpret: bool,
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
-    """Compute each span's output and log-sum-exp at its slot; other slots are not written.
+    """Write the output and log-sum-exp of each span to its slot; other slots stay uninitialized.
 
     One of a program's two warpgroups copies pages to a ring buffer, the other multiplies. Padding
-    rows of a matrix are computed and discarded: the kernel is bound by memory.
+    rows of a matrix are computed and discarded, because the kernel is memory-bound.
     """
     F, K, rows, H = q.shape
     page = keys.shape[2]
-    # Split the output's columns into parts, to limit the registers per thread.
+    # Split the output columns into parts to limit the registers per thread.
     width = H if H <= 128 else math.gcd(H, 64)
     num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
     ring = plgpu.SMEM((num_stages, page, H), keys.dtype)
@@ -266,10 +265,10 @@ def _attend(
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a program, and the barriers that guard it.
+    """Shared memory of a program, with the barriers that guard it.
 
-    The ring buffers of keys and values hold the pages in flight. Each of their pages has one
-    barrier for its arrival and one for its release.
+    The ring buffers for keys and values hold the pages in flight. Each page slot has one barrier
+    for arrival and one for release.
     """
 
     queries: Any
@@ -289,7 +288,7 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
     program = jax.lax.axis_index("program")
 
     def for_each_span(visit: Callable[[Span, jax.Array], None]) -> None:
-        """Visit the program's spans, each with the number of pages before it."""
+        """Call `visit` with each of the program's spans and the number of pages before it."""
 
         def step(_: jax.Array, carry: tuple[Cursor, jax.Array]) -> tuple[Cursor, jax.Array]:
             cursor, num_before = carry
@@ -303,15 +302,15 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
 
     @pl.when(jax.lax.axis_index("role") == 0)
     def _() -> None:
-        for_each_span(partial(_multiply, (q, limits, out, lse), shared, scale=scale))
+        for_each_span(partial(_attend_span, (q, limits, out, lse), shared, scale=scale))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(jax.lax.axis_index("role") == 1)
     def _() -> None:
-        for_each_span(partial(_fetch, (keys, values), tables, shared, matrices_per_row))
+        for_each_span(partial(_fetch_span, (keys, values), tables, shared, matrices_per_row))
 
 
-def _fetch(
+def _fetch_span(
     arrays: tuple[Any, Any],
     tables: Any,
     shared: SharedMemory,
@@ -319,7 +318,7 @@ def _fetch(
     span: Span,
     num_before: Any,
 ) -> None:
-    """Copy a span's keys and values to the ring buffers, each page when there is room."""
+    """Copy a span's keys and values to the ring buffers, page by page as slots become free."""
     num_stages = shared.rings[0].shape[0]
     row = jax.lax.div(span.matrix, jnp.int32(matrices_per_row))
 
@@ -340,10 +339,10 @@ def _fetch(
     jax.lax.fori_loop(0, span.count, copy, None)
 
 
-def _multiply(
+def _attend_span(
     arrays: tuple[Any, ...], shared: SharedMemory, span: Span, num_before: Any, *, scale: float
 ) -> None:
-    """Process a span's pages as they arrive, and copy the result to its slot."""
+    """Compute a span's attention as pages arrive, and copy the result to the span's slot."""
     q, all_limits, all_out, all_lse = arrays
     rows, H = q.shape[2:]
     keys, values = shared.rings
@@ -358,34 +357,38 @@ def _multiply(
     parts = [pl.ds(start, width) for start in range(0, H, width)]
 
     # Online softmax in base 2 over one page; keys and values are released as soon as possible.
-    def add(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def accumulate_page(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, accumulators = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
         plgpu.barrier_wait(shared.full_barriers[0].at[stage])
-        scores = _product(shared.queries, keys.at[stage].T)
+        scores = _matmul(shared.queries, keys.at[stage].T)
         plgpu.barrier_arrive(shared.free_barriers[0].at[stage])
         tokens = (span.start + i) * page + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(tokens < _columns(limits, scores), scores * scale, MASK_VALUE)
-        new = jnp.maximum(highest, scores.max(axis=1))
-        rescale, weights = jnp.exp2(highest - new), jnp.exp2(scores - _columns(new, scores))
+        scores = jnp.where(tokens < _broadcast_columns(limits, scores), scores * scale, MASK_VALUE)
+        new_highest = jnp.maximum(highest, scores.max(axis=1))
+        rescale, weights = (
+            jnp.exp2(highest - new_highest),
+            jnp.exp2(scores - _broadcast_columns(new_highest, scores)),
+        )
         shared.weights[...] = weights.astype(values.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(shared.full_barriers[1].at[stage])
         accumulators = tuple(
-            acc * _columns(rescale, acc) + _product(shared.weights, values.at[stage, :, part])
+            acc * _broadcast_columns(rescale, acc)
+            + _matmul(shared.weights, values.at[stage, :, part])
             for acc, part in zip(accumulators, parts, strict=True)
         )
         plgpu.barrier_arrive(shared.free_barriers[1].at[stage])
-        return new, total * rescale + weights.sum(axis=1), accumulators
+        return new_highest, total * rescale + weights.sum(axis=1), accumulators
 
     accumulators = tuple(jnp.zeros((ROWS, width), jnp.float32) for _ in parts)
     sums = jnp.full(ROWS, EMPTY_LSE, jnp.float32), jnp.zeros(ROWS, jnp.float32), accumulators
-    highest, total, accumulators = jax.lax.fori_loop(0, span.count, add, sums)
+    highest, total, accumulators = jax.lax.fori_loop(0, span.count, accumulate_page, sums)
     # Normalize, convert the log-sum-exp to nats, and write the output part by part.
     total = jnp.where(total > 0, total, 1.0)
     shared.lse[...] = highest * math.log(2) + jnp.log(total)
     for acc, part in zip(accumulators, parts, strict=True):
-        shared.out[...] = acc / _columns(total, acc)
+        shared.out[...] = acc / _broadcast_columns(total, acc)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(shared.out.at[pl.ds(0, rows)], all_out.at[span.slot, :, part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -393,8 +396,8 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _product(a: Any, b: Any) -> jax.Array:
-    """Multiply two matrices in shared memory, in float32."""
+def _matmul(a: Any, b: Any) -> jax.Array:
+    """Multiply two matrices in shared memory, accumulating in float32."""
 
     def multiply(total: Any) -> jax.Array:
         plgpu.wgmma(total, a, b)
@@ -403,18 +406,19 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def _columns(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a value per row over all columns."""
+def _broadcast_columns(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast one value per row over all columns."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def _merge(
     out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: WorkPartition, K: int
 ) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
-    """Collect the results of all key heads, merging those that several programs share.
+    """Collect the result of each KV head, merging partial results of heads split among programs.
 
-    A program is the first of at most one shared key head: the one in which its units end. So parts
-    are merged per program, and a key head looks up its first program.
+    Each program is the first of at most one split head: the one in which its units end. Partial
+    results are therefore merged once per program, and a split head uses the result of its first
+    program.
     """
     F = len(work.pages)
     pages = jnp.repeat(work.pages, K)
@@ -424,16 +428,16 @@ def _merge(
     first, last = (((x + 1) * work.num_programs - 1) // total for x in (ends - pages, ends - 1))
     is_live, is_shared = pages > 0, (pages > 0) & (last > first)
     offsets = jnp.arange(MAX_PARTS)
-    others = jnp.arange(NUM_PROGRAMS)[:, None] + offsets
-    is_part = others <= work.programs[:, 5:]
-    slots = F * K + 2 * jnp.where(is_part, others, 0) + (offsets == 0)
+    part_programs = jnp.arange(NUM_PROGRAMS)[:, None] + offsets
+    is_part = part_programs <= work.programs[:, 5:]
+    slots = F * K + 2 * jnp.where(is_part, part_programs, 0) + (offsets == 0)
     part_lse = jnp.where(is_part[..., None], lse[slots], EMPTY_LSE)
     highest = part_lse.max(axis=1)
     weights = jnp.exp(part_lse - highest[:, None])
     part_out = jnp.where(is_part[..., None, None], out[slots], 0)
     merged = (weights[..., None] * part_out).sum(axis=1) / weights.sum(axis=1)[..., None]
     merged_lse = highest + jnp.log(weights.sum(axis=1))
-    leader = jnp.minimum(first, NUM_PROGRAMS - 1)
-    out = jnp.where(is_shared[:, None, None], merged[leader], out[: F * K])
-    lse = jnp.where(is_shared[:, None], merged_lse[leader], lse[: F * K])
+    first_program = jnp.minimum(first, NUM_PROGRAMS - 1)
+    out = jnp.where(is_shared[:, None, None], merged[first_program], out[: F * K])
+    lse = jnp.where(is_shared[:, None], merged_lse[first_program], lse[: F * K])
     return jnp.where(is_live[:, None, None], out, 0), jnp.where(is_live[:, None], lse, EMPTY_LSE)

@@ -1,4 +1,4 @@
-"""Last readers of keys in packed rows, for kernels that loop over blocks of queries."""
+"""Find the last query that reads each key, for kernels that loop over blocks of queries."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from jaxtyping import Array, Int
 
 
 def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
-    """Return, for each token, the first later token from which on no token reads it.
+    """Return, for each token, the exclusive end of the tokens that attend to it.
 
     This is the end of the token's segment or, in a shared prompt, of the last segment that shares
     it.
 
     Args:
-        reads: Tokens that each token reads; see `kernels.find_reads`.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
     """
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = starts.shape[1]
     positions = jnp.arange(T)
 
-    def next_after(begins: jax.Array) -> jax.Array:
-        following = jnp.pad(
-            jnp.where(begins, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
+    def find_next(is_start: jax.Array) -> jax.Array:
+        next_index = jnp.pad(
+            jnp.where(is_start, positions, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
         )
-        return jax.lax.cummin(following, axis=1, reverse=True)
+        return jax.lax.cummin(next_index, axis=1, reverse=True)
 
-    ends = next_after(starts == positions)
-    # Segments that share a prompt follow it consecutively, and share equally much of it.
-    following = jnp.minimum(ends, T - 1)
-    of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
-    next_start, next_end = of_next
+    ends = find_next(starts == positions)
+    # Segments that share a prompt directly follow it, and share the same part of it.
+    next_index = jnp.minimum(ends, T - 1)
+    next_values = (jnp.take_along_axis(x, next_index, axis=1) for x in (shared_starts, shared_ends))
+    next_start, next_end = next_values
     is_shared = (ends < T) & (next_start == starts) & (positions < next_end)
-    # Without a shared prompt the end is 0, also in padded and shifted rows.
-    return jnp.where(is_shared, next_after((starts == positions) & (shared_ends == 0)), ends)
+    # Without a shared prompt, `shared_ends` is 0, even in padded and shifted rows.
+    return jnp.where(is_shared, find_next((starts == positions) & (shared_ends == 0)), ends)

@@ -1,4 +1,4 @@
-"""Trials of attention kernels: small random arrays for the startup self-test."""
+"""Trials of attention kernels on small random arrays, for the startup self-test."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxrl.models.kernel_check import Trial
 
 ROW_TOKENS = 1000  # several blocks of any kernel, the last one partial
 ROWS = (
-    # For each segment of a row: its length, and the length of the prompt that it continues.
+    # Length of each segment in a row, and length of the shared prompt that it continues.
     ((300, 0), (200, 150), (3, 150), (260, 150), (129, 0)),
     ((ROW_TOKENS, 0),),
 )
 
 
-def of_train(
+def make_packed_trial(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -31,13 +31,13 @@ def of_train(
     *,
     shares_prompts: bool,
 ) -> Trial:
-    """Build the update's trial: two rows, forward and backward; outputs of padding are ignored.
+    """Build a trial of attention in the update, forward and backward, on two packed rows.
 
     Args:
         num_heads: Query heads on one device.
-        num_kv_heads: Key heads on one device.
+        num_kv_heads: KV heads on one device.
         head_dim: Head size.
-        dtype: Dtype of the run.
+        dtype: Compute dtype of the run.
         device: Device that runs the trial.
         shares_prompts: True if segments continue the prompt of an earlier one.
     """
@@ -82,7 +82,7 @@ def of_train(
     )
 
 
-def of_pages(
+def make_paged_trial(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -92,16 +92,16 @@ def of_pages(
     page_tokens: int,
     num_queries: int,
 ) -> Trial:
-    """Build the sampler's trial: rows that end at or next to page boundaries, and an empty one.
+    """Build a trial of attention in the sampler, on rows that end near page boundaries.
 
     Args:
         num_heads: Query heads on one device.
-        num_kv_heads: Key heads on one device.
+        num_kv_heads: KV heads on one device.
         head_dim: Head size.
-        dtype: Dtype of the run.
+        dtype: Compute dtype of the run.
         device: Device that runs the trial.
-        page_tokens: Tokens of a page.
-        num_queries: Queries per row: one in decode, several in prefill.
+        page_tokens: Number of tokens per page.
+        num_queries: Number of queries per row: 1 in decode, more in prefill.
     """
     rng = np.random.default_rng(0)
     ends = np.array([0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 5 * page_tokens + 7,
@@ -121,9 +121,9 @@ def of_pages(
         tables: jax.Array, limits: jax.Array,
     ) -> Sequence[jax.Array]:  # fmt: skip
         out, lse = attend_pages(q, keys, values, tables, limits)
-        # A mean of n random values has a length of about n^-1/2, and n weights add up to about n.
-        # Without the scaling, the few queries that read least or most would hide errors of the
-        # others.
+        # A mean of n random vectors has a norm of about n^-1/2, and n weights add up to about n.
+        # Without the scaling, the few queries with the fewest or most keys would hide errors of
+        # the others.
         count = jnp.maximum(limits, 1)[:, :, None]
         return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 

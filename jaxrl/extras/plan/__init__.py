@@ -1,7 +1,7 @@
-"""Memory plan of a run.
+"""Memory planning.
 
-`memory` computes the plan, `advice` finds settings that fit, and `display` shows both. `command` is
-`--plan`, `fitting` fits a run to its devices at startup, and `host` measures free host memory.
-Without this folder `--plan` is refused, and a run must set the size of its micro-batches and, on an
-accelerator, of its cache.
+`memory` computes the plan, `advice` searches for settings that fit, and `display` formats both.
+`command` implements `--plan`, `fitting` sizes micro-batches at startup, and `host` measures free
+host memory. Without this folder, `--plan` raises an error, and the config must set the size of
+micro-batches and, on an accelerator, of the cache.
 """

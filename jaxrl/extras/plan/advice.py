@@ -1,4 +1,4 @@
-"""Settings that make a run fit its devices: rows, one key, several keys, more devices."""
+"""Search for settings or numbers of devices with which a run fits in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH_AXES, num_batch_shards
 
 CPU_TOKENS = 512
-"""Minimum tokens of a CPU micro-batch, to amortize a pass over the gradients of all weights."""
+"""Minimum tokens in a CPU micro-batch, to amortize the pass over all gradients."""
 
 
 def find_micro_rows(
@@ -35,15 +35,15 @@ def find_micro_rows(
     *,
     must_fit: bool = True,
 ) -> tuple[int, int]:
-    """Return the fastest micro-batch of a stage that fits a device, and its peak in bytes.
+    """Return the number of rows in the fastest micro-batch that fits, and its peak in bytes.
 
-    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU a small
-    micro-batch takes about as long per token and has less padding: there it is two rows, so that
-    sequences can share a prompt, or `CPU_TOKENS` if that is more. The result is a multiple of
+    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU, a small
+    micro-batch takes about as long per token and has less padding, so it has two rows, which can
+    share a prompt, or `CPU_TOKENS` tokens if that is more. The number of rows is a multiple of
     data * fsdp * expert.
 
     Raises:
-        ValueError: Even one row per device does not fit, and `must_fit` is True.
+        ValueError: One row per device does not fit, and `must_fit` is True.
     """
     shards = num_batch_shards(make_target_mesh(config, model, target))
 
@@ -60,10 +60,9 @@ def find_micro_rows(
     num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
-            f"config.{MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
-            f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
-            f"{gib(target.usable)} that may be used of each; --plan suggests what to "
-            f"change, {IGNORE_PLAN_HINT}."
+            f"config.{MICRO_ROWS[stage]}=0 selects a micro-batch that fits, but {shards} rows, one "
+            f"per device, need {gib(peak(1))}, and the limit is {gib(target.usable)}; --plan "
+            f"suggests changes, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
     return rows_each * shards, peak(rows_each)
@@ -77,10 +76,10 @@ def choose_micro_rows(
     *,
     must_fit: bool = True,
 ) -> list[str]:
-    """Replace each `micro_rows` of 0 by the best that fits, in place; return a note per choice.
+    """Replace each `micro_rows` of 0 with the best value that fits, in place; return notes.
 
-    A resumed run keeps the number in `recorded_config`, its flat configuration, without a note,
-    while the mesh divides it and it fits.
+    A resumed run keeps the value in `recorded_config` (the flat config of its first start), without
+    a note, if that fits and is a multiple of the number of batch shards.
     """
     # A CPU's free memory differs at each start, but the choice must not.
     target = dataclasses.replace(target, free_bytes=None)
@@ -90,25 +89,25 @@ def choose_micro_rows(
         section = config.optimizer_section(stage)
         if stage not in config.stages or section.micro_rows:
             continue
-        note, before = "", (recorded_config or {}).get(key, 0)
-        if before and before % shards:
+        note, previous = "", (recorded_config or {}).get(key, 0)
+        if previous and previous % shards:
             axes = " * ".join(BATCH_AXES)
-            note = f" (not the {before} it began with: no multiple of {axes} = {shards})"
-        elif before:
-            peak = plan_update(config.with_values({key: before}), model, target, stage).peak
+            note = f" (not the original {previous}: not a multiple of {axes} = {shards})"
+        elif previous:
+            peak = plan_update(config.with_values({key: previous}), model, target, stage).peak
             if peak <= target.usable:
-                section.micro_rows = before
+                section.micro_rows = previous
                 continue
-            note = f" (not the {before} it began with: they would need {gib(peak)})"
+            note = f" (not the original {previous}: they need {gib(peak)})"
         rows, peak = find_micro_rows(config, model, target, stage, must_fit=must_fit)
         section.micro_rows = rows
-        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
+        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} per device")
     return notes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Settings that make a plan fit, and the resulting `Plan.needed`."""
+    """Settings to change, and `Plan.needed` with these."""
 
     settings: dict[str, Any]
     needed: int
@@ -117,10 +116,10 @@ class Suggestion:
 def suggest_settings(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> list[Suggestion]:
-    """Find changes that make a configuration fit, cheapest first.
+    """Find changes of settings that make a run fit, cheapest first.
 
-    Return every single key that suffices, with its smallest sufficient change. Among those that
-    need the same memory, return only the cheapest. If no single key suffices, combine keys until
+    Return each key whose change alone suffices, with the smallest sufficient change. Among changes
+    that need equal memory, return only the cheapest. If no single key suffices, combine keys until
     the plan fits. Return [] if nothing helps.
     """
 
@@ -133,8 +132,8 @@ def suggest_settings(
     usable = target.usable
     single: dict[str, Suggestion] = {}
     combined = Suggestion(settings={}, needed=make_plan(config, model, target).needed)
-    # Try each key alone. In the same pass, add each change that saves memory to a joint one.
-    for options in _options(config, model, target):
+    # Try each key alone. In the same pass, collect all changes that save memory.
+    for options in _iter_options(config, model, target):
         for settings in options:
             size = needed(settings)
             if size is not None and size <= usable:
@@ -143,18 +142,18 @@ def suggest_settings(
         for settings in options:
             if combined.needed <= usable:
                 break
-            joint = {**combined.settings, **settings}
-            size = needed(joint)
+            merged = {**combined.settings, **settings}
+            size = needed(merged)
             if size is not None and size < combined.needed:
-                combined = Suggestion(settings=joint, needed=size)
+                combined = Suggestion(settings=merged, needed=size)
     return [*single.values()] or ([combined] if combined.needed <= usable else [])
 
 
 def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Return the first doubling of the devices at which the run fits.
+    """Double the number of devices until the run fits; return it, or None after ten doublings.
 
-    The `fsdp` axis takes the new devices. A job of several processes gets more processes of the
-    same size. None if even about a thousand times as many devices do not suffice.
+    The `fsdp` axis grows with the number of devices. A job with several processes gets more
+    processes of the same size.
     """
     flat, mesh = flatten(config), make_target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
@@ -169,22 +168,22 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
         keys = (*MICRO_ROWS.values(), "rollout.max_num_seqs")
-        grown = {
+        changes = {
             **{key: -(-flat[key] // unit) * unit for key in keys},
             "mesh.data": sizes["data"],
             "mesh.fsdp": sizes["fsdp"] * factor,
             "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
         }
-        changed = config.with_values(grown)
+        changed = config.with_values(changes)
         if make_plan(changed, model, larger).fits or suggest_settings(changed, model, larger):
             return larger.num_devices
     return None
 
 
-def _options(
+def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the values to try for each key, cheapest first; keys in order of their cost in time."""
+    """Yield a list of settings to try for each key, cheapest first, in order of time cost."""
     mesh, flat, is_cpu = (
         make_target_mesh(config, model, target),
         flatten(config),
@@ -203,24 +202,24 @@ def _options(
     # Sharded weights, smaller micro-batches and chunks, offloading and rematerialization.
     yield [
         {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
-        for fsdp in _doublings(sizes["fsdp"], groups)
+        for fsdp in _list_doublings(sizes["fsdp"], groups)
     ]
     for key in row_keys:
-        yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
+        yield [{key: rows} for rows in _list_halvings(flat[key], unit=shards)]
     chunk = "model.logits_chunk_tokens"
-    yield [{chunk: size} for size in _halvings(flat[chunk], least=128)]
+    yield [{chunk: size} for size in _list_halvings(flat[chunk], least=128)]
     if not is_cpu:  # offloading moves arrays to host memory, which a CPU uses anyway
         yield [{f"{optimizer}offload": True for optimizer in optimizers}]
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
-        yield [{"model.remat": less} for less in remats[remats.index(config.model.remat) + 1 :]]
+        yield [{"model.remat": remat} for remat in remats[remats.index(config.model.remat) + 1 :]]
     # A smaller cache, fewer concurrent sequences, other devices for sampling.
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
     yield [
-        {"rollout.max_num_seqs": fewer}
-        for fewer in _halvings(flat["rollout.max_num_seqs"], unit=unit)
+        {"rollout.max_num_seqs": num_seqs}
+        for num_seqs in _list_halvings(flat["rollout.max_num_seqs"], unit=unit)
     ]
     if config.rollout.async_level and sizes["expert"] == 1:
         yield _list_device_splits(config, target, sizes)
@@ -228,50 +227,52 @@ def _options(
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
         | {key: flat[key] // count for key in row_keys}
-        for count in _doublings(1, groups)
+        for count in _list_doublings(1, groups)
         if groups % count == 0
     ]
     # Tensor parallelism.
     meshes = [
         {"mesh.data": 1, "mesh.fsdp": groups * sizes["tensor"] // tensor, "mesh.tensor": tensor}
-        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
+        for tensor in _list_doublings(
+            sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local)
+        )
     ]
     yield meshes
     # The same with equal rows per shard, so fewer rows in total.
     yield [
         mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in row_keys} for mesh in meshes
     ]
-    # Shorter sequences, which change the task most.
+    # Shorter sequences last, because they change the task most.
     shortest = config.rollout.max_prompt_tokens + 1
     if config.has_contexts:
         context = config.rollout.context
         shortest, least = context.max_tokens, config.rollout.max_prompt_tokens + context.turn_tokens
-        lengths = _halvings(context.max_tokens, least=least)
+        lengths = _list_halvings(context.max_tokens, least=least)
         yield [{"rollout.context.max_tokens": tokens} for tokens in lengths]
-    lengths = _halvings(config.rollout.max_total_tokens, least=shortest)
+    lengths = _list_halvings(config.rollout.max_total_tokens, least=shortest)
     yield [{"rollout.max_total_tokens": tokens} for tokens in lengths]
 
 
 def _list_device_splits(
     config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return settings with other numbers of devices that only sample, one step ahead.
+    """Return settings that reserve other numbers of devices for sampling one step ahead.
 
-    The last option is 0 if there are such devices now. The `fsdp` axis takes the training devices,
-    with the same number of micro-batch rows per device as before.
+    The last option is 0 if devices are reserved now. The `fsdp` axis covers all training devices,
+    with an unchanged number of micro-batch rows per device.
     """
     flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
-    before, context = sizes["data"] * sizes["fsdp"], sizes["context"]
-    counts = [tensor, *_doublings(tensor, target.num_local - 1)]
+    previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]
+    counts = [tensor, *_list_doublings(tensor, target.num_local - 1)]
     if config.mesh.rollout_devices:
         counts.append(0)
-    divisions = []
+    candidates = []
     for count in counts:
         if count == config.mesh.rollout_devices:
             continue
         shards = (target.num_devices - count * processes) // (tensor * context)
         sampling = processes * count // tensor or shards * context
-        division = {
+        candidate = {
             "rollout.async_level": int(count > 0),
             "mesh.rollout_devices": count,
             "mesh.data": 1,
@@ -281,17 +282,17 @@ def _list_device_splits(
         }
         for stage, key in MICRO_ROWS.items():
             if stage in config.stages:
-                division[key] = flat[key] // before * shards
-        divisions.append(division)
-    return divisions
+                candidate[key] = flat[key] // previous * shards
+        candidates.append(candidate)
+    return candidates
 
 
-def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
-    """Return 1/2, 1/4, … of the value down to `least`, rounded down to multiples of `unit`."""
+def _list_halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
+    """Return 1/2, 1/4, ... of the value, rounded down to multiples of `unit`, down to `least`."""
     sizes = [(value >> power) // unit * unit for power in range(1, 32)]
     return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
-def _doublings(value: int, max_rows: int) -> list[int]:
-    """Return 2, 4, … times the value up to `max_rows`."""
+def _list_doublings(value: int, max_rows: int) -> list[int]:
+    """Return 2, 4, ... times the value, up to `max_rows`."""
     return [value << power for power in range(1, 32) if value << power <= max_rows]

@@ -1,4 +1,4 @@
-"""The command `python -m jaxrl.launch --plan`."""
+"""Implementation of `python -m jaxrl.launch --plan`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def show_plan(
     num_passages: int,
     json_file: str | None,
 ) -> bool:
-    """Print the memory plan of a configuration, with settings that would fit if it does not.
+    """Print the memory plan of a run. If it does not fit, suggest settings that do.
 
     Args:
-        config: Configuration; `micro_rows=0` is replaced by the best choice, in place.
-        num_devices: Devices of all processes; 0 for those of this host.
-        num_processes: Processes that share the devices.
-        memory_gib: Memory of each device in GiB; 0 for that of this host's devices.
+        config: Config of the run; `micro_rows=0` is replaced with the best value, in place.
+        num_devices: Total number of devices; 0 for the devices of this host.
+        num_processes: Number of processes that share the devices.
+        memory_gib: Memory per device in GiB; 0 for that of this host's devices.
         platform: Platform of the devices; None for gpu if `memory_gib` is set, else this host's.
-        num_passages: Passages of the corpus of `search.dense`; 0 to count them in the file.
-        json_file: Path for the plan as JSON, or None.
+        num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
+        json_file: Path to write the plan to as JSON, or None.
 
     Returns:
         True if the plan fits.
 
     Raises:
         FileNotFoundError: The model or the corpus is missing.
-        ValueError: A key or a flag is invalid.
+        ValueError: A config key or a flag is invalid.
     """
     if num_devices < 0 or memory_gib < 0:
         raise ValueError(
             f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
             "above 0, or 0 for this host's."
         )
-    # Build the target from the flags, and from this host for what they leave open.
+    # Build the target from the flags; values that they do not set come from this host.
     overrides: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
         overrides["num_devices"] = num_devices
@@ -72,8 +72,8 @@ def show_plan(
         model = read_architecture(config.model.path, config.model.architecture)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
-            "nothing else of a model, and configs/models has one for several."
+            f"config.model.path is {config.model.path!r}, which has no config.json; a plan needs "
+            "only this file of a model, and configs/models has it for several."
             f"{suggest_model(config.model.path)}"
         ) from error
     # Plan, and search for settings if the plan does not fit.
@@ -88,7 +88,7 @@ def show_plan(
         console.print(escape_control_chars(line), markup=False, emoji=False)
     console.print(display.format_plan(plan, suggestions, num_needed))
     if target.platform == "cpu" and target.free_bytes is None and not memory_gib:
-        console.print("free memory is unknown on this system: no run is refused for its memory")
+        console.print("free memory is unknown on this system, so runs are not checked against it")
     if json_file is not None:
         text = json.dumps(display.plan_to_json(plan), indent=2) + "\n"
         Path(json_file).write_text(text, encoding="utf-8")

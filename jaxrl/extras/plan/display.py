@@ -1,4 +1,4 @@
-"""The plan as a table for users and as JSON for programs."""
+"""Format a plan as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
 
 def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None) -> Group:
-    """Return the plan as a table, with advice if it does not fit."""
+    """Format the plan as a table, with suggestions if it does not fit."""
     # A row per phase, with its permanent terms and those of each moment.
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -32,39 +32,39 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
             table.add_row(f"  {name}", f"{size / scale:.2f}")
         for moment, terms in phase.moments.items():
             mark = " (the peak)" if moment == phase.moment else ""
-            table.add_row(f"  while at: {moment}{mark}", f"{sum(terms.values()) / scale:.2f}")
+            table.add_row(f"  during: {moment}{mark}", f"{sum(terms.values()) / scale:.2f}")
             for name, size in terms.items():
                 table.add_row(f"    {name}", f"{size / scale:.2f}")
         table.add_section()
     # Lines below the table: sizes, the verdict, and advice.
     qualifier = "" if target.free_bytes is None else " that are free"
-    is_part = plan.num_trained != plan.num_params
-    trained = f", {plan.num_trained:,} are trained" if is_part else ""
+    is_partial = plan.num_trained != plan.num_params
+    trained = f", {plan.num_trained:,} are trained" if is_partial else ""
     lines = [
         f"{plan.num_params:,} parameters{trained}",
-        f"a step is at most {plan.tokens_per_step:,} tokens",
+        f"at most {plan.tokens_per_step:,} tokens per step",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
         f"{gib(target.usable)} may be used ({USABLE_SHARE:.0%} of {gib(target.limit)}{qualifier})",
     ]
-    fullest = max(plan.phases, key=lambda phase: phase.peak)
-    largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
-    lines.append(f"largest terms, in {fullest.name}: {largest}")
+    peak_phase = max(plan.phases, key=lambda phase: phase.peak)
+    largest = ", ".join(f"{name} {gib(size)}" for name, size in peak_phase.largest(2))
+    lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
         lines.append(f"would fit with {settings}: {gib(option.needed)}")
     if not plan.fits and not advice:
-        more = (
-            f"{num_needed} such devices would be enough (plan for them)"
+        device_hint = (
+            f"{num_needed} such devices would suffice (plan for them)"
             if num_needed
             else "more devices do not help"
         )
-        lines.append(f"no change of settings on these devices makes it fit; {more}")
+        lines.append(f"no change of settings makes it fit on these devices; {device_hint}")
     return Group(table, *(Text(line) for line in lines))
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data, with sizes in bytes."""
+    """Convert the plan to JSON-serializable data, with sizes in bytes."""
     phases = [
         {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
         for phase in plan.phases

@@ -1,4 +1,4 @@
-"""Fitting of a run to the devices on which it starts."""
+"""Fit a run to the devices on which it starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxrl.runtime.resume import read_record
 def fit_memory(
     config: ResolvedConfig, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Replace each `micro_rows=0` by the best size that fits; return notes for the user.
+    """Replace each `micro_rows=0` with the best value that fits; return notes for the user.
 
-    A resumed run keeps the sizes recorded in its workdir while they fit.
+    A resumed run keeps the values recorded in its workdir if they fit.
 
     Raises:
-        ValueError: The plan exceeds the memory of a device, or for a new run on a CPU the free
-            memory, and `ignore_memory_plan` is off.
+        ValueError: The plan exceeds the memory of a device (on a CPU, the free memory at the first
+            start), and `ignore_memory_plan` is False.
     """
     record = read_record(workdir, accept_changes=True)
     recorded_config = record.config if record else {}
     target = memory.detect_target()
     model = read_architecture(config.model.path, config.model.architecture)
-    # All processes must make the same choice.
+    # All processes must choose the same values.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
@@ -37,7 +37,7 @@ def fit_memory(
     is_cpu = target.platform == "cpu"
     notes = []
     if not all(config.optimizer_section(stage).micro_rows for stage in config.training_steps):
-        from jaxrl.extras.plan.advice import choose_micro_rows  # few runs need it
+        from jaxrl.extras.plan.advice import choose_micro_rows  # rarely needed
 
         must_fit = not (is_cpu or ignore_memory_plan)
         notes = choose_micro_rows(config, model, target, recorded_config, must_fit=must_fit)
@@ -45,10 +45,10 @@ def fit_memory(
         return notes  # free memory is unknown
     peak = memory.make_plan(config, model, target).peak
     if peak > target.limit:
-        available = "of which {} are free" if is_cpu else "which has {}"
+        available = "but {} are free" if is_cpu else "but each has {}"
         message = (
             f"the plan needs {gib(peak)} on each device, {available.format(gib(target.limit))}; "
-            "--plan suggests what to change"
+            "--plan suggests changes"
         )
         # Free memory changes from minute to minute, so it never prevents a resume.
         if not ignore_memory_plan and not (is_cpu and record):
@@ -58,10 +58,9 @@ def fit_memory(
 
 
 def count_free_pages(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the number of cache pages that the plan leaves on a device of this host.
+    """Return the number of cache pages of `page_tokens` tokens that fit on a device of this host.
 
-    The plan assumes the kernels that are tried first. The run's kernels may differ; their pages
-    have `page_tokens` tokens.
+    The plan assumes the kernels that are tried first; the run's kernels and page size may differ.
     """
     target = memory.detect_target()
     planned = memory.count_cache_pages(config, model, target)

@@ -1,4 +1,4 @@
-"""Host memory available to this process."""
+"""Memory of the host that is available to this process."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 2**60
-"""Bytes from which a limit means none: cgroup v1 reports unlimited as almost 2**63."""
+"""Bytes from which a limit means unlimited, which cgroup v1 reports as almost 2**63."""
 
 CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-"""File of the limit, file of the usage, and prefix in memory.stat, by cgroup version."""
+"""File with the limit, file with the usage, and prefix in memory.stat, by cgroup version."""
 
 
 def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Return the total and the free bytes available to this process; None if unknown.
+    """Return the total and free memory of this process in bytes; None if unknown.
 
-    Each is the minimum over /proc/meminfo (`MemTotal` and `MemAvailable`,
-    https://docs.kernel.org/filesystems/proc.html) and the limits of this process's control groups,
-    such as those of a container or a job, of version 2
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html) or 1. The page cache counts as free,
-    because the kernel reclaims it. Swap does not count.
+    The minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
+    https://docs.kernel.org/filesystems/proc.html) and the cgroup limits, v1 or v2
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html), which containers and batch systems set.
+    The page cache counts as free because the kernel reclaims it; swap does not.
 
     Args:
-        root: Root of the file system.
+        root: Root of the file system; tests replace it.
     """
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-        limits = [(1024 * kib["MemTotal"], 1024 * kib["MemAvailable"])]
+        meminfo_kib = {
+            name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)
+        }
+        limits = [(1024 * meminfo_kib["MemTotal"], 1024 * meminfo_kib["MemAvailable"])]
     except (OSError, ValueError, LookupError):  # not Linux, or Linux before 2014
         return None, None
     for folder, version in _list_cgroups(root):
@@ -48,10 +49,10 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's control groups and their parents, with their version.
+    """Yield the folders of this process's cgroups and their parents, with the cgroup version.
 
-    In a container the path in /proc may be the host's. Then only the last folder, the mount's root,
-    exists; it is the container's group.
+    In a container, the path in /proc may be the host's. Then only the last folder exists, the root
+    of the mount, which is the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""Memory of a run on each device, from its configuration and the model's config.json.
+"""Estimate a run's memory per device from its config and the model's `config.json`.
 
 Nothing is allocated and no weights are read. Weights, optimizer state and caches are counted from
-their shapes and layouts. The temporary arrays of a program are a few large terms, plus `MARGIN` for
-everything small. Tests compare the sums with XLA's memory analysis of the same programs.
+shapes and shardings. The temporary arrays of a program are estimated by a few large terms, plus
+`MARGIN` for small ones. Tests compare the sums with XLA's memory analysis of the same programs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from jaxrl.runtime.weight_memory import (
 from jaxrl.sampling.buckets import append_sizes, row_sizes
 
 USABLE_SHARE = 0.9
-"""Share of a device's memory that a plan may fill. The rest is for what the plan omits."""
+"""Fraction of a device's memory that a plan may fill. The rest is for what the plan omits."""
 
 MARGIN = 0.1
-"""Share added to the temporary arrays of a program, for buffers, masks and small copies."""
+"""Fraction added to the temporary arrays of a program, for buffers, masks and small copies."""
 
-IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, since the plan may be wrong"
+IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, because the plan may be wrong"
 
 BATCH_BYTES = 40
 """Bytes per token in a mini-batch: about ten arrays of four bytes."""
@@ -66,22 +66,22 @@ Measured on Linux with JAX 0.10.2.
 """
 
 LAYER_PROGRAM_BYTES, LAYER_COMPILER_BYTES = 9 * 2**20, 2 * 2**20
-"""Host memory per layer: in the sampler's programs, and during the compilation of one."""
+"""Host memory per layer in the sampler's programs, and while one of them is compiled."""
 
 WEIGHTS_PHASE = "weights to the sampler"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Devices of a plan.
+    """Devices that a plan is for.
 
     Attributes:
         platform: One of `cpu`, `gpu` and `tpu`.
-        num_devices: Devices of all machines together.
+        num_devices: Total number of devices on all hosts.
         memory_bytes: Memory of one device that JAX may use.
-        num_processes: Processes that share the devices evenly. Each samples on its own devices.
-        num_passages: Passages of the corpus of `search.dense`; 0 to count them in the file.
-        free_bytes: Share of one device in a CPU's free memory. None if unknown or not a CPU.
+        num_processes: Number of processes, which have equally many devices each.
+        num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
+        free_bytes: One CPU device's share of the host's free memory; None if unknown or no CPU.
     """
 
     platform: str
@@ -93,29 +93,29 @@ class Target:
 
     @property
     def num_local(self) -> int:
-        """Number of devices of one process."""
+        """Number of devices per process."""
         return self.num_devices // self.num_processes
 
     @property
     def limit(self) -> int:
-        """Bytes of a device; a run that needs more cannot start."""
+        """Memory of a device in bytes; a run that needs more cannot start."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
     def usable(self) -> int:
-        """Bytes of a device that a plan may fill."""
+        """Memory of a device that a plan may fill, in bytes."""
         return int(self.limit * USABLE_SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Bytes on one device during a phase.
+    """Estimated memory of one device during a phase, in bytes.
 
     Attributes:
-        name: Name in the table.
-        kept: Terms that last for the complete phase.
+        name: Name of the phase in the table.
+        kept: Terms that are allocated during the complete phase.
         moments: Additional terms at each moment that may be the peak.
-        spare: Bytes of `kept` that the phase uses only if they are free.
+        spare: Bytes of `kept` that are allocated only if the memory is free.
     """
 
     name: str
@@ -125,16 +125,16 @@ class Phase:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Memory at the peak, in bytes."""
         return sum(self.kept.values()) + sum(self.moments[self.moment].values())
 
     @property
     def moment(self) -> str:
-        """Name of the fullest moment."""
+        """Name of the moment with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     def largest(self, count: int) -> list[tuple[str, int]]:
-        """Return the `count` largest terms of the peak, largest first."""
+        """Return the `count` largest terms at the peak, largest first."""
         terms = self.kept | self.moments[self.moment]
         return sorted(terms.items(), key=lambda term: -term[1])[:count]
 
@@ -144,13 +144,13 @@ class Plan:
     """Memory that a run needs on each device.
 
     Attributes:
-        target: Devices.
-        mesh: Size of each axis.
+        target: Devices that the plan is for.
+        mesh: Size of each mesh axis.
         phases: Phases of all stages.
-        shapes: Largest shapes of the programs, by phase.
-        num_params: Parameters of the model.
-        num_trained: Parameters that the optimizer changes.
-        tokens_per_step: Tokens of a training step if every trajectory has maximum length.
+        shapes: Description of the programs' largest shapes, by phase.
+        num_params: Number of model parameters.
+        num_trained: Number of parameters that the optimizer updates.
+        tokens_per_step: Maximum tokens in a training step.
     """
 
     target: Target
@@ -163,12 +163,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of a device at the run's peak."""
+        """Memory of a device at the peak of the run, in bytes."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak without those that a phase uses only if they are free."""
+        """Memory at the peak without memory that is allocated only if free, in bytes."""
         return max(phase.peak - phase.spare for phase in self.phases)
 
     @property
@@ -178,7 +178,7 @@ class Plan:
 
 
 def detect_target() -> Target:
-    """Return this host's JAX devices, with the memory that JAX may use of each.
+    """Detect the JAX devices of this job and the memory that JAX may use on each.
 
     CPU devices share half of the host's memory, and all of its free memory.
     """
@@ -202,7 +202,7 @@ def detect_target() -> Target:
 
 
 def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> Any:
-    """Return the configured mesh over devices that need not exist.
+    """Build the configured mesh for devices that may not exist.
 
     Raises:
         ValueError: The mesh does not divide the devices, a process's devices, or the heads.
@@ -218,10 +218,10 @@ def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target
 
 
 def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Plan:
-    """Plan the configured stages.
+    """Estimate the memory of all configured stages.
 
-    Scoring (old and reference log-probabilities) is not a separate phase: it needs less than the
-    update of the same micro-batch.
+    Scoring with old and reference parameters is not a separate phase: it needs less than the update
+    of the same micro-batch.
 
     Raises:
         ValueError: The mesh does not divide the devices, the heads or the rows, or trajectories
@@ -254,19 +254,19 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
 
 
 def plan_update(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
-    """Plan the updates of a stage, `sft` or `train`: micro-batches, then the optimizer."""
+    """Estimate the memory of updates in stage `sft` or `train`: micro-batches, then optimizer."""
     mesh = make_target_mesh(config, model, target)
     sizes, section = mesh.shape, config.optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
     policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.of(model, mesh)
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
-    splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are split at once
+    splits_gradients = gathers and sizes["data"] == 1  # gradients of tables are sharded immediately
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head_itemsize = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize  # bytes of a value in a matrix product
 
-    # A device's part of a micro-batch, and of one chunk of logits.
+    # One device's shard of a micro-batch and of a chunk of logits.
     shards, shares_prompts = (
         num_batch_shards(mesh),
         SHARES_PROMPTS[_resolve_kernels(config, model, target)],
@@ -278,13 +278,13 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     num_chunks, chunk = split_evenly(tokens, chunk_tokens)
     logits = 4 * chunk * _shard_size(model.vocab_size, sizes["tensor"])
 
-    # Terms that last for the complete phase.
+    # Terms that are allocated during the complete phase.
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
-    search_held, searching = _search_bytes(config, target)
+    search_resident, searching = _search_bytes(config, target)
     kept = {
         **_state_bytes(config, model, mesh, stage),
-        **search_held,
+        **search_resident,
         "gradients": 4 * policy.trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
@@ -314,9 +314,9 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     gradients = itemsize * (policy.trained - counts.split_tables)
     if policy.has_adapter:
         gradients = 4 * policy.trained
-    # Devices along `context` gather keys and values of complete rows.
+    # Devices along `context` gather the keys and values of complete rows.
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
-    resident = {  # present in both moments, layers and output
+    resident = {  # at both moments, layers and output
         "weights in the compute dtype": cast + copies * 4 * counts.layers,
         "activations kept for the backward pass": activations * (itemsize + copies * 2),
     }
@@ -333,7 +333,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     table, tables = 4 * counts.table(model), itemsize * counts.tables
     if head_itemsize > itemsize:
         tables = (itemsize + head_itemsize) * counts.table(model)
-    gradient, both = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
+    gradient, table_gradients = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
     is_added = is_tpu and (splits_gradients or not gathers)  # directly to earlier ones
     layer_terms["gradients of tables"] = 0 if is_added else gradient
     if is_cpu:
@@ -346,8 +346,10 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             output_terms["tables"] = table if copies else tables
             layer_terms["gradients of tables"] //= sizes["fsdp"] * sizes["context"]
         else:
-            has_product = copies and (gathers or num_chunks > 1)
-            output_terms["gradients of tables"] = (1 + gathers) * both + has_product * gradient
+            has_extra_gradient = copies and (gathers or num_chunks > 1)
+            output_terms["gradients of tables"] = (
+                1 + gathers
+            ) * table_gradients + has_extra_gradient * gradient
     else:
         layer_terms["tables"] = output_terms["tables"] = gathers * tables
         is_shared = num_pieces(mesh) > 1
@@ -358,7 +360,9 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             output_terms["gradients of tables"] = gradient if is_summed else gradient // 2
             output_terms["logits"] = max(logits, is_shared * gradient)
         else:
-            output_terms["gradients of tables"] = max(both, splits_gradients * 2 * gradient)
+            output_terms["gradients of tables"] = max(
+                table_gradients, splits_gradients * 2 * gradient
+            )
             output_terms["logits"] = min(num_chunks, 2) * logits
     moments = {"layers": layer_terms, "output": output_terms}
 
@@ -366,7 +370,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     if tower := shape.tower:
         terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
         patches = rows * shape.row_units * tower.patches_per_token
-        # Patches of this micro-batch and of the next.
+        # Patches of this micro-batch and of the next one.
         kept["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
         values = (1 + trains) * tower.num_deepstack_layers * tokens * model.width
         saved = terms.saved_activations.get(remat, 0)
@@ -379,7 +383,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             "attention scores of patches": 4 * (2 + trains) * tower.num_scores(patches),
         }
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
-    phase = _with_margin(f"{stage} update", kept, moments, resident)
+    phase = _make_phase(f"{stage} update", kept, moments, resident)
     if section.offload:
         offloaded_bytes = _moment_bytes(policy, section)
         phase.moments["optimizer"] = {"optimizer state, from the host": offloaded_bytes}
@@ -387,8 +391,8 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
 
 
 def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan the sampling of trajectories in training and evaluation."""
-    phase, cache = _plan_sampling(config, model, target), _cache_sizes(config, model, target)
+    """Estimate the memory of the rollout phase, in training and evaluation."""
+    phase, cache = _plan_sampling(config, model, target), _get_cache_sizes(config, model, target)
     pages = count_cache_pages(config, model, target)
     is_fixed = cache.fixed_pages(config, target.platform) is not None
     return replace(
@@ -399,50 +403,50 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
 
 
 def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Count the pages of each shard's cache.
+    """Return the number of pages in each shard's KV cache.
 
-    `rollout.cache_gib` sets the size. By default the cache takes the memory that the plan leaves,
-    at most twice the pages of `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and
-    on devices that sample while they update, it has exactly the pages of these trajectories.
+    `rollout.cache_gib` sets the size. By default, the cache fills the remaining memory, up to twice
+    the pages of `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and on devices
+    that sample during updates, it has exactly the pages of these trajectories.
 
     Raises:
         ValueError: `rollout.cache_gib` is too small for one trajectory.
     """
-    cache = _cache_sizes(config, model, target)
+    cache = _get_cache_sizes(config, model, target)
     pages = cache.fixed_pages(config, target.platform)
     if pages is not None:
         return pages
-    left = target.usable - _plan_sampling(config, model, target).peak
-    return max(min(left // cache.page_bytes, 2 * cache.full), cache.pages_each)
+    remaining_bytes = target.usable - _plan_sampling(config, model, target).peak
+    return max(min(remaining_bytes // cache.page_bytes, 2 * cache.full), cache.pages_each)
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the tokens per page of the attention kernels that are tried first."""
+    """Return the page size in tokens of the attention kernels that are tried first."""
     return PAGE_TOKENS[_resolve_kernels(config, model, target)]
 
 
 def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
-    """Return the attention kernels that are tried first; refuse what the run would refuse."""
+    """Return the attention kernels that are tried first; raise an error if the run would."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
 
 
-def _cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
+def _get_cache_sizes(config: ResolvedConfig, model: Architecture, target: Target) -> CacheSizes:
     mesh, page = make_target_mesh(config, model, target), get_page_tokens(config, model, target)
     return CacheSizes.of(config, model, mesh, target.num_processes, page)
 
 
 def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan the sampling of trajectories without the KV cache."""
+    """Estimate the memory of the rollout phase without the KV cache."""
     mesh, is_cpu = make_target_mesh(config, model, target), target.platform == "cpu"
-    counts, cache = _ParamCounts.of(model, mesh), _cache_sizes(config, model, target)
+    counts, cache = _ParamCounts.of(model, mesh), _get_cache_sizes(config, model, target)
     itemsize = jnp.dtype(config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
     operand_bytes = 4 if copies else itemsize
     token_bytes = cache.page_bytes // get_page_tokens(config, model, target)
 
-    # The largest decoding program. An evaluation alone may have fewer samples than rows.
+    # The largest decoding program. A run that only evaluates may have fewer samples than rows.
     rows = cache.rows
     if "train" not in config.stages and config.eval.max_tasks:
         samples = 1 if {*config.eval.final_suites} == {"greedy"} else config.eval.samples
@@ -458,21 +462,21 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         "rows' past": rows * past * cache.page_bytes,
         "the chunk's keys and values": 2 * rows * config.rollout.chunk_tokens * token_bytes,
         "logits": 3 * rows * _shard_size(model.vocab_size, mesh.shape["tensor"]) * 4,
-        # A TPU's compiler transposes them.
+        # The TPU compiler transposes them.
         "kernels of attention": (target.platform == "tpu") * kernels * itemsize,
     }
 
-    # Prefill of prompts and observations, with keys and values for each step of a loop over pages.
+    # Prefill of prompts and observations, with the keys and values of each loop step over pages.
     prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
     values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
         values += model.expert_terms(*sizes).prefill_activations
     block = prefill_block_tokens(target.platform, model.num_heads, model.num_kv_heads)
-    turn_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
+    kv_step_bytes = 2 * (prefill_tokens // block) * STEP_TOKENS * token_bytes // model.num_layers
     prefill = {
         "activations": prefill_tokens * values * operand_bytes,
-        "keys and values": turn_bytes * operand_bytes // itemsize,
+        "keys and values": kv_step_bytes * operand_bytes // itemsize,
         "attention scores": 3 * prefill_tokens * heads * STEP_TOKENS * 4,
     }
     if is_cpu and not copies:  # a CPU transposes the kernels of a layer
@@ -510,20 +514,20 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     kept = {} if is_separate else _state_bytes(config, model, mesh, "train")
     kept["decode weights"] = _decode_weight_bytes(config, model, target)
     resident, searching = _search_bytes(config, target)
-    return _with_margin("rollout", kept | resident | searching, moments)
+    return _make_phase("rollout", kept | resident | searching, moments)
 
 
 def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Plan the handover of weights to a sampler without parameters on its devices.
+    """Estimate the memory for moving weights to a sampler without parameters on its devices.
 
-    Training devices send a copy. After the last training stage, weights replace the parameters one
-    by one. Without any training, parameters are read from disk one by one, largest first; an
-    adapter's base is complete in memory.
+    Training devices send a copy. After the last training stage, weights replace parameters one by
+    one. If there is no training, parameters are read from disk one by one, largest first, except
+    that the base model of an adapter is loaded completely.
     """
     mesh = make_target_mesh(config, model, target)
     resident = _search_bytes(config, target)[0]
     itemsize = jnp.dtype(config.model.dtype).itemsize
-    head = _head_bytes(config, model, target)
+    head = _extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     kept = _state_bytes(config, model, mesh, stage) | resident
     train_params, decode_params = (
@@ -539,14 +543,17 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
     elif config.stages != ("evaluate",) or policy_architecture(config, model).wrapper is not None:
         moment = {"decode weights of one parameter": max(decode_sizes.values())}
     else:
-        # A CPU holds a parameter three times: in the file's pages, as read, and as an array.
+        # A CPU has three copies of a parameter: in the page cache, as read, and as an array.
         kept, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
         for path, (size, _) in sorted(train_params.items(), key=lambda leaf: -leaf[1][0]):
-            for so_far, num_copies in ((done_bytes, copies), (done_bytes + decode_sizes[path], 1)):
-                if so_far + num_copies * 4 * size > sum(moment.values()):
+            for done_size, num_copies in (
+                (done_bytes, copies),
+                (done_bytes + decode_sizes[path], 1),
+            ):
+                if done_size + num_copies * 4 * size > sum(moment.values()):
                     parameter = num_copies * 4 * size
-                    moment = {"decode weights so far": so_far, "one parameter": parameter}
+                    moment = {"decode weights so far": done_size, "one parameter": parameter}
             done_bytes += decode_sizes[path]
     return Phase(name=WEIGHTS_PHASE, kept=kept, moments={"handing over": moment})
 
@@ -554,11 +561,11 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
 def _plan_checkpoint(
     config: ResolvedConfig, model: Architecture, target: Target, stage: str
 ) -> Phase:
-    """Plan a checkpoint on a CPU, which copies arrays before it writes them."""
+    """Estimate the memory of a checkpoint on a CPU, where arrays are copied before writing."""
     state = _state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
     kept = state | _search_bytes(config, target)[0]
-    is_last = config.num_steps <= config.checkpoint.every_steps  # the only one; sampling is over
+    is_last = config.num_steps <= config.checkpoint.every_steps  # sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
         kept["decode weights"] = _decode_weight_bytes(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
@@ -568,9 +575,10 @@ def _plan_checkpoint(
 def _add_process_memory(
     phase: Phase, config: ResolvedConfig, model: Architecture, target: Target
 ) -> Phase:
-    """Add a CPU device's share of the process and of the compiler of the phase's programs.
+    """Add a CPU device's share of the memory of the process and of the compiler.
 
-    The sampler's layers compile separately, others as one loop unless `scan_layers` is off.
+    The sampler's layers are compiled separately, other layers as a loop unless `scan_layers` is
+    off.
     """
     process, compiler = PROCESS_BYTES, COMPILER_BYTES
     if {"train", "evaluate"} & set(config.stages):
@@ -585,13 +593,13 @@ def _add_process_memory(
     )
 
 
-def _with_margin(
+def _make_phase(
     name: str,
     kept: dict[str, int],
     moments: dict[str, dict[str, int]],
     resident: dict[str, int] | None = None,
 ) -> Phase:
-    """Drop empty terms and add `MARGIN` to each moment except `resident`."""
+    """Make a phase without empty terms; `MARGIN` applies to moments, not to `resident` terms."""
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         all_terms = (resident or {}) | terms | margin
@@ -601,14 +609,14 @@ def _with_margin(
 
 @dataclass(frozen=True, kw_only=True)
 class _ParamCounts:
-    """Numbers of parameters on one device, by layout.
+    """Numbers of parameters on one device, by sharding.
 
     Attributes:
-        layers: All layers, split as in training.
-        split_tables: Embedding, final norm and output layer, split as in training.
-        gathered_layer: Unsplit size of those parameters of one layer that training splits.
-        decode_layers: All layers, split as in decoding: over `tensor`, and experts over `expert`.
-        tables: Embedding, final norm and output layer, split as in decoding.
+        layers: All layers, sharded as in training.
+        split_tables: Embedding, final norm and output layer, sharded as in training.
+        gathered_layer: Parameters of a layer that training shards, gathered.
+        decode_layers: All layers, sharded as in decoding: over `tensor`, experts over `expert`.
+        tables: Embedding, final norm and output layer, sharded as in decoding.
     """
 
     layers: int
@@ -618,27 +626,27 @@ class _ParamCounts:
     tables: int
 
     def table(self, model: Architecture) -> int:
-        """Return the size of the embedding; an untied output layer has the same size."""
+        """Return the number of parameters in the embedding; an untied output layer has as many."""
         return self.tables // (1 if model.tie_embeddings else 2)
 
     @classmethod
     @functools.cache
     def of(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
-        inside = layered_entries(model)
+        layer_entries = layered_entries(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
         decode = local_param_sizes(model, mesh, for_decode=True)
         for path, (size, _) in local_param_sizes(model, mesh).items():
-            whole, _ = decode[path]
-            counts["layers" if path[0] in inside else "split_tables"] += size
-            counts["decode_layers" if path[0] in inside else "tables"] += whole
-            if path[0] == "blocks" and size < whole:
-                counts["gathered"] += whole
+            decode_size, _ = decode[path]
+            counts["layers" if path[0] in layer_entries else "split_tables"] += size
+            counts["decode_layers" if path[0] in layer_entries else "tables"] += decode_size
+            if path[0] == "blocks" and size < decode_size:
+                counts["gathered"] += decode_size
         return cls(gathered_layer=counts.pop("gathered") // model.num_layers, **counts)
 
 
 def _shard_size(size: int, num_shards: int) -> int:
-    """Return a device's part of a dimension; it is not split if the shards do not divide it."""
+    """Return a dimension's size per shard; all of it if `num_shards` does not divide it."""
     return size if size % num_shards else size // num_shards
 
 
@@ -652,7 +660,7 @@ def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any
 def _state_bytes(
     config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
 ) -> dict[str, int]:
-    """Count the bytes on a device between steps: weights, moments, the reference policy."""
+    """Return the bytes of weights, Adam moments and reference policy on a device."""
     policy, section = _count_policy_weights(config, model, mesh), config.optimizer_section(stage)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
@@ -665,17 +673,17 @@ def _state_bytes(
 
 
 def _moment_bytes(policy: PolicyWeights, section: Any) -> int:
-    """Count the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
+    """Return the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
     return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.trained
 
 
 def _frees_params(config: ResolvedConfig) -> bool:
-    """Return True if the parameters are freed once the sampler has its weights."""
+    """Return True if the parameters are freed after the sampler has received its weights."""
     return "train" not in config.stages
 
 
 def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the bytes that a search engine holds on a device, and those that a search adds."""
+    """Return a search engine's permanent memory and its temporary memory, in bytes."""
     if (name := SEARCH_MEMORY.get(config.search.engine)) is None:
         return {}, {}
     search_bytes = pkgutil.resolve_name(name)
@@ -687,28 +695,28 @@ def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int
 
 
 SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
-"""Functions that count the bytes of search engines on devices, by engine."""
+"""Function that computes the device memory of a search engine, by engine name."""
 
 
 def _decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Count the bytes of the sampler's weights on one device."""
+    """Return the bytes of the sampler's weights on one device."""
     mesh, policy = make_target_mesh(config, model, target), policy_architecture(config, model)
     counts, dtype = _ParamCounts.of(model, mesh), jnp.dtype(config.model.dtype)
-    head = _head_bytes(config, model, target) * counts.table(model)
+    head = _extra_head_itemsize(config, model, target) * counts.table(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
-    is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
+    shares_devices = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler stores its layers separately, so it cannot share them.
-    may_share = is_alone and target.platform != "cpu" and not _frees_params(config)
+    may_share = shares_devices and target.platform != "cpu" and not _frees_params(config)
     plan = importlib.import_module(policy.wrapper.plan)
     size: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
-    return size + head * model.tie_embeddings  # an untied output layer is among its parameters
+    return size + head * model.tie_embeddings  # `size` includes an untied output layer
 
 
-def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the additional bytes per value of the sampler's output layer.
+def _extra_head_itemsize(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+    """Return the sampler's additional bytes per value for the output layer.
 
-    A tied model has a copy of the table on a CPU, and elsewhere if the dtypes differ.
+    A model with tied embeddings has a copy of the table on a CPU, or if the dtypes differ.
     """
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
@@ -718,7 +726,7 @@ def _head_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> 
 
 
 def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
-    """Describe the largest shapes of the programs, over all devices."""
+    """Describe the largest shapes of each phase's programs, over all devices."""
     rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
     shards = num_batch_shards(mesh) * SHARES_PROMPTS[_resolve_kernels(config, model, target)]
     for stage in ("sft", "train"):
@@ -734,7 +742,7 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
         prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
-            f"{config.context_tokens} tokens; read up to {prefill_tokens} tokens on a device; "
+            f"{config.context_tokens} tokens; prefill up to {prefill_tokens} tokens on a device; "
             f"cache {count_cache_pages(config, model, target)} pages x "
             f"{get_page_tokens(config, model, target)} tokens on a device"
         )

@@ -1,4 +1,4 @@
-"""Sentinel: detects training problems from measurements of each step, and explains them.
+"""Sentinel: detects training problems from each step's statistics, and explains them.
 
-`evidence.py` reduces a step to a few numbers; `signs.py` compares them with those of earlier steps.
+`evidence.py` reduces a step to a few statistics; `signs.py` compares them with earlier steps.
 """

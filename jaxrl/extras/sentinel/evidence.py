@@ -1,4 +1,4 @@
-"""Evidence of a training step: the few numbers that the sentinel's rules use."""
+"""Statistics of a training step that the sentinel's rules use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxrl.envs.rewards.attribution import shows_answer
 from jaxrl.training.method import Method
 from jaxrl.types import Group, Trajectory, flatten_groups
 
-SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")
-"""Estimators with advantages that sum to 0 in every group, whatever their settings."""
+ZERO_SUM_ESTIMATORS = ("grpo", "rloo", "pass_at_k")
+"""Estimators whose advantages sum to 0 in every group, whatever their settings."""
 
 METRICS = {
     "gradient": "actor/grad_norm",
@@ -25,55 +25,55 @@ METRICS = {
     "gap_max": "rollout_corr/logprob_diff_max",
     "gap_k3": "rollout_corr/k3_kl",
 }
-"""Numbers that the step's record already has, by metric."""
+"""Statistics that are already in the step's metrics, with the name of the metric."""
 
 MIN_LOOP_TOKENS = 32
-"""Minimum number of sampled tokens for a response to count as repetitive."""
+"""Minimum number of sampled tokens in a response that can count as repetitive."""
 
-_GRAM = 4  # n of the n-grams that are compared
-_LOOKED_AT = 128  # number of final sampled tokens that are compared
-_DISTINCT = 0.4  # share of distinct n-grams below which a response is repetitive
+_NGRAM_SIZE = 4  # n of the n-grams
+_NUM_CHECKED_TOKENS = 128  # number of final sampled tokens to check for repetition
+_MIN_DISTINCT = 0.4  # fraction of distinct n-grams below which a response is repetitive
 
-Evidence = dict[str, Any]
-"""Numbers of a step, None for those that it lacks, and `twins`, see `twins_of`."""
+StepStats = dict[str, Any]
+"""Statistics of a step by name, None where undefined; `measure_step` lists them."""
 
 
-def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> Evidence:
-    """Measure a step. Shares are fractions of the scored trajectories.
+def measure_step(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> StepStats:
+    """Compute the statistics of a step. Fractions are of the scored trajectories.
 
     Args:
-        record: Metrics of the step.
+        record: Metrics of the step by name.
         groups: Groups that the step trained on, with advantages.
         method: Training method.
 
     Returns:
         reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
-        num, groups: Number of scored trajectories, and of groups that have any.
-        correct: Share of correct trajectories.
+        num, groups: Number of scored trajectories, and of groups with at least one of them.
+        correct: Fraction of correct trajectories.
         is_constant: 1 if all rewards are equal, else 0.
-        entropy: Mean entropy of a sampled token under the sampler, nats.
-        likelihood: Mean logprob of sampled tokens in trajectories with positive advantage, nats.
+        entropy: Mean entropy per sampled token under the sampler, in nats.
+        likelihood: Mean logprob in nats of sampled tokens with a positive trajectory advantage.
         length: Mean number of sampled tokens.
-        malformed: Share that ended without a search or an answer.
-        cut: Share that ended at a limit.
-        void: Share with a turn that has neither a call nor the answer.
-        loops: Share of repetitive responses.
-        alike: Share of responses that equal another one of their group.
-        signal: Share of groups with a nonzero advantage.
-        searching, searches: Share that called a tool, and calls per trajectory.
-        found: Share of those with an accepted answer in a search result.
-        prompts: Number of groups with different prompts.
+        malformed: Fraction that ended without a search or an answer.
+        cut: Fraction truncated by a limit on tokens or turns.
+        void: Fraction with a turn that has neither a tool call nor the answer.
+        loops: Fraction with a repetitive response.
+        alike: Fraction with the same response as another sample of the group.
+        signal: Fraction of groups with a nonzero advantage.
+        searching, searches: Fraction that called a tool, and number of calls per trajectory.
+        found: Fraction of trajectories with a call whose search results have an accepted answer.
+        prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
-        yes: Share of verdicts equal to 1, by judge.
-        twins: See `twins_of`.
-        The keys of `METRICS`, from the record.
+        yes: Fraction of scores equal to 1, by judge.
+        twins: Log-likelihoods from `find_duplicate_pairs`.
+        The keys of `METRICS`, from `record`.
     """
-    # Trajectories with environment errors have no reward and are left out of all shares.
+    # Trajectories with environment errors have no reward and are excluded.
     scored = [t for t in flatten_groups(groups) if t.is_scored]
     rewards = np.array([t.reward for t in scored])
-    right = [t for t in scored if (t.advantage or 0.0) > 0]
-    asked = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
-    evidence: Evidence = {
+    positive = [t for t in scored if (t.advantage or 0.0) > 0]
+    with_calls = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
+    stats: StepStats = {
         "num": len(scored),
         "groups": sum(bool(group.scored) for group in groups),
         "reward": _mean(rewards),
@@ -81,33 +81,33 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "reward_min": float(rewards.min()) if len(scored) else None,
         "correct": _mean([t.is_correct for t in scored]),
         "is_constant": float(len(scored) > 0 and rewards.min() == rewards.max()),
-        "entropy": _per_token(scored, "rollout_entropies"),
-        "likelihood": _per_token(right, "rollout_logprobs"),
+        "entropy": _mean_per_token(scored, "rollout_entropies"),
+        "likelihood": _mean_per_token(positive, "rollout_logprobs"),
         "length": _mean([t.num_sampled for t in scored]),
         "malformed": _mean([t.outcome == Outcome.MALFORMED for t in scored]),
         "cut": _mean([t.outcome == Outcome.OUT_OF_BUDGET for t in scored]),
         "void": _mean([has_void_turn(t) for t in scored]),
-        "loops": _mean([goes_in_circles(t.token_ids[t.loss_mask]) for t in scored]),
-        "alike": _mean([is_alike for group in groups for is_alike in alike(group)]),
+        "loops": _mean([is_repetitive(t.token_ids[t.loss_mask]) for t in scored]),
+        "alike": _mean([is_alike for group in groups for is_alike in find_duplicates(group)]),
         "signal": _mean([any(t.has_signal for t in group.trajectories) for group in groups]),
-        "searching": len(asked) / max(len(scored), 1),
+        "searching": len(with_calls) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
-        "found": _mean([has_found(t) for t in asked if t.task.answers]),
+        "found": _mean([found_answer(t) for t in with_calls if t.task.answers]),
         "prompts": sum(
             len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored}) > 1
             for group in groups
         ),
-        "uneven": max((unevenness(group) for group in groups), default=0.0)
-        if method.advantage.estimator.name in SUMS_TO_ZERO and not method.advantage.by_turn
+        "uneven": max((advantage_imbalance(group) for group in groups), default=0.0)
+        if method.advantage.estimator.name in ZERO_SUM_ESTIMATORS and not method.advantage.by_turn
         else 0.0,
-        "yes": verdicts(scored),
-        "twins": twins_of(groups),
+        "yes": judge_approval_rates(scored),
+        "twins": find_duplicate_pairs(groups),
     }
     # The state is saved as JSON, which has neither NaN nor infinity.
-    evidence |= {name: record.get(metric) for name, metric in METRICS.items()}
+    stats |= {name: record.get(metric) for name, metric in METRICS.items()}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in evidence.items()
+        for name, value in stats.items()
     }
 
 
@@ -115,52 +115,52 @@ def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
-    """Return the mean of a per-token array over all sampled tokens."""
+def _mean_per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
+    """Return the sum of a per-token array divided by the number of sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
 
 
-def _sampled(trajectory: Trajectory) -> bytes:
+def _get_sampled_bytes(trajectory: Trajectory) -> bytes:
     return trajectory.token_ids[trajectory.loss_mask].tobytes()
 
 
 def has_void_turn(trajectory: Trajectory) -> bool:
-    """Return True if a turn has neither a call nor the answer."""
+    """Return True if a turn has neither a tool call nor the final answer."""
     *before, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in before):
         return True
     return trajectory.outcome == Outcome.MALFORMED or last.is_cut
 
 
-def goes_in_circles(ids: np.ndarray) -> bool:
+def is_repetitive(ids: np.ndarray) -> bool:
     """Return True if fewer than 40% of the 4-grams in the last 128 sampled ids are distinct."""
     if len(ids) < MIN_LOOP_TOKENS:
         return False
-    grams = np.lib.stride_tricks.sliding_window_view(ids[-_LOOKED_AT:], _GRAM)
-    return len(np.unique(grams, axis=0)) < _DISTINCT * len(grams)
+    ngrams = np.lib.stride_tricks.sliding_window_view(ids[-_NUM_CHECKED_TOKENS:], _NGRAM_SIZE)
+    return len(np.unique(ngrams, axis=0)) < _MIN_DISTINCT * len(ngrams)
 
 
-def alike(group: Group) -> list[bool]:
-    """Return, per scored trajectory, True if another one of the group has equal sampled ids."""
-    texts = list(map(_sampled, group.scored))
+def find_duplicates(group: Group) -> list[bool]:
+    """Return, for each scored trajectory, True if another in the group has the same sampled ids."""
+    texts = list(map(_get_sampled_bytes, group.scored))
     return [texts.count(text) > 1 for text in texts]
 
 
-def has_found(trajectory: Trajectory) -> bool:
-    """Return True if a search shows an accepted answer, see `attribution.shows_answer`."""
+def found_answer(trajectory: Trajectory) -> bool:
+    """Return True if any search result contains an accepted answer (`attribution.shows_answer`)."""
     return any(shows_answer(turn, trajectory.task.answers) for turn in trajectory.turns)
 
 
-def unevenness(group: Group) -> float:
-    """Return |sum of a group's advantages| / max |advantage|; 0 if all are 0."""
+def advantage_imbalance(group: Group) -> float:
+    """Return |sum of the group's advantages| / max |advantage|; 0 if all advantages are 0."""
     advantages = [t.advantage or 0.0 for t in group.scored]
     largest = max(map(abs, advantages), default=0.0)
     return abs(sum(advantages)) / largest if largest else 0.0
 
 
-def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the share of verdicts equal to 1, for each judge that was called."""
+def judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the fraction of scores equal to 1 from each judge that was called."""
     shares = {}
     for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
         parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
@@ -169,23 +169,27 @@ def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return shares
 
 
-def twins_of(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the log-probability, by pair of samples that are equal in every group of the step.
+def find_duplicate_pairs(groups: Sequence[Group]) -> dict[str, float]:
+    """Find pairs of sample indices whose responses are identical in every group of the step.
 
-    Samples i and j of a group have different random keys, so given one of them, the probability
-    that the other is equal is its likelihood. If they are equal in all groups, key `i-j` has the
-    sum of these log-likelihoods in nats.
+    Samples i and j of a group have different random keys, so the probability that j repeats i is
+    the likelihood of the response. The result maps `i-j` to the sum of these log-likelihoods over
+    the groups, in nats.
     """
-    by_group: list[dict[str, float]] = []
+    group_pairs: list[dict[str, float]] = []
     for group in groups:
         samples = sorted(group.scored, key=lambda t: t.sample_index)
-        by_group.append(
+        group_pairs.append(
             {
                 f"{a.sample_index}-{b.sample_index}": float(a.rollout_logprobs.sum())
                 for a, b in combinations(samples, 2)
-                if a.num_sampled and _sampled(a) == _sampled(b)
+                if a.num_sampled and _get_sampled_bytes(a) == _get_sampled_bytes(b)
             }
         )
-    pairs = [pair for pair in by_group[0] if all(pair in g for g in by_group)] if by_group else []
-    sums = {pair: sum(group[pair] for group in by_group) for pair in pairs}
+    pairs = (
+        [pair for pair in group_pairs[0] if all(pair in g for g in group_pairs)]
+        if group_pairs
+        else []
+    )
+    sums = {pair: sum(group[pair] for group in group_pairs) for pair in pairs}
     return {pair: value for pair, value in sums.items() if math.isfinite(value)}

@@ -1,6 +1,6 @@
-"""Rules that detect failing training from the evidence of a step and of earlier steps.
+"""Rules that detect failing training from the statistics of a step and of earlier steps.
 
-Most rules compare a step with up to `MEMORY` earlier steps, so a run that merely starts badly
+Most rules compare a step with up to `BASELINE_STEPS` earlier steps, so a run that only starts badly
 raises no sign. Errors that are never acceptable (different prompts in a group, samples that share a
 random key) raise a sign immediately.
 """
@@ -12,34 +12,39 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from jaxrl.extras.sentinel.evidence import Evidence, evidence_of
+from jaxrl.extras.sentinel.evidence import StepStats, measure_step
 from jaxrl.training.method import Method
 from jaxrl.training.watch import Sign
 from jaxrl.types import Group
 
-MEMORY = 50
-"""Number of earlier steps that are kept as the baseline."""
+BASELINE_STEPS = 50
+"""Number of earlier steps in the baseline."""
 
 RECENT = 3
-"""Number of latest steps, including the current one, over which noisy numbers are averaged."""
+"""Number of steps, including the current one, over which noisy statistics are averaged."""
 
-SETTLED = 10
-"""Number of latest steps over which the accuracy of a low-entropy policy is averaged."""
+ACCURACY_STEPS = 10
+"""Number of steps, including the current one, over which the accuracy is averaged."""
 
-MIN_USUAL = 5
+MIN_PRIOR = 5
 """Minimum number of earlier steps for a baseline."""
 
 ROUNDING_GAP = 0.002
-"""Mean gap between sampler and trainer, in nats per token, that is small even if it grows."""
+"""Mean gap between sampler and trainer, in nats per token, that is ignored even if it grows."""
 
-EXPLODED = 10.0
-"""Multiple of the largest recent gradient norm above which a gradient has exploded."""
+MAX_GROWTH = 10.0
+"""Multiple of the largest recent gradient norm that counts as an exploding gradient."""
 
-BANDS = ((0.001, "equal"), (0.01, "rounding of bfloat16"), (0.05, "off"), (math.inf, "apart"))
-"""Upper bounds of the mean gap between sampler and trainer, in nats per token, and their names."""
+GAP_LABELS = (
+    (0.001, "equal"),
+    (0.01, "rounding of bfloat16"),
+    (0.05, "off"),
+    (math.inf, "far off"),
+)
+"""Upper bounds on the mean gap between sampler and trainer in nats per token, and their labels."""
 
-Found = tuple[str, str] | None
-"""Result of a rule: the name of a sign and its text, or None."""
+RuleResult = tuple[str, str] | None
+"""Result of a rule: name and text of the sign, or None."""
 
 
 def detect_signs(
@@ -56,65 +61,65 @@ def detect_signs(
     """Apply all rules to a step. Return the next state and the signs, most certain first.
 
     Args:
-        record: Metrics of the step.
+        record: Metrics of the step by name.
         groups: Groups that the step trained on, with advantages.
-        state: State after the previous step. `steps` is the evidence of earlier steps, `best` the
-            best mean reward so far, `counts` the number of consecutive steps in which each rule
-            held, and `twins` the log-probabilities summed over steps.
+        state: State after the previous step: statistics of earlier "steps", `History.best` as
+            "best", numbers of consecutive steps in which each rule fired as "counts", and
+            log-likelihoods of identical samples, summed over steps, as "twins".
         method: Training method.
-        step: Number of the step in its stage, from 1.
-        reward_fall: See `watch.sentinel.reward_fall`.
-        share: See `watch.sentinel.share`.
-        gap: See `watch.sentinel.gap`.
+        step: Step number within the stage, from 1.
+        reward_fall: Fraction of the reward range that the mean must drop below its best.
+        share: Fraction of bad responses (malformed, truncated, ...) that raises a sign.
+        gap: Mean gap between sampler and trainer, in nats per token, that is always too large.
     """
-    # Samples that are equal by chance differ soon; only pairs equal in every step keep their sum.
-    now = evidence_of(record, groups, method)
-    past: list[Evidence] = list(state.get("steps", []))
+    # Samples that are identical by chance soon differ, which drops their pair from the sums.
+    now = measure_step(record, groups, method)
+    past: list[StepStats] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
-    twins = {
+    duplicates = {
         pair: value + state.get("twins", {}).get(pair, 0.0) for pair, value in now["twins"].items()
     }
     history = History(past=past, now=now, number=step, best=best)
-    rules: dict[str, tuple[Found, int]] = {
-        # Each rule by name: its result, and the number of consecutive steps in which it must hold.
-        "prompts": (prompts_differ(now), 1),
-        "twins": (keys_repeat(twins), 1),
-        "uneven": (advantages_uneven(now, method), 1),
-        "skipped": (gradient_not_finite(history), 1),
-        "gap": (sampler_differs(history, gap, has_lag=method.has_lag), 2),
-        "gradient": (gradient_exploded(history), 1),
-        "moved": (update_too_large(history), 1),
-        "constant": (rewards_constant(now), RECENT),
-        "sudden": (suddenly_right(history), RECENT),
-        "yes": (judge_says_yes(history), RECENT),
-        "found": (search_changed(history), 1),
-        "reward": (reward_fell(history, reward_fall), 1),
-        "entropy": (entropy_moved(history, share), RECENT),
-        "likelihood": (likelihood_fell(history), 2),
-        **{name: (share_rose(history, name, share), 2) for name in _WORDS},
-        "length": (length_jumped(history), 2),
-        "signal": (no_signal(history), 8),
+    rules: dict[str, tuple[RuleResult, int]] = {
+        # By rule: its result, and the number of consecutive steps in which it must fire.
+        "prompts": (detect_prompt_mismatch(now), 1),
+        "twins": (detect_repeated_keys(duplicates), 1),
+        "uneven": (detect_uneven_advantages(now, method), 1),
+        "skipped": (detect_skipped_updates(history), 1),
+        "gap": (detect_sampler_mismatch(history, gap, has_lag=method.has_lag), 2),
+        "gradient": (detect_gradient_explosion(history), 1),
+        "moved": (detect_large_update(history), 1),
+        "constant": (detect_constant_rewards(now), RECENT),
+        "sudden": (detect_sudden_success(history), RECENT),
+        "yes": (detect_lenient_judge(history), RECENT),
+        "found": (detect_search_change(history), 1),
+        "reward": (detect_reward_drop(history, reward_fall), 1),
+        "entropy": (detect_entropy_change(history, share), RECENT),
+        "likelihood": (detect_likelihood_drop(history), 2),
+        **{name: (detect_share_increase(history, name, share), 2) for name in _SHARE_SIGNS},
+        "length": (detect_length_change(history), 2),
+        "signal": (detect_missing_signal(history), 8),
     }
-    # `since` is the newest sound step, to which a rollback may return.
+    # `since` is the last healthy step, to which a rollback may return.
     counts, signs = {}, []
-    for name, (sign, wanted) in rules.items():
+    for name, (sign, num_required) in rules.items():
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
-        if sign and counts[name] >= wanted:
-            sound = step - counts[name]  # the last step without it
+        if sign and counts[name] >= num_required:
+            healthy_step = step - counts[name]  # the last step without the sign
             if name == "reward":
-                sound = min(sound, best["number"])
-            signs.append(Sign(name=sign[0], text=sign[1], since=max(sound, 0)))
-    kept = {key: value for key, value in now.items() if key != "twins"}
-    following = {
-        "steps": [*past, kept][-MEMORY:],
+                healthy_step = min(healthy_step, best["number"])
+            signs.append(Sign(name=sign[0], text=sign[1], since=max(healthy_step, 0)))
+    stats = {key: value for key, value in now.items() if key != "twins"}
+    next_state = {
+        "steps": [*past, stats][-BASELINE_STEPS:],
         "counts": counts,
         "best": history.next_best(),
-        "twins": twins,
+        "twins": duplicates,
     }
-    return following, signs
+    return next_state, signs
 
 
-detect_signs.signs = (  # type: ignore[attr-defined]  # names that config.watch.actions may use
+detect_signs.signs = (  # type: ignore[attr-defined]  # keys of config.watch.actions
     *("prompts_differ", "keys_repeat", "advantages_uneven", "gradient_not_finite"),
     *("ids_differ", "sampler_differs", "gradient_exploded", "update_too_large"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed", "reward_fell"),
@@ -124,44 +129,44 @@ detect_signs.signs = (  # type: ignore[attr-defined]  # names that config.watch.
 
 
 class History:
-    """Evidence of a step and of earlier steps."""
+    """Statistics of a step and of the steps before it."""
 
     def __init__(
-        self, *, past: Sequence[Evidence], now: Evidence, number: int, best: Mapping[str, Any]
+        self, *, past: Sequence[StepStats], now: StepStats, number: int, best: Mapping[str, Any]
     ):
-        """Store the evidence.
+        """Store the statistics.
 
         Args:
-            past: Evidence of up to `MEMORY` earlier steps, oldest first.
-            now: Evidence of this step.
-            number: Number of this step in its stage, from 1.
-            best: Best window of `MIN_USUAL` consecutive steps: mean `reward`, its spread `sd`,
-                number of `groups`, `number` of its last step; and `low`, the lowest reward so far.
+            past: Statistics of up to `BASELINE_STEPS` earlier steps, oldest first.
+            now: Statistics of this step.
+            number: Step number within the stage, from 1.
+            best: Best window of `MIN_PRIOR` consecutive steps (mean `reward`, standard deviation
+                `sd`, number of `groups`, `number` of the last step), and `low`, the lowest reward.
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
-    def usual(self, name: str, last: int = MEMORY) -> list[float]:
-        """Return a number's last known values before this step, oldest first."""
-        return _known(name, self.past)[-last:]
+    def prior(self, name: str, last: int = BASELINE_STEPS) -> list[float]:
+        """Return the last values of a statistic before this step, oldest first, without None."""
+        return _get_values(name, self.past)[-last:]
 
-    def recent(self, name: str) -> float | None:
-        """Return a number's mean over the last `RECENT` steps, or None if one lacks it."""
-        known = _known(name, [*self.past[1 - RECENT :], self.now])
-        return sum(known) / len(known) if len(known) == RECENT else None
+    def recent_mean(self, name: str) -> float | None:
+        """Return a statistic's mean over the last `RECENT` steps; None if a value is missing."""
+        values = _get_values(name, [*self.past[1 - RECENT :], self.now])
+        return sum(values) / len(values) if len(values) == RECENT else None
 
-    def before(self, name: str) -> list[float]:
-        """Return a number's known values before the last `RECENT` steps."""
-        return _known(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
+    def earlier(self, name: str) -> list[float]:
+        """Return the values of a statistic from before the last `RECENT` steps, without None."""
+        return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
     def next_best(self) -> dict[str, Any]:
-        """Return `best` updated with this step."""
+        """Return `best`, updated with this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
-        low = min([*_known("reward_min", last), self.best.get("low", math.inf)])
+        low = min([*_get_values("reward_min", last), self.best.get("low", math.inf)])
         best = {**self.best, "low": low} if last else dict(self.best)
-        if len(last) < MIN_USUAL:
+        if len(last) < MIN_PRIOR:
             return best
-        last = last[-MIN_USUAL:]
-        mean = sum(step["reward"] for step in last) / MIN_USUAL
+        last = last[-MIN_PRIOR:]
+        mean = sum(step["reward"] for step in last) / MIN_PRIOR
         if mean < best.get("reward", -math.inf):
             return best
         groups = sum(step["groups"] for step in last)
@@ -169,11 +174,11 @@ class History:
         return {"reward": mean, "sd": spread, "groups": groups, "low": low, "number": self.number}
 
 
-def _known(name: str, steps: Sequence[Evidence]) -> list[float]:
+def _get_values(name: str, steps: Sequence[StepStats]) -> list[float]:
     return [step[name] for step in steps if step.get(name) is not None]
 
 
-def prompts_differ(now: Evidence) -> Found:
+def detect_prompt_mismatch(now: StepStats) -> RuleResult:
     """Detect samples of one task with different prompts."""
     if not now["prompts"]:
         return None
@@ -184,34 +189,34 @@ def prompts_differ(now: Evidence) -> Found:
     )
 
 
-def keys_repeat(twins: Mapping[str, float]) -> Found:
-    """Detect pairs of samples that stay equal although that is very unlikely."""
-    pair, nats = min(twins.items(), key=lambda item: item[1], default=("", 0.0))
+def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
+    """Detect pairs of samples that stay identical although that is very unlikely."""
+    pair, nats = min(duplicates.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
     i, j = pair.split("-")
     return "keys_repeat", (
-        f"samples {i} and {j} of every group have been equal since the last step in which they "
-        f"differed; the chance of that is 1 in 10^{-nats / math.log(10):.0f}. They share "
+        f"samples {i} and {j} of every group have been identical since the last step in which they "
+        f"differed; the probability of that is 1 in 10^{-nats / math.log(10):.0f}. They share "
         "a random key, so groups are effectively smaller."
     )
 
 
-def advantages_uneven(now: Evidence, method: Method) -> Found:
-    """Detect advantages of a group that do not sum to 0 although the estimator's do."""
+def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
+    """Detect group advantages that do not sum to 0 although the estimator guarantees it."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
-        f"the advantages of a group sum to {now['uneven']:.2g} times the largest of them; expected "
+        f"the advantages of a group sum to {now['uneven']:.2g} times the largest one; expected "
         f"0 for {method.advantage.estimator.name!r}. Groups were assembled incorrectly, or lost "
         "members after advantages were computed."
     )
 
 
-def gradient_not_finite(history: History) -> Found:
-    """Detect skipped updates."""
-    before = [*history.usual("skipped", 1), 0.0][0]
-    skipped = (history.now["skipped"] or 0.0) - before
+def detect_skipped_updates(history: History) -> RuleResult:
+    """Detect updates that were skipped because the gradient was not finite."""
+    earlier = [*history.prior("skipped", 1), 0.0][0]
+    skipped = (history.now["skipped"] or 0.0) - earlier
     if skipped <= 0:
         return None
     return "gradient_not_finite", (
@@ -221,25 +226,29 @@ def gradient_not_finite(history: History) -> Found:
     )
 
 
-def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
-    """Detect logprobs of sampler and trainer that differ too much, or more than before."""
-    now, usual = history.now["gap"], history.before("gap")[-20:]
+def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) -> RuleResult:
+    """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
+    now, prior = history.now["gap"], history.earlier("gap")[-20:]
     if now is None:
         return None
-    has_grown = len(usual) >= MIN_USUAL and now > 10 * max(usual) and now > ROUNDING_GAP
-    is_wide = now >= limit
-    # With lag, tokens come from older weights, so updates alone make the gap grow.
-    is_sign = (has_grown and is_wide) if has_lag else (has_grown or is_wide)
+    has_grown = len(prior) >= MIN_PRIOR and now > 10 * max(prior) and now > ROUNDING_GAP
+    is_large = now >= limit
+    # With lag, tokens were sampled with older weights, so the gap grows with every update.
+    is_sign = (has_grown and is_large) if has_lag else (has_grown or is_large)
     if not is_sign:
         return None
-    before = f"; before it was {median(usual):.2g} ({band(median(usual))})" if usual else ""
-    text = f"sampler and trainer differ by {now:.2g} nats per token ({band(now)}){before}. "
-    # k3 of the gap d is exp(d) - 1 - d: about |d| if the trainer gives sampled tokens almost no
-    # probability, about d^2 / 2 if weights or rounding differ slightly.
+    earlier = (
+        f"; before it was {median(prior):.2g} ({describe_gap(median(prior))})" if prior else ""
+    )
+    text = (
+        f"sampler and trainer differ by {now:.2g} nats per token ({describe_gap(now)}){earlier}. "
+    )
+    # k3 of the gap d is exp(d) - 1 - d. This is about |d| if the trainer assigns sampled tokens
+    # almost no probability, and about d^2 / 2 if weights or rounding differ slightly.
     if (history.now["gap_k3"] or 0.0) > 0.5 * now and (history.now["gap_max"] or 0.0) > 5.0:
         return "ids_differ", text + (
             f"Single tokens differ by up to {history.now['gap_max']:.0f} nats: the trainer gets "
-            "different ids or positions than were sampled. Look for text that is tokenized again, "
+            "other ids or positions than were sampled. Look for text that is tokenized again, "
             "ids that were truncated or swapped, or a different chat template."
         )
     return "sampler_differs", text + (
@@ -249,39 +258,39 @@ def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
     )
 
 
-def band(gap: float) -> str:
-    """Return the name for a mean gap in nats per token."""
-    return next(name for limit, name in BANDS if gap < limit)
+def describe_gap(gap: float) -> str:
+    """Return the label in `GAP_LABELS` for a mean gap in nats per token."""
+    return next(name for limit, name in GAP_LABELS if gap < limit)
 
 
-def gradient_exploded(history: History) -> Found:
-    """Detect a gradient far above the largest recent one."""
-    now, usual = history.now["gradient"], [x for x in history.usual("gradient", 20) if x > 0]
-    if now is None or len(usual) < MIN_USUAL or now <= EXPLODED * max(usual):
+def detect_gradient_explosion(history: History) -> RuleResult:
+    """Detect a gradient norm far above the largest recent one."""
+    now, prior = history.now["gradient"], [x for x in history.prior("gradient", 20) if x > 0]
+    if now is None or len(prior) < MIN_PRIOR or now <= MAX_GROWTH * max(prior):
         return None
     return "gradient_exploded", (
-        f"the gradient norm is {now:.3g}; in the previous {len(usual)} steps it was at most "
-        f"{max(usual):.3g}. Likely causes are rewards of a different scale, or a diverging ratio "
-        "or KL term; look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. "
+        f"the gradient norm is {now:.3g}; in the previous {len(prior)} steps it was at most "
+        f"{max(prior):.3g}. Likely causes are rewards of a different scale, or a diverging "
+        "ratio or KL term; look at critic/rewards/max, actor/ppo_kl and actor/kl_loss. "
         "config.optimizer.grad_clip limits the effect."
     )
 
 
-def update_too_large(history: History) -> Found:
+def detect_large_update(history: History) -> RuleResult:
     """Detect a batch of updates that moved the policy too far."""
-    now, usual = history.now["moved"], [abs(x) for x in history.usual("moved", 20)]
-    if now is None or len(usual) < MIN_USUAL or abs(now) < 0.1 or abs(now) < 10 * median(usual):
+    now, prior = history.now["moved"], [abs(x) for x in history.prior("moved", 20)]
+    if now is None or len(prior) < MIN_PRIOR or abs(now) < 0.1 or abs(now) < 10 * median(prior):
         return None
     return "update_too_large", (
         f"the updates of this batch moved the policy {abs(now):.2g} nats per token (actor/ppo_kl), "
-        f"usually {median(usual):.2g}: clipping does not bound a single Adam step. Lower "
+        f"usually {median(prior):.2g}: clipping does not bound a single Adam step. Lower "
         "config.optimizer.lr, make fewer updates per batch (config.optimizer.num_minibatches) or "
         "set config.watch.action='roll_back', which restarts before it with a lower learning rate."
     )
 
 
-def rewards_constant(now: Evidence) -> Found:
-    """Detect equal rewards for correct and wrong answers."""
+def detect_constant_rewards(now: StepStats) -> RuleResult:
+    """Detect rewards that are equal for correct and wrong answers."""
     correct = now["correct"]
     if not now["is_constant"] or now["num"] < 8 or not 0.02 < (correct or 0.0) < 0.95:
         return None
@@ -292,63 +301,73 @@ def rewards_constant(now: Evidence) -> Found:
     )
 
 
-def suddenly_right(history: History) -> Found:
-    """Detect that all answers suddenly count as correct, which chance does not explain."""
-    usual, now = history.before("correct")[-10:], history.now
-    if len(usual) < MIN_USUAL or now["correct"] != 1.0 or now["num"] < 8:
+def detect_sudden_success(history: History) -> RuleResult:
+    """Detect a sudden jump to 100% correct answers that chance does not explain."""
+    prior, now = history.earlier("correct")[-10:], history.now
+    if len(prior) < MIN_PRIOR or now["correct"] != 1.0 or now["num"] < 8:
         return None
-    likely = max(usual)
-    if not 0 < likely < 1 or RECENT * now["groups"] * math.log10(likely) > -4:
+    max_accuracy = max(prior)
+    if not 0 < max_accuracy < 1 or RECENT * now["groups"] * math.log10(max_accuracy) > -4:
         return None
     return "suddenly_right", (
-        f"all {now['num']} answers count as correct; in earlier steps at most {likely:.0%} did. "
-        "Either the correctness check (config.reward.correct) accepts everything, or the answer "
-        "is in the prompt."
+        f"all {now['num']} answers count as correct; in earlier steps at most {max_accuracy:.0%} "
+        "did. Either the correctness check (config.reward.correct) accepts everything, or the "
+        "answer is in the prompt."
     )
 
 
-def judge_says_yes(history: History) -> Found:
-    """Detect a judge that gives 1 to every answer, correct or wrong."""
-    correct = history.recent("correct")
-    for judge_name, yes in history.now["yes"].items():
-        if yes == 1.0 and history.now["num"] >= 8 and correct is not None and correct < 0.9:
+def detect_lenient_judge(history: History) -> RuleResult:
+    """Detect a judge that gives every answer a score of 1, correct or wrong."""
+    correct = history.recent_mean("correct")
+    for judge_name, approval_rate in history.now["yes"].items():
+        if (
+            approval_rate == 1.0
+            and history.now["num"] >= 8
+            and correct is not None
+            and correct < 0.9
+        ):
             return "judge_says_yes", (
                 f"the judge {judge_name!r} gave 1 to all {history.now['num']} answers of the step, "
-                f"but only {correct:.0%} are correct by config.reward.correct. Read some of its "
-                "replies, and its prompt; the policy may be exploiting it."
+                f"but only {correct:.0%} are correct by config.reward.correct. Read its prompt "
+                "and some of its responses; the policy may be exploiting it."
             )
     return None
 
 
-def search_changed(history: History) -> Found:
-    """Detect search results that contain the answer far less often, at a similar call rate."""
-    share, usual = history.recent("found"), history.before("found")
-    searching, used = history.recent("searching"), history.before("searching")
-    if share is None or searching is None or len(usual) < MIN_USUAL:
+def detect_search_change(history: History) -> RuleResult:
+    """Detect a sharp drop in searches that find the answer, at a similar call rate."""
+    share, prior = history.recent_mean("found"), history.earlier("found")
+    searching, call_rates = history.recent_mean("searching"), history.earlier("searching")
+    if share is None or searching is None or len(prior) < MIN_PRIOR:
         return None
-    was, asked = median(usual[-20:]), median(used[-20:])
+    typical, typical_calls = median(prior[-20:]), median(call_rates[-20:])
     num = RECENT * history.now["groups"] * searching
-    error = math.sqrt(max(was * (1 - was), 0.01) / max(num, 1.0))
-    if was < 0.2 or share > 0.4 * was or was - share < 4 * error or searching < 0.5 * asked:
+    std_error = math.sqrt(max(typical * (1 - typical), 0.01) / max(num, 1.0))
+    if (
+        typical < 0.2
+        or share > 0.4 * typical
+        or typical - share < 4 * std_error
+        or searching < 0.5 * typical_calls
+    ):
         return None
     return "search_changed", (
-        f"{share:.0%} of the responses that search find an accepted answer, {was:.0%} before: the "
-        "tool's results have changed, or queries have become useless. Send the tool some of the "
-        "queries in trajectories/ by hand."
+        f"{share:.0%} of the responses that search find an accepted answer, {typical:.0%} before: "
+        "the tool's results have changed, or queries have become useless. Try some of the queries "
+        "in trajectories/ by hand."
     )
 
 
-def reward_fell(history: History, fall: float) -> Found:
+def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
     """Detect a mean reward far below the best one."""
-    now, best = history.recent("reward"), history.best
+    now, best = history.recent_mean("reward"), history.best
     if now is None or "reward" not in best:
         return None
     low = min(best["low"], history.now["reward_min"])
-    size = best["reward"] - low
-    # Samples of a group are correlated, so the error estimate counts groups as independent draws.
+    reward_range = best["reward"] - low
+    # Samples of a group are correlated, so the standard error counts groups, not samples.
     num = RECENT * history.now["groups"]
-    error = math.hypot(best["sd"] / math.sqrt(best["groups"]), best["sd"] / math.sqrt(num))
-    if size <= 0 or best["reward"] - now < max(fall * size, 4 * error):
+    std_error = math.hypot(best["sd"] / math.sqrt(best["groups"]), best["sd"] / math.sqrt(num))
+    if reward_range <= 0 or best["reward"] - now < max(min_drop * reward_range, 4 * std_error):
         return None
     return "reward_fell", (
         f"the mean reward of the last {RECENT} steps is {now:.3g}; its best was "
@@ -358,55 +377,55 @@ def reward_fell(history: History, fall: float) -> Found:
     )
 
 
-def entropy_moved(history: History, share: float) -> Found:
-    """Detect equal samples while answers are wrong, or an unusually low or high entropy."""
+def detect_entropy_change(history: History, share: float) -> RuleResult:
+    """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
-    entropy, usual = now["entropy"], history.before("entropy")
+    entropy, prior = now["entropy"], history.earlier("entropy")
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
-    # The samples of a policy that has learned its task are equal too. Average its accuracy over
-    # several steps, since a small batch may be unlucky.
-    right = [step["correct"] or 0.0 for step in [*history.past, now][-SETTLED:]]
-    if is_alike and sum(right) / len(right) < 0.75:
+    # A policy that has learned its task also samples identical responses. Average the accuracy
+    # over several steps, since that of a small batch is noisy.
+    accuracy = [step["correct"] or 0.0 for step in [*history.past, now][-ACCURACY_STEPS:]]
+    if is_alike and sum(accuracy) / len(accuracy) < 0.75:
         return "entropy_collapsed", (
-            f"{now['alike']:.0%} of the responses equal another one of their group (entropy "
-            f"{entropy:.2g} nats per token) and {sum(right) / len(right):.0%} are correct in the "
-            f"last {len(right)} steps: the policy no longer explores, and groups have nothing to "
-            "compare. Raise config.loss.entropy_coef or config.loss.clip_high, or return to a "
-            "checkpoint with higher entropy."
+            f"{now['alike']:.0%} of the responses equal another one in the same group (entropy "
+            f"{entropy:.2g} nats per token) and {sum(accuracy) / len(accuracy):.0%} are correct in "
+            f"the last {len(accuracy)} steps: the policy no longer explores, and groups have "
+            "nothing to compare. Raise config.loss.entropy_coef or config.loss.clip_high, or "
+            "return to a checkpoint with higher entropy."
         )
-    if len(usual) >= MIN_USUAL and entropy < 0.05 * median(usual[-20:]):
+    if len(prior) >= MIN_PRIOR and entropy < 0.05 * median(prior[-20:]):
         return "entropy_collapsed", (
-            f"the entropy is {entropy:.2g} nats per token, usually {median(usual[-20:]):.2g}: the "
-            "policy is almost deterministic and no longer explores. Raise "
+            f"the entropy is {entropy:.2g} nats per token, usually {median(prior[-20:]):.2g}: "
+            "the policy is almost deterministic and no longer explores. Raise "
             "config.loss.entropy_coef or config.loss.clip_high, or return to an earlier checkpoint."
         )
-    if len(usual) >= MIN_USUAL and entropy > max(3 * median(usual), median(usual) + 0.5):
+    if len(prior) >= MIN_PRIOR and entropy > max(3 * median(prior), median(prior) + 0.5):
         return "entropy_rose", (
-            f"the entropy is {entropy:.2g} nats per token, usually {median(usual):.2g}: the policy "
-            "is diverging. Lower config.optimizer.lr or config.loss.entropy_coef."
+            f"the entropy is {entropy:.2g} nats per token, usually {median(prior):.2g}: the "
+            "policy is diverging. Lower config.optimizer.lr or config.loss.entropy_coef."
         )
     return None
 
 
-def likelihood_fell(history: History) -> Found:
-    """Detect that tokens of rewarded responses become less likely."""
-    now, usual = history.recent("likelihood"), history.before("likelihood")
-    if now is None or len(usual) < MIN_USUAL:
+def detect_likelihood_drop(history: History) -> RuleResult:
+    """Detect a drop in the likelihood of responses with a positive advantage."""
+    now, prior = history.recent_mean("likelihood"), history.earlier("likelihood")
+    if now is None or len(prior) < MIN_PRIOR:
         return None
-    was = median(usual)
-    spread = median(abs(x - was) for x in usual)
-    if now > min(was - max(0.5, 6 * spread), min(usual) - 0.5):
+    typical = median(prior)
+    spread = median(abs(x - typical) for x in prior)
+    if now > min(typical - max(0.5, 6 * spread), min(prior) - 0.5):
         return None
     return "likelihood_fell", (
         f"tokens of responses with a positive advantage have a mean logprob of {now:.2g} nats, "
-        f"usually {was:.2g}: rewarded responses become less likely. Use "
+        f"usually {typical:.2g}: rewarded responses become less likely. Use "
         "config.loss.term.name='llds', fewer updates per batch or a lower learning rate."
     )
 
 
-_WORDS = {
+_SHARE_SIGNS = {
     "cut": ("responses_cut", "end at a limit of tokens or turns", (
         "config.shaping.overlong_buffer penalizes length; config.watch.action='roll_back' "
         "restarts before it."
@@ -415,7 +434,7 @@ _WORDS = {
         "Look at generated_text in trajectories/; a format reward helps."
     )),
     "void": ("turns_void", "have a turn without a call or an answer", (
-        "config.filter.trajectories='void_turns' keeps them out of the loss; "
+        "config.filter.trajectories='void_turns' excludes them from the loss; "
         "config.watch.action='roll_back' restarts before it."
     )),
     "loops": ("responses_loop", "repeat themselves", (
@@ -423,43 +442,43 @@ _WORDS = {
         "it."
     )),
 }  # fmt: skip
-"""By name of a share: name of the sign, what the responses do, and advice."""
+"""By statistic: name of the sign, description of the responses, and advice."""
 
 
-def share_rose(history: History, name: str, share: float) -> Found:
-    """Detect a rise in a share of responses that should be small."""
-    now, usual = history.now[name], history.before(name)
-    if now is None or len(usual) < MIN_USUAL or now < share:
+def detect_share_increase(history: History, name: str, share: float) -> RuleResult:
+    """Detect a rise in `name`, a fraction of responses that should stay small."""
+    now, prior = history.now[name], history.earlier(name)
+    if now is None or len(prior) < MIN_PRIOR or now < share:
         return None
-    was = median(usual)
-    error = math.sqrt(max(was * (1 - was), 0.02) / history.now["groups"])
-    if now - was < max(0.3, 4 * error):  # the share of a small batch varies much by chance
+    typical = median(prior)
+    std_error = math.sqrt(max(typical * (1 - typical), 0.02) / history.now["groups"])
+    if now - typical < max(0.3, 4 * std_error):  # the fraction in a small batch is noisy
         return None
-    sign, what, advice = _WORDS[name]
-    return sign, f"{now:.0%} of the responses {what}, usually {median(usual):.0%}. {advice}"
+    sign, description, advice = _SHARE_SIGNS[name]
+    return sign, f"{now:.0%} of the responses {description}, usually {median(prior):.0%}. {advice}"
 
 
-def length_jumped(history: History) -> Found:
-    """Detect responses that are more than three times as long, or as short, as usual."""
-    now, usual = history.recent("length"), history.before("length")
-    if now is None or len(usual) < MIN_USUAL:
+def detect_length_change(history: History) -> RuleResult:
+    """Detect responses more than three times as long as usual, or less than a third as long."""
+    now, prior = history.recent_mean("length"), history.earlier("length")
+    if now is None or len(prior) < MIN_PRIOR:
         return None
-    was = median(usual[-20:])
-    if was / 3 <= now <= 3 * was or abs(now - was) < 16:
+    typical = median(prior[-20:])
+    if typical / 3 <= now <= 3 * typical or abs(now - typical) < 16:
         return None
     return "length_jumped", (
-        f"responses have {now:.0f} sampled tokens on average, usually {was:.0f}. Look at "
+        f"responses have {now:.0f} sampled tokens on average, usually {typical:.0f}. Look at "
         "generated_text in trajectories/ for the reason."
     )
 
 
-def no_signal(history: History) -> Found:
-    """Detect groups without reward differences although answers are wrong."""
+def detect_missing_signal(history: History) -> RuleResult:
+    """Detect that no group has different rewards, although answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None
     return "no_signal", (
         f"no group had different rewards (mean {now['reward'] or 0.0:.3g}) for at least eight "
         "steps. If all answers are wrong, use a warm start, a better prompt or easier tasks; "
-        "config.filter.name='varied' samples until groups differ."
+        "config.filter.name='varied' samples until rewards differ."
     )

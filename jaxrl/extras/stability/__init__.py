@@ -1,5 +1,5 @@
-"""Remedies against training collapse: losses, terms, masks and a reward.
+"""Remedies against training collapse: losses, loss terms, masks and a reward.
 
-See docs/algorithms.md, Policy loss. The core's tables name them. Each is one self-contained
-function.
+Each is a self-contained function, registered in a table of the core. See docs/algorithms.md,
+section "Policy loss".
 """

@@ -1,4 +1,4 @@
-"""DPPO: a trust region in probability instead of ratio."""
+"""DPPO: a policy loss whose trust region bounds probabilities instead of ratios."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxrl.objectives.losses import PolicyLoss
 
 Array = jax.Array | np.ndarray
 
-_LEAST = 1e-8  # added to probabilities inside a logarithm
+_EPSILON = 1e-8  # added to probabilities inside a logarithm
 
 
 def dppo_policy_loss(
@@ -25,56 +25,56 @@ def dppo_policy_loss(
     anchor: str,
     cap: float,
 ) -> PolicyLoss:
-    """Compute the per-token REINFORCE loss within a trust region; zero outside `loss_mask`.
+    """Compute the per-token DPPO loss; zero outside `loss_mask`.
 
-    DPPO (https://arxiv.org/abs/2602.04879). A ratio of 2 is a large change for a likely token and
-    a negligible one for a token with probability 1e-5. So DPPO bounds the divergence between the
-    binary distributions "this token or another", with probability p now and q before:
+    REINFORCE within a trust region (https://arxiv.org/abs/2602.04879). A ratio of 2 is a large
+    change for a likely token and a negligible one for a token with probability 1e-5. So DPPO bounds
+    the divergence between the binary distributions "this token or another", where p is the token's
+    probability now and q before:
 
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A token beyond the bound has a gradient only if that moves it back. All other tokens have the
-    constant weight `min(p / q, cap)`, so the value of the loss means little, as with CISPO.
+    A token beyond the bound has a gradient only if that reduces the divergence. All other tokens
+    have the constant weight `min(p / q, cap)`, so, as in CISPO, the value of the loss means little.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
         old_logprobs: Log-probabilities in nats under the parameters before the update.
-        rollout_logprobs: Log-probabilities in nats as the sampler reported them.
-        advantages: One value per token.
+        rollout_logprobs: Log-probabilities in nats reported by the sampler.
+        advantages: Advantage of each token.
         loss_mask: True for tokens that the policy sampled.
-        clip_low: Divergence beyond which a token with a negative advantage is no longer made less
+        clip_low: Divergence beyond which tokens with a negative advantage are not made less likely.
+        clip_high: Divergence beyond which tokens with a positive advantage are not made more
             likely.
-        clip_high: Divergence beyond which a token with a positive advantage is no longer made more
-            likely.
-        divergence: `tv` (the paper uses a bound of 0.2) or `kl` (in nats).
-        anchor: `old` or `rollout`. With `rollout`, q is the sampler's probability, so its gap to
-            the trainer counts too.
-        cap: Maximum weight.
+        divergence: `tv`, for which the paper uses bounds of 0.2, or `kl`, in nats.
+        anchor: Source of q, `old` or `rollout`. With `rollout`, the divergence includes the gap
+            between sampler and trainer.
+        cap: Maximum weight of a token.
 
     Returns:
-        The loss and its metrics: `pg_clipfrac` is 1 for tokens beyond the bound without a gradient;
+        The loss and per-token metrics: `pg_clipfrac` is 1 where the bound removes the gradient;
         `ppo_kl` is `log q - log p` in nats, clipped to [-20, 20].
     """
-    # Masked logprobs are arbitrary; zeros keep their exponentials and gradients finite.
-    before = jnp.where(loss_mask, rollout_logprobs if anchor == "rollout" else old_logprobs, 0.0)
-    own = jnp.where(loss_mask, logprobs, 0.0)
-    now = jax.lax.stop_gradient(own)
-    p, q = jnp.exp(now), jnp.exp(before)
+    # Masked logprobs are arbitrary; zeros keep exponentials and gradients finite.
+    previous = jnp.where(loss_mask, rollout_logprobs if anchor == "rollout" else old_logprobs, 0.0)
+    masked_logprobs = jnp.where(loss_mask, logprobs, 0.0)
+    now = jax.lax.stop_gradient(masked_logprobs)
+    p, q = jnp.exp(now), jnp.exp(previous)
     if divergence == "tv":
         distance = jnp.abs(p - q)
     else:
-        q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _LEAST for x in (q, p))
-        others = jnp.log(q_others / p_others)
-        distance = q * (before - now) + (1.0 - q) * others
-    # Only a token that the gradient would move further away loses its gradient.
-    is_raised, is_lowered = advantages > 0, advantages < 0
-    is_beyond = (is_raised & (p > q) & (distance > clip_high)) | (
-        is_lowered & (p < q) & (distance > clip_low)
+        q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _EPSILON for x in (q, p))
+        others_log_ratio = jnp.log(q_others / p_others)
+        distance = q * (previous - now) + (1.0 - q) * others_log_ratio
+    # Remove the gradient only where it would increase the divergence.
+    is_positive, is_negative = advantages > 0, advantages < 0
+    is_beyond = (is_positive & (p > q) & (distance > clip_high)) | (
+        is_negative & (p < q) & (distance > clip_low)
     )
-    log_ratio = jnp.clip(now - before, -20.0, 20.0)
+    log_ratio = jnp.clip(now - previous, -20.0, 20.0)
     weights = jnp.where(is_beyond, 0.0, jnp.minimum(jnp.exp(log_ratio), cap))
-    loss = -weights * advantages * own
+    loss = -weights * advantages * masked_logprobs
     metrics = {
         "pg_clipfrac": jnp.where(loss_mask & is_beyond, 1.0, 0.0),
         "ppo_kl": -log_ratio,

@@ -1,4 +1,4 @@
-"""Reward for the search that first shows the answer."""
+"""Turn-level reward for the first search that finds the answer."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from jaxrl.envs.rewards.attribution import shows_answer
 
 
 def first_occurrence(turns: Sequence[Turn], answers: Sequence[str]) -> list[float]:
-    """Return 1 for the turn with the first search that shows an accepted answer, else 0.
+    """Return a reward per turn: 1 for the first search that finds an accepted answer, else 0.
 
     TSPO's first-occurrence reward (https://arxiv.org/abs/2601.22776). It gives groups a signal even
-    if all answers are wrong. See `attribution.shows_answer` for what counts. The paper chooses
-    between turn-level and trajectory-level advantages; here `advantage.by_turn` decides.
+    if all final answers are wrong. `attribution.shows_answer` defines a match. The paper selects
+    turn-level or trajectory-level advantages by a rule; here `advantage.by_turn` selects them.
     """
     first = next((i for i, turn in enumerate(turns) if shows_answer(turn, answers)), None)
     return [float(index == first) for index in range(len(turns))]

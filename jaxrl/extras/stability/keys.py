@@ -1,4 +1,4 @@
-"""Config keys of losses, terms and masks against collapse."""
+"""Config keys of the losses, loss terms and masks in this folder."""
 
 from jaxrl.config.keys import TRAINING, Key, Rule
 
@@ -8,7 +8,7 @@ KEYS = {
         one_of=("tv", "kl"), restart=TRAINING),
     "loss.dppo.anchor": Key("old", "Divergence from the policy before the update (`old`) or from "
         "the sampler (`rollout`).", one_of=("old", "rollout"), restart=TRAINING),
-    "loss.dppo.cap": Key(20.0, "Largest ratio that weighs a token's gradient.", at_least=1,
+    "loss.dppo.cap": Key(20.0, "Maximum ratio as a weight of a token's gradient.", at_least=1,
         restart=TRAINING),
     "loss.term.llds.level": Key("action", "Unit that must have lost likelihood: an `action` (a "
         "turn) or the `response`.", one_of=("action", "response"),
@@ -34,7 +34,7 @@ RULES = (
         "likelihood is lost before the first one, so the term is exactly 0",
     ),
 )
-"""Combinations of keys that are errors."""
+"""Invalid combinations of keys."""
 
 WARNINGS = (
     Rule(
@@ -48,4 +48,4 @@ WARNINGS = (
         "'rollout' with one update a batch: before the first one no token has moved",
     ),
 )
-"""Combinations of keys that raise a warning."""
+"""Combinations of keys that cause a warning."""

@@ -1,4 +1,4 @@
-"""LLDS: a loss term that preserves the likelihood of tokens without a negative advantage."""
+"""LLDS: a loss term that preserves the likelihood of tokens with nonnegative advantage."""
 
 import jax
 import jax.numpy as jnp
@@ -21,46 +21,48 @@ def likelihood_loss(
     level: str,
     margin: float,
 ) -> PolicyLoss:
-    """Compute the log-likelihood in nats that tokens have lost since the start of the update.
+    """Compute the per-token LLDS loss: the log-likelihood lost during the update, in nats.
 
-    LLDS (https://arxiv.org/abs/2512.04220): updates on wrong answers reduce the likelihood of
-    correct ones, which share most tokens with them, until no answer is likely. Let d = old -
-    current logprob of a token with advantage >= 0. Its loss is max(0, d) if its action as a whole
-    has lost likelihood (Σ d > 0), else 0.
+    Updates on wrong answers also reduce the likelihood of correct ones, which share most tokens
+    with them, until no answer is likely (https://arxiv.org/abs/2512.04220). Let d = old - current
+    logprob of a token with advantage >= 0. The loss of the token is max(0, d) if the sum of d over
+    the token's action is positive, else 0.
 
-    Loss and gradient are zero while the policy has not changed, so always with one optimizer step
-    per batch. The old logprobs come from a different program than the current ones and differ by
-    rounding, which would activate some tokens. `margin` prevents that; the paper's code uses 0.
+    Loss and gradient are zero until the first optimizer step on a batch. Old and current logprobs
+    come from different programs and differ by rounding, which would give some tokens a loss;
+    `margin` prevents that. The paper's code has no margin.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
         old_logprobs: Log-probabilities in nats under the parameters before the update.
-        advantages: One value per token.
+        advantages: Advantage of each token.
         loss_mask: True for tokens that the policy sampled.
-        segment_ids: Trajectory of each token; contiguous, 0 on padding.
-        level: `action` for runs of consecutive tokens with advantage >= 0 (a turn), or `response`
-            for all such tokens of a trajectory.
-        margin: Threshold in nats that both d and its sum over the action must exceed.
+        segment_ids: Index of each token's trajectory; contiguous, 0 for padding.
+        level: Definition of an action: `action` for consecutive tokens with advantage >= 0 (a
+            turn), or `response` for all such tokens of a trajectory.
+        margin: Threshold in nats that both d and the action's sum of d must exceed.
 
     Returns:
-        The loss, zero for tokens to which it does not apply, and its metrics: `llds_lost` is
-        max(0, d), and `llds_share` is 1 for tokens to which the loss applies.
+        The loss and per-token metrics: `llds_lost` is max(0, d), and `llds_share` is 1 for tokens
+        with a loss.
     """
-    # Zero d for tokens that do not count, so that they drop out of the sums.
-    is_kept = loss_mask & (advantages >= 0)
-    old = jax.lax.stop_gradient(jnp.where(is_kept, old_logprobs, 0.0))
-    lost = old - jnp.where(is_kept, logprobs, 0.0)
-    # An action is a run of adjacent tokens that count, numbered within its row.
+    # Set d to 0 for other tokens, which removes them from the sums.
+    is_eligible = loss_mask & (advantages >= 0)
+    old = jax.lax.stop_gradient(jnp.where(is_eligible, old_logprobs, 0.0))
+    drop = old - jnp.where(is_eligible, logprobs, 0.0)
+    # An action is a run of adjacent tokens with advantage >= 0, numbered within its row.
     actions = segment_ids
     if level == "action":
-        is_inner = is_kept[:, 1:] & is_kept[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
-        is_first = is_kept & ~jnp.pad(is_inner, ((0, 0), (1, 0)))
-        actions = jnp.where(is_kept, jnp.cumsum(is_first, axis=1), 0)
-    # The gates are constants: the gradient flows only through each token's own loss.
-    totals = segment_sums(jax.lax.stop_gradient(lost), actions)
-    is_lost = is_kept & (totals > margin) & (lost > margin)
+        continues_action = (
+            is_eligible[:, 1:] & is_eligible[:, :-1] & (segment_ids[:, 1:] == segment_ids[:, :-1])
+        )
+        is_first = is_eligible & ~jnp.pad(continues_action, ((0, 0), (1, 0)))
+        actions = jnp.where(is_eligible, jnp.cumsum(is_first, axis=1), 0)
+    # The sums are constants: the gradient flows only through each token's d.
+    totals = segment_sums(jax.lax.stop_gradient(drop), actions)
+    has_loss = is_eligible & (totals > margin) & (drop > margin)
     metrics = {
-        "llds_lost": jax.lax.stop_gradient(jnp.maximum(lost, 0.0)),
-        "llds_share": jnp.where(is_lost, 1.0, 0.0),
+        "llds_lost": jax.lax.stop_gradient(jnp.maximum(drop, 0.0)),
+        "llds_share": jnp.where(has_loss, 1.0, 0.0),
     }
-    return PolicyLoss(jnp.where(is_lost, lost, 0.0), metrics)
+    return PolicyLoss(jnp.where(has_loss, drop, 0.0), metrics)

@@ -12,7 +12,7 @@ from jaxrl.types import Trajectory
 Array = jax.Array | np.ndarray
 
 
-def off_policy_gate(
+def off_policy_sequence_mask(
     logprobs: Float[Array, "R T"],
     rollout_logprobs: Float[Array, "R T"],
     advantages: Float[Array, "R T"],
@@ -21,35 +21,35 @@ def off_policy_gate(
     *,
     delta: float,
 ) -> Bool[jax.Array, "R T"]:
-    """Return False for tokens with a negative advantage in far off-policy trajectories.
+    """Return a mask without tokens of far off-policy trajectories with a negative advantage.
 
-    DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): a trajectory with a negative advantage has no
-    policy loss if the mean of `rollout - current` over its tokens is above `delta`. This difference
-    includes both the sampler's gap and the updates of the same batch.
+    DeepSeek-V3.2's sequence mask (https://arxiv.org/abs/2512.02556). Tokens with a negative
+    advantage are masked if the trajectory's mean of rollout minus current logprobs exceeds `delta`.
+    This includes both the gap between sampler and trainer and the updates on this batch.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
-        rollout_logprobs: Log-probabilities in nats as the sampler reported them.
-        advantages: One value per token.
+        rollout_logprobs: Log-probabilities in nats reported by the sampler.
+        advantages: Advantage of each token.
         loss_mask: True for tokens that the policy sampled.
-        segment_ids: Trajectory of each token; contiguous, 0 on padding.
-        delta: Threshold in nats per token.
+        segment_ids: Index of each token's trajectory; contiguous, 0 for padding.
+        delta: Threshold on the mean difference, in nats per token.
     """
-    moved = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
+    difference = jnp.where(loss_mask, rollout_logprobs - jax.lax.stop_gradient(logprobs), 0.0)
     counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
-    mean = segment_sums(moved, segment_ids) / jnp.maximum(counts, 1.0)
+    mean = segment_sums(difference, segment_ids) / jnp.maximum(counts, 1.0)
     return (jnp.asarray(advantages) >= 0) | (mean <= delta)
 
 
 def has_no_void_turn(trajectory: Trajectory) -> bool:
-    """Return True if each turn has a call or the answer.
+    """Return True if every turn has a tool call or the final answer.
 
-    SimpleTIR (https://arxiv.org/abs/2509.02479) removes trajectories with a void turn from the
-    loss: truncated or prematurely ended text, sampled from the tail of the distribution. There a
-    turn needs a block of code, here a call of any tool. A call that is invalid, or that got no
-    answer, counts too.
+    SimpleTIR (https://arxiv.org/abs/2509.02479) excludes trajectories with a void turn from the
+    loss: truncated or prematurely ended text, sampled from the tail of the distribution. The paper
+    requires a code block in each turn; here, a call to any tool counts, even if it is invalid or
+    failed.
     """
-    *before, last = trajectory.turns or (None,)
-    if last is None or any(turn is None or turn.observation is None for turn in before):
+    *earlier, last = trajectory.turns or (None,)
+    if last is None or any(turn is None or turn.observation is None for turn in earlier):
         return False
     return trajectory.outcome != Outcome.MALFORMED and not last.is_cut

@@ -1,7 +1,7 @@
-"""Symbolic comparison of answers with math-verify, in worker processes with limits.
+"""Symbolic comparison of answers with math-verify, in worker processes with time and memory limits.
 
-Comparison by value (`math_answers`) comes first. Workers compare only answers that it cannot
-decide, such as roots, sets, intervals, matrices and formulas.
+`math_answers` first compares numerical values. Workers compare only answers that it cannot decide,
+such as roots, sets, intervals, matrices and formulas.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from jaxrl.envs.rewards.math_answers import join_thousands, value_equal
 from jaxrl.envs.rewards.rules import last_boxed
 from jaxrl.extras.symbolic_math.worker import equals_any
 
-MAX_CHARACTERS = 2000
-"""Longest answer to send to a worker, in characters."""
+MAX_ANSWER_CHARS = 2000
+"""Maximum length of an answer to send to a worker, in characters."""
 
 _CACHE_SIZE = 20_000
-_BUSY_S = 60.0
-_BUSY_FACTOR = 20.0
-"""A call may wait `_BUSY_S + _BUSY_FACTOR * deadline_s` seconds for its result."""
+_EXTRA_WAIT_S = 60.0
+_WAIT_FACTOR = 20.0
+"""The wall-clock timeout of a call is `_EXTRA_WAIT_S + _WAIT_FACTOR * deadline_s` seconds."""
 
 
 class WorkerLostError(RuntimeError):
-    """Failure to start a worker process."""
+    """A worker process could not be started."""
 
 
 class MathVerify:
     """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
 
-    It compares the final answer that the environment read. An abstention scores 0. So does an
-    answer that exceeds the time or memory limit or crashes its worker; these count as `undecided`.
-    They are not environment errors; otherwise a policy could drop out of its group's statistics by
-    writing an answer that hangs. A worker that cannot start is an environment error.
+    An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
+    worker; the metric `undecided` counts these. They are not environment errors, because then a
+    policy could avoid a low reward by writing an answer that hangs. A worker that cannot start is
+    an environment error.
     """
 
     is_async = False
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
-        """Store the limits; workers start with the first comparison.
+        """Store the limits; workers start at the first comparison.
 
         Args:
-            deadline_s: Limit on a comparison's processor time.
-            memory_mib: Memory limit of each worker.
-            workers: Maximum number of processes.
+            deadline_s: Limit on the CPU time of a comparison, in seconds.
+            memory_mib: Memory limit of each worker, in MiB.
+            workers: Maximum number of worker processes.
 
         Raises:
             ImportError: math-verify is not installed.
@@ -58,48 +58,52 @@ class MathVerify:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("math-verify is not installed; pip install -e '.[math]'")
         self._limits = {"deadline_s": deadline_s, "memory_mib": memory_mib}
-        self._wait_s = _BUSY_FACTOR * deadline_s + _BUSY_S
+        self._wait_s = _WAIT_FACTOR * deadline_s + _EXTRA_WAIT_S
         self._num_workers = workers
         self._pool: Any = None
         self._lock = threading.Lock()
-        self._ask = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
+        self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[Call]:
-        """Return one call per episode."""
+        """Return one scoring call per episode."""
         return [
-            Call(members=(index,), make=partial(self.measure, one), read=lambda value: [value])
-            for index, one in enumerate(group)
+            Call(members=(index,), make=partial(self.measure, sample), read=lambda value: [value])
+            for index, sample in enumerate(group)
         ]
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return the fields that a task lacks."""
+        """Return `["answers"]` if the task has no accepted answers, else []."""
         return [] if task.answers else ["answers"]
 
-    def measure(self, one: ScoredEpisode) -> Measured:
-        """Score an episode."""
-        answer = "" if one.reward.is_abstention else one.reward.final_answer.strip()
-        equal = self.is_equal(answer, one.episode.task.answers) if answer else False
+    def measure(self, sample: ScoredEpisode) -> Measured:
+        """Score the final answer of an episode."""
+        answer = "" if sample.reward.is_abstention else sample.reward.final_answer.strip()
+        equal = self.is_equal(answer, sample.episode.task.answers) if answer else False
         return Measured(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
-        """Return True if an answer equals an accepted one, None if a limit ends the comparison.
+        """Return True if an answer equals an accepted one, or None if a limit was exceeded.
 
         Raises:
-            WorkerLostError: No worker answers.
+            WorkerLostError: A worker cannot be started or does not respond.
         """
-        decided = [value_equal(answer, truth) for truth in truths]
-        if True in decided:
+        verdicts = [value_equal(answer, truth) for truth in truths]
+        if True in verdicts:
             return True
-        open_ = tuple(_inner(t) for t, known in zip(truths, decided, strict=True) if known is None)
-        if not open_ or len(answer) > MAX_CHARACTERS:
+        undecided = tuple(
+            _strip_notation(t)
+            for t, verdict in zip(truths, verdicts, strict=True)
+            if verdict is None
+        )
+        if not undecided or len(answer) > MAX_ANSWER_CHARS:
             return False
-        return self._ask(_inner(answer), open_)
+        return self._cached_compare(_strip_notation(answer), undecided)
 
     def _compare(self, answer: str, truths: Sequence[str]) -> bool | None:
         from pebble import ProcessExpired
 
-        for _ in range(2):  # the system may have killed the first worker
-            pool = self._active_pool()
+        for _ in range(2):  # retry once: the system may have killed the first worker
+            pool = self._get_pool()
             try:
                 call = pool.schedule(
                     equals_any, args=[answer, truths], kwargs=self._limits, timeout=self._wait_s
@@ -110,33 +114,33 @@ class MathVerify:
                     return None
             except (ImportError, TimeoutError) as error:
                 raise WorkerLostError(
-                    f"no worker of math_verify answers ({error}); is the extra `math` installed?"
+                    f"no math_verify worker responds ({error}); is the extra `math` installed?"
                 ) from error
             except Exception:  # MemoryError and RecursionError too
                 if pool.active:
                     return None
         return None
 
-    def _active_pool(self) -> Any:
-        """Return the pool. Replace it if a worker killed between calls has broken it."""
+    def _get_pool(self) -> Any:
+        """Return the worker pool. Replace it if a worker that was killed between calls broke it."""
         from pebble import ProcessPool
 
         with self._lock:
             if self._pool is None or not self._pool.active:
                 self.close()
-                spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPool(max_workers=self._num_workers, context=spawn)
+                spawn_context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPool(max_workers=self._num_workers, context=spawn_context)
             return self._pool
 
     def close(self) -> None:
-        """End the workers. This also happens at exit."""
+        """Stop the workers. This also happens at exit."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
 
 
-def _inner(text: str) -> str:
-    """Return an expression without the box or dollar signs around it."""
+def _strip_notation(text: str) -> str:
+    r"""Strip `\boxed{}`, dollar signs, a final period and thousands separators."""
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).strip().rstrip(".")
     for mark in ("$$", "$"):

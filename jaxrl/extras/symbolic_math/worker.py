@@ -1,4 +1,4 @@
-"""Comparison of mathematical expressions in a worker process."""
+"""Compare mathematical expressions in a worker process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from collections.abc import Callable, Sequence
 
 
 def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int) -> bool:
-    """Return True if an answer equals one of the accepted ones. All are LaTeX.
+    """Return True if an answer in LaTeX equals one of the accepted answers.
 
-    SIGPROF kills the process after `deadline_s` seconds of processor time. An exception could not
+    SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception could not
     interrupt a hang, which is often a single operation on large integers.
     """
-    _prepare(memory_mib)
+    _init_worker(memory_mib)
     signal.setitimer(signal.ITIMER_PROF, deadline_s)
     try:
-        return any(_comparison()(answer, truth) for truth in truths)
+        return any(_load_comparison()(answer, truth) for truth in truths)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @functools.cache
-def _prepare(memory_mib: int) -> None:
-    """Load math-verify, limit this process's memory, and end it with its parent."""
+def _init_worker(memory_mib: int) -> None:
+    """Load math-verify, limit this process's memory, and exit when the parent does."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -38,24 +38,24 @@ def _prepare(memory_mib: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _comparison()("x", "x")  # load everything before memory is limited
+    _load_comparison()("x", "x")  # load everything before memory is limited
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
 
 
 @functools.cache
-def _comparison() -> Callable[[str, str], bool]:
-    """Return a function that compares two expressions by value.
+def _load_comparison() -> Callable[[str, str], bool]:
+    """Return a function that tests whether two expressions are mathematically equal.
 
-    Only an expression that parses completely counts. By default math-verify also looks for a number
-    anywhere in the text, which would accept an answer with several numbers. Its time limits are
-    off: they need signal handlers, which do not run during a single operation.
+    Expressions must parse completely. By default, math-verify also searches the text for a number,
+    which would accept an answer with several numbers. Its time limits are disabled: they need
+    signal handlers, which do not run during a single operation.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
-    def read(text: str) -> list:
+    def parse_latex(text: str) -> list:
         return parse(
             f"\\boxed{{{text}}}",
             extraction_config=latex,
@@ -65,6 +65,10 @@ def _comparison() -> Callable[[str, str], bool]:
         )
 
     def is_equal(answer: str, truth: str) -> bool:
-        return bool(verify(read(truth), read(answer), timeout_seconds=None, raise_on_error=True))
+        return bool(
+            verify(
+                parse_latex(truth), parse_latex(answer), timeout_seconds=None, raise_on_error=True
+            )
+        )
 
     return is_equal

@@ -1,4 +1,4 @@
-"""Command to show runs in a browser or in a file: `python -m jaxrl.extras.view RUN`."""
+"""Serve runs in a browser or export them to an HTML file: `python -m jaxrl.extras.view RUN`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ PORT = 8780
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve the page of the given runs until a signal arrives, or write it to a file."""
+    """Serve the page until a signal arrives or, with `--static`, write it to a file."""
     replace_unencodable()
     parser = argparse.ArgumentParser(
         prog="jaxrl view", description="Show runs in a browser on this machine, live."
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0: any free one")
-    add("--static", action="store_true", help="write the page as a file; `jaxrl report` does that")
+    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 for any free port")
+    add("--static", action="store_true", help="write the page to a file, like `jaxrl report`")
     add("--out", type=Path, metavar="FILE", help="path of that file; default: RUN/report.html")
     add(
         "--ignore",
         type=lambda text: text.split(","),
         default=[],
         metavar="KEY,KEY",
-        help="keys or sections that may differ among seeds of a group, such as model,tasks",
+        help="keys or sections that may differ between runs of a group, such as model,tasks",
     )
     arguments = parser.parse_args(argv)
 

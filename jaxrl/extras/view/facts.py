@@ -27,7 +27,7 @@ TIMINGS = {
     "evaluation": "timing_s/testing",
     "checkpoint": "timing_s/save_checkpoint",
 }
-"""Parts of a run's time, with the metrics that measure them."""
+"""Metrics of the time that a run spends on each part, by label of the part."""
 
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
@@ -35,20 +35,20 @@ TOTALS = {
     "ledger/total/observation_tokens": "inserted tokens",
     "perf/ledger/total/cost": "cost",
 }
-"""Labels of the metrics with a run's totals."""
+"""Labels of the metrics that hold a run's totals, by metric name."""
 
 Point = tuple[int, float, float | None, float | None, str]
-"""Step of the weights, value, bounds of the 95% interval, and evaluating stage."""
+"""Step of the weights, value, lower and upper bound of the 95% interval, and stage."""
 
 
 def summarize_run(run: RunReader) -> dict[str, Any]:
-    """Return the page's data about a run, except for curves, answers and trajectories."""
+    """Summarize a run for the page, except for curves, answers and trajectories."""
     return {
         "name": run.name,
         "folder": str(run.workdir.resolve()),
         "step": run.records[-1]["step"] if run.records else None,
-        "offset": num_warm_start_steps(run),
-        "stages": progress(run),
+        "offset": count_warm_start_steps(run),
+        "stages": compute_progress(run),
         "is_finished": is_finished(run),
         "warnings": find_warnings(run),
         "problems": run.problems,
@@ -56,13 +56,13 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
             {name: sign.get(name) for name in ("step", "sign", "text", "action")}
             for sign in run.signs.records
         ],
-        "scores": scores(run),
-        "suites": {suite: SUITE_LABELS.get(suite, suite) for suite in suites_of(run)},
+        "scores": compute_scores(run),
+        "suites": {suite: SUITE_LABELS.get(suite, suite) for suite in list_suites(run)},
         "failures": count_failures(run),
-        "costs": costs(run),
-        "times": times(run),
-        "metrics": metric_names(run),
-        "config": config_rows(run),
+        "costs": list_costs(run),
+        "times": compute_times(run),
+        "metrics": list_metric_names(run),
+        "config": list_config_rows(run),
         "changes": run.changes,
         "starts": run.starts,
         "num_trajectories": len(run.index.rows),
@@ -71,24 +71,24 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
     }
 
 
-def num_warm_start_steps(run: RunReader) -> int:
-    """Return the number of steps before the stage `train`, which global steps include."""
+def count_warm_start_steps(run: RunReader) -> int:
+    """Return the number of warm-start steps, which global step numbers include."""
     return next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0)
 
 
-def name_step(run: RunReader, step: float) -> str:
-    """Return the name of a global step within its stage."""
-    num_before = num_warm_start_steps(run)
+def format_step(run: RunReader, step: float) -> str:
+    """Format a global step number as the step within its stage."""
+    num_before = count_warm_start_steps(run)
     return f"warm-start step {step:.0f}" if step < num_before else f"step {step - num_before:.0f}"
 
 
-def progress(run: RunReader) -> list[dict[str, Any]]:
+def compute_progress(run: RunReader) -> list[dict[str, Any]]:
     """Return the finished and planned steps of each stage; an evaluation counts as one step."""
     planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
     present = {record["stage"] for record in run.records}
-    wanted = as_list(run.config.get("stages"))
+    configured = as_list(run.config.get("stages"))
     rows = []
-    for stage in (name for name in STAGES if name in wanted or name in present):
+    for stage in (name for name in STAGES if name in configured or name in present):
         records = [record for record in run.records if record["stage"] == stage]
         num_done = sum("timing_s/step" in record for record in records)
         num_planned = to_finite_float(planned.get(stage))
@@ -105,39 +105,41 @@ def progress(run: RunReader) -> list[dict[str, Any]]:
 
 def is_finished(run: RunReader) -> bool:
     """Return True if every configured stage has ended."""
-    stages = progress(run)
+    stages = compute_progress(run)
     return bool(stages) and all(stage["is_done"] for stage in stages)
 
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
-    """Return (is serious, text) for each problem of a run."""
+    """Return (is_serious, text) for each problem found in a run."""
     # Steps without a gradient, by reason.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
-    silent = [step for step in steps if step.get("rollout/informative_share") == 0]
+    uninformative = [step for step in steps if step.get("rollout/informative_share") == 0]
     skipped = [step for step in steps if step.get("actor/skipped") == 1]
-    learned = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
-    measured = [value for value in map(to_finite_float, learned) if value is not None]
+    update_sizes = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
+    measured = [value for value in map(to_finite_float, update_sizes) if value is not None]
     warnings = []
     if measured and not any(measured):
-        warnings.append((True, "nothing learned: no update had a gradient"))
-    for reason, without in (
+        warnings.append((True, "nothing learned: every gradient was zero"))
+    for reason, ineffective in (
         ("every episode failed", failed),
-        ("all rewards that are compared were equal", [s for s in silent if s not in failed]),
+        ("all compared rewards were equal", [s for s in uninformative if s not in failed]),
         ("the gradient was not finite", skipped),
     ):
-        if without:
-            text = f"{len(without)} of {len(steps)} steps taught nothing: {reason}"
-            warnings.append((2 * len(without) >= len(steps), text))
+        if ineffective:
+            text = f"{len(ineffective)} of {len(steps)} steps had no effect: {reason}"
+            warnings.append((2 * len(ineffective) >= len(steps), text))
     # Evaluations in which nothing was scored, and the first environment error.
-    for evaluation in evaluations_of(run):
-        for suite, by_set in evaluation.summary.items():
-            num_questions, num_unscored, _ = map(as_dict(as_dict(by_set).get("all")).get, COUNTS)
+    for evaluation in list_evaluations(run):
+        for suite, by_data_set in evaluation.summary.items():
+            num_questions, num_unscored, _ = map(
+                as_dict(as_dict(by_data_set).get("all")).get, COUNTS
+            )
             if num_questions and num_questions == num_unscored:
-                step = name_step(run, evaluation.step)
+                step = format_step(run, evaluation.step)
                 text = f"{STAGE_LABELS[evaluation.stage]}, {step}, {suite}"
                 warnings.append((True, f"every episode failed in an evaluation: {text}"))
-    answers = [rows for e in evaluations_of(run) for rows in e.answers.values()]
+    answers = [rows for e in list_evaluations(run) for rows in e.answers.values()]
     errors = [run.index.error, *(row["error"] for rows in answers for row in rows)]
     if error := next(filter(None, errors), ""):
         warnings.append((True, f"an environment error: {error}"))
@@ -145,30 +147,30 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     for change in run.changes:
         if accepted := as_list(change.get("accepted")):
             keys = ", ".join(map(str, accepted))
-            step = name_step(run, to_finite_float(change.get("step")) or 0)
-            text = f"{keys} changed after {step}: not one experiment"
+            step = format_step(run, to_finite_float(change.get("step")) or 0)
+            text = f"{keys} changed after {step}: not a single experiment"
             warnings.append((True, text))
     return warnings
 
 
-def evaluations_of(run: RunReader) -> list[Evaluation]:
-    """Return the evaluations up to the last record; later files are from a killed run."""
+def list_evaluations(run: RunReader) -> list[Evaluation]:
+    """Return the evaluations up to the last logged step; later files are from a killed run."""
     end = run.records[-1]["step"] if run.records else math.inf
     return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
 
 
-def suites_of(run: RunReader) -> list[str]:
-    """Return the suites of all evaluations in display order."""
+def list_suites(run: RunReader) -> list[str]:
+    """Return the suites of all evaluations, in display order."""
     present = {
         suite: None
-        for evaluation in evaluations_of(run)
+        for evaluation in list_evaluations(run)
         for suite in (*evaluation.summary, *evaluation.answers)
     }
     order = list(SUITE_LABELS)
     return sorted(present, key=lambda suite: order.index(suite) if suite in order else len(order))
 
 
-def scores(run: RunReader) -> list[dict[str, Any]]:
+def compute_scores(run: RunReader) -> list[dict[str, Any]]:
     """Return the means of all evaluations, by suite, data set and measure.
 
     The reward comes first, then its parts by weight, exact match, parts without a weight, and other
@@ -177,8 +179,8 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
     weights: dict[str, float] = {}
-    for evaluation in evaluations_of(run):
-        for suite in (name for name in suites_of(run) if name in evaluation.summary):
+    for evaluation in list_evaluations(run):
+        for suite in (name for name in list_suites(run) if name in evaluation.summary):
             suite_weights = {
                 part: to_finite_float(weight) or 0.0
                 for part, weight in as_dict(evaluation.weights.get(suite)).items()
@@ -198,7 +200,7 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, measure), []).append(point)
 
-    def rank(key: tuple[str, str, str]) -> tuple[bool, ...]:
+    def sort_key(key: tuple[str, str, str]) -> tuple[bool, ...]:
         measure = key[2]
         return (
             measure != "reward",
@@ -215,17 +217,17 @@ def scores(run: RunReader) -> list[dict[str, Any]]:
             "weight": weights.get(measure),
             "points": points[suite, data_set, measure],
         }
-        for suite, data_set, measure in sorted(points, key=rank)
+        for suite, data_set, measure in sorted(points, key=sort_key)
     ]
 
 
-def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
+def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
     """Return the first and last score over all held-out questions, by measure and suite.
 
     The measures are the reward, if it differs from exact match, and exact match. The first score is
-    None if there is only one.
+    None if there is only one evaluation.
     """
-    rows = [row for row in scores(run) if row["data_set"] == "all"]
+    rows = [row for row in compute_scores(run) if row["data_set"] == "all"]
     main = [row for row in rows if row["measure"] in ("reward", "exact_match")]
     return {
         (row["measure"], row["suite"]): (
@@ -237,17 +239,17 @@ def held_out(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
-    """Count the answers of the last evaluation by suite and kind of failure ("" for none)."""
-    asked = [evaluation for evaluation in evaluations_of(run) if evaluation.answers]
+    """Count the answers of the last evaluation, by suite and kind of failure ("" for none)."""
+    evaluations = [evaluation for evaluation in list_evaluations(run) if evaluation.answers]
     return {
         suite: dict(Counter(row["failure"] or "" for row in rows))
-        for evaluation in asked[-1:]
+        for evaluation in evaluations[-1:]
         for suite, rows in evaluation.answers.items()
     }
 
 
-def costs(run: RunReader) -> list[tuple[str, float]]:
-    """Return labeled totals of the run, evaluations included; [] if nothing was recorded."""
+def list_costs(run: RunReader) -> list[tuple[str, float]]:
+    """Return labels and values of the run's totals, including evaluations; [] if none is logged."""
     records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"
@@ -258,10 +260,10 @@ def costs(run: RunReader) -> list[tuple[str, float]]:
     return [(label, total) for label, total in totals if total]
 
 
-def times(run: RunReader) -> list[dict[str, Any]]:
-    """Return the seconds of each stage, by part.
+def compute_times(run: RunReader) -> list[dict[str, Any]]:
+    """Return the seconds that each stage spent on each part of `TIMINGS`, and on the rest.
 
-    Time between two records, for example of a checkpoint, belongs to the later record.
+    Time between two records, such as that of a checkpoint, counts toward the later record.
     """
     rows = []
     for stage in dict.fromkeys(record["stage"] for record in run.records):
@@ -282,8 +284,8 @@ def times(run: RunReader) -> list[dict[str, Any]]:
     return rows
 
 
-def metric_names(run: RunReader) -> dict[str, list[str]]:
-    """Return the names of numeric metrics, by stage."""
+def list_metric_names(run: RunReader) -> dict[str, list[str]]:
+    """Return the names of the numeric metrics of each stage."""
     names: dict[str, dict[str, None]] = {}
     for record in run.records:
         by_stage = names.setdefault(record["stage"], {})
@@ -293,11 +295,11 @@ def metric_names(run: RunReader) -> dict[str, list[str]]:
     return {stage: sorted(by_stage) for stage, by_stage in names.items()}
 
 
-def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
+def compute_curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
     """Return the steps and values of a metric in a stage.
 
-    If there are more than `max_points`, neighbors are merged into mean step, mean, minimum and
-    maximum.
+    More than `max_points` points are downsampled: neighbors are merged into mean step, mean,
+    minimum and maximum.
     """
     points = [
         [record["step"], value]
@@ -316,34 +318,34 @@ def curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[f
     return result
 
 
-def config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
-    """Return (key, value, default, differs from default) for every key."""
+def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
+    """Return (key, value, default, is_changed) for every config key."""
     defaults = flatten(default_config())
     return [
-        (key, value, defaults.get(key), _as_json(value) != _as_json(defaults.get(key)))
+        (key, value, defaults.get(key), _dumps(value) != _dumps(defaults.get(key)))
         for key, value in run.config.items()
     ]
 
 
-def _as_json(value: Any) -> str:
+def _dumps(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)  # a tuple is a list in a file
 
 
 def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Group runs with configurations that differ only in the seed.
+    """Group runs whose configs differ only in the seed.
 
     Args:
         runs: Runs in the order of the command line.
         ignore: Further keys or sections that may differ within a group.
 
     Returns:
-        For each group the positions of its `runs`, a `label`, and the values of the `settings` in
-        which groups differ.
+        For each group: `runs` (positions in the argument), `label`, and `settings` (values of the
+        keys that differ between groups).
     """
     defaults = flatten(default_config())
 
-    def compared(run: RunReader) -> dict[str, Any]:
-        # A key that the run lacks had the effect of its default.
+    def comparable_config(run: RunReader) -> dict[str, Any]:
+        # A key that is missing from the run's config had its default value.
         config = defaults | run.config if run.config else {}
         names = ("seed", *ignore)
         return {
@@ -355,18 +357,18 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         # A run without a configuration forms a separate group.
-        alone = None if run.config else number
-        key = _as_json([alone, compared(run)])
+        group_id = None if run.config else number
+        key = _dumps([group_id, comparable_config(run)])
         members.setdefault(key, []).append(number)
     # Describe each group by the settings in which groups differ.
-    configs = [compared(runs[numbers[0]]) for numbers in members.values()]
+    configs = [comparable_config(runs[numbers[0]]) for numbers in members.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
-    differ = [key for key in keys if len({_as_json(config.get(key)) for config in configs}) > 1]
+    varying_keys = [key for key in keys if len({_dumps(config.get(key)) for config in configs}) > 1]
     groups = []
     for numbers, config in zip(members.values(), configs, strict=True):
         names = [runs[number].name for number in numbers]
         label = names[0] if len(names) == 1 else f"{names[0]} ({len(names)} seeds)"
-        settings = [f"{key}={_shorten(repr(config.get(key)))}" for key in differ]
+        settings = [f"{key}={_shorten(repr(config.get(key)))}" for key in varying_keys]
         groups.append({"label": label, "runs": numbers, "settings": settings})
     return groups
 
@@ -375,14 +377,14 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:30]}…{text[-30:]}"
 
 
-def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a table with one row per run, and one row of means per group of several runs.
+def compare_runs(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a table with a row per run, and a row of means per group of several runs.
 
     Returns:
-        `columns` and `rows`. Each row has the position of its `run` (None for means) and `group`,
-        and `cells` of two texts each: a value, and a note below it.
+        `columns` and `rows`. Each row has the positions of its `run` (None for means) and `group`,
+        and `cells`: pairs of a value and a note to show below it.
     """
-    results = [held_out(run) for run in runs]
+    results = [get_held_out_scores(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
     labels = [
         f"{measure.replace('_', ' ')}, {SUITE_LABELS.get(suite, suite)}" for measure, suite in names
@@ -391,50 +393,52 @@ def compare(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict
     for number, group in enumerate(groups):
         for position in group["runs"]:
             run, result = runs[position], results[position]
-            num_steps = run.records[-1]["step"] - num_warm_start_steps(run) if run.records else 0
+            num_steps = run.records[-1]["step"] - count_warm_start_steps(run) if run.records else 0
             step = f"{num_steps:,}" if run.records else "–"
-            sampled = dict(costs(run)).get("sampled tokens")
-            seconds = sum(sum(row["parts"].values()) for row in times(run))
+            sampled = dict(list_costs(run)).get("sampled tokens")
+            seconds = sum(sum(row["parts"].values()) for row in compute_times(run))
             cells = [(step, "" if is_finished(run) else "not finished")]
-            cells += [_score_cell(*result[name]) if name in result else ("–", "") for name in names]
+            cells += [
+                _format_score(*result[name]) if name in result else ("–", "") for name in names
+            ]
             cells.append((f"{sampled:,.0f}" if sampled else "–", ""))
             cells.append((format_seconds(seconds) if seconds else "–", ""))
             title = (run.name, "\n".join(group["settings"]))
             rows.append({"run": position, "group": number, "cells": [title, *cells]})
         if len(group["runs"]) > 1:
-            # Leave out unfinished runs: their last score is from an intermediate step.
-            done = [results[n] for n in group["runs"] if is_finished(runs[n])]
-            cells = [_mean_cell([r[name] for r in done if name in r]) for name in names]
+            # Exclude unfinished runs: their last score is from an intermediate step.
+            finished = [results[n] for n in group["runs"] if is_finished(runs[n])]
+            cells = [_format_mean([r[name] for r in finished if name in r]) for name in names]
             title = ("mean ± sd", group["label"])
             cells = [title, ("", ""), *cells, ("", ""), ("", "")]
             rows.append({"run": None, "group": number, "cells": cells})
     return {"columns": ["run", "step", *labels, "tokens sampled", "time"], "rows": rows}
 
 
-def _score_cell(first: Point | None, last: Point) -> tuple[str, str]:
+def _format_score(first: Point | None, last: Point) -> tuple[str, str]:
     _, value, low, high, _ = last
     before = "" if first is None else f"{first[1]:.3f} → "
     interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
     return f"{before}{value:.3f}", interval
 
 
-def _mean_cell(pairs: Sequence[tuple[Point | None, Point]]) -> tuple[str, str]:
+def _format_mean(pairs: Sequence[tuple[Point | None, Point]]) -> tuple[str, str]:
     if not pairs:
         return "–", ""
     before = [first[1] for first, _ in pairs if first]
-    text = _mean_and_deviation([last[1] for _, last in pairs])
+    text = _format_mean_std([last[1] for _, last in pairs])
     if len(before) == len(pairs):
-        text = f"{_mean_and_deviation(before)} → {text}"
+        text = f"{_format_mean_std(before)} → {text}"
     return text, f"of {len(pairs)} finished"
 
 
-def _mean_and_deviation(values: Sequence[float]) -> str:
+def _format_mean_std(values: Sequence[float]) -> str:
     mean = f"{statistics.fmean(values):.3f}"
     return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    """Format a duration, such as 12.3 s, 4 min 05 s or 2 h 10 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Readers of a workdir with missing, truncated, damaged or growing files."""
+"""Readers for a workdir whose files may be missing, truncated, damaged or growing."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl.config.schema import flat_json
-from jaxrl.extras.view.responses import failure_kind, is_right
+from jaxrl.extras.view.responses import classify_failure, is_correct
 from jaxrl.extras.view.trajectories import (
     MAX_ANSWER,
     MAX_QUESTION,
     Identity,
     TrajectoryIndex,
-    identify,
+    get_identity,
 )
 from jaxrl.runtime.resume import HISTORY_FILE, read_history
 from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
-"""Names that identify a workdir; it holds at least one of them."""
+"""Files and folders by which a workdir is recognized: it contains at least one of them."""
 
 
 @dataclass
 class JsonLines:
-    """Records of a growing JSONL file. Each line is parsed once.
+    """Incremental reader of a growing JSONL file. Each line is parsed once.
 
     Attributes:
-        path: Path of the file, which need not exist.
-        names: Required fields and their types.
+        path: Path of the file, which may be missing.
+        names: Type of each required field.
         records: Valid records in file order.
         num_damaged: Number of invalid lines.
     """
@@ -44,30 +44,30 @@ class JsonLines:
     records: list[dict[str, Any]] = field(default_factory=list)
     num_damaged: int = 0
     _inode: int = 0
-    _end: int = 0
-    _rest: bytes = b""
+    _offset: int = 0
+    _partial_line: bytes = b""
 
     def refresh(self) -> bool:
         """Read appended lines; start over if the file was replaced or truncated.
 
-        An incomplete last line is kept until its rest arrives.
+        An incomplete last line is buffered until the rest of it is written.
 
         Returns:
             True if anything changed.
         """
-        identity = identify(self.path)
+        identity = get_identity(self.path)
         inode, size, _ = identity or (0, 0, 0)
-        is_new = self._end > 0 and (size < self._end or inode != self._inode)
-        if is_new:
-            self.records, self.num_damaged, self._end, self._rest = [], 0, 0, b""
+        was_reset = self._offset > 0 and (size < self._offset or inode != self._inode)
+        if was_reset:
+            self.records, self.num_damaged, self._offset, self._partial_line = [], 0, 0, b""
         self._inode = inode
-        if identity is None or size == self._end:
-            return is_new
+        if identity is None or size == self._offset:
+            return was_reset
         with self.path.open("rb") as file:
-            file.seek(self._end)
+            file.seek(self._offset)
             data = file.read()
-        self._end += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._offset += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             record = self._parse(line)
             if record is not None:
@@ -91,17 +91,17 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Contents of one file of `eval/`, without the responses.
+    """Contents of one file in `eval/`, without the responses.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the JSON file.
         stage: Stage of the evaluation.
         step: Global step of the evaluation.
         weights_step: Global step of the evaluated weights.
         summary: Means by suite, data set and measure.
         intervals: 95% intervals by suite, data set and measure.
-        weights: Weights by suite and reward part.
-        answers: Rows by suite, one per sample in file order.
+        weights: Reward weights by suite and reward part.
+        answers: One row per sample by suite, in file order.
     """
 
     path: Path
@@ -114,8 +114,8 @@ class Evaluation:
     answers: dict[str, list[dict[str, Any]]]
 
 
-class _File(NamedTuple):
-    """Value of a file as last read, or the problem with it."""
+class _CachedFile(NamedTuple):
+    """Parsed contents of a file, or the reason why it is unreadable."""
 
     identity: Identity | None
     value: Any
@@ -128,11 +128,11 @@ class RunReader:
     Attributes:
         workdir: Folder of the run.
         name: Display name, unique among the displayed runs.
-        version: Number of refreshes that changed something.
-        config: Flat configuration; {} if it is missing.
+        version: Number of refreshes that found changes.
+        config: Flat config; {} if `config.json` is missing.
         evaluations: Evaluations in chronological order.
-        starts: Objects of `environment.json`, one per start.
-        changes: Lines of `config_history.jsonl` with changed settings.
+        starts: Objects in `environment.json`, one per start of the run.
+        changes: Objects in `config_history.jsonl` that contain changed settings.
         index: Index of `trajectories/`.
     """
 
@@ -146,7 +146,7 @@ class RunReader:
         self.starts: list[dict[str, Any]] = []
         self.changes: list[dict[str, Any]] = []
         self.evaluations: list[Evaluation] = []
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, _CachedFile] = {}
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ class RunReader:
         """Read changed files.
 
         Args:
-            seconds: Seconds after which indexing of trajectories pauses until the next refresh.
+            seconds: Time limit on indexing trajectories; the next refresh continues.
         """
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
@@ -178,7 +178,7 @@ class RunReader:
         readers |= dict.fromkeys(paths, _read_evaluation)
         changed.append(bool(self._files.keys() - readers.keys()))
         self._files = {path: file for path, file in self._files.items() if path in readers}
-        changed += [self._read(path, read) for path, read in readers.items()]
+        changed += [self._refresh_file(path, read) for path, read in readers.items()]
         values = {path.name: file.value for path, file in self._files.items()}
         self.config = values.get("config.json") or {}
         self.starts = values.get("environment.json") or []
@@ -188,9 +188,9 @@ class RunReader:
         changed.append(self.index.refresh(time.monotonic() + seconds))
         self.version += any(changed)
 
-    def _read(self, path: Path, read: Callable[[Path], Any]) -> bool:
-        """Read a file if it has changed; return True if it has."""
-        identity = identify(path)
+    def _refresh_file(self, path: Path, read: Callable[[Path], Any]) -> bool:
+        """Read a file again if it has changed. Return True if it has."""
+        identity = get_identity(path)
         if path in self._files and self._files[path].identity == identity:
             return False
         value, problem = None, f"{path.name} is missing"
@@ -199,17 +199,19 @@ class RunReader:
                 value, problem = read(path), ""
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 problem = f"{path.name} cannot be read ({error})"
-        self._files[path] = _File(identity, value, problem)
+        self._files[path] = _CachedFile(identity, value, problem)
         return True
 
     def read_answer(self, evaluation: Evaluation, suite: str, row: int) -> dict[str, Any]:
-        """Read the complete record of an answer from its file.
+        """Read the complete record of an answer from the evaluation's file.
 
         Raises:
-            LookupError: The file has changed and lacks this row.
+            LookupError: The file has changed and no longer has this row.
             OSError, ValueError: The file is unreadable.
         """
-        return _records(_read_content(evaluation.path, identify(evaluation.path)), suite)[row]
+        return _get_answer_records(
+            _read_evaluation_json(evaluation.path, get_identity(evaluation.path)), suite
+        )[row]
 
 
 _EVALUATION = re.compile(rf"({'|'.join(STAGES)})_(\d{{1,9}})\.json")
@@ -229,7 +231,7 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
             )
         if not any((workdir / name).exists() for name in FILES):
             raise FileNotFoundError(
-                f"{workdir} is not a run: it holds none of {', '.join(FILES)}. Name a run's folder."
+                f"{workdir} is not a run: it has none of {', '.join(FILES)}. Pass a run's folder."
             )
         folders.setdefault(workdir.resolve(), workdir)
     names = [path.name for path in folders]
@@ -239,12 +241,12 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict, else an empty one."""
+    """Return the value if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the value if it is a list, else an empty one."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -258,14 +260,14 @@ def _read_changes(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["changes"]]
 
 
-def _records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
-    """Return the answers of a suite, without entries that are not objects."""
+def _get_answer_records(content: dict[str, Any], suite: str) -> list[dict[str, Any]]:
+    """Return the answer records of a suite, skipping entries that are not objects."""
     records = as_list(as_dict(content.get("questions")).get(suite))
     return [record for record in records if isinstance(record, dict)]
 
 
 @lru_cache(maxsize=4)
-def _read_content(path: Path, identity: Identity | None) -> dict[str, Any]:
+def _read_evaluation_json(path: Path, identity: Identity | None) -> dict[str, Any]:
     """Read an evaluation file. `identity` is part of the cache key, so changed files are reread."""
     return read_object(path)
 
@@ -284,21 +286,21 @@ def _read_evaluation(path: Path) -> Evaluation:
         intervals=as_dict(content.get("intervals")),
         weights=as_dict(content.get("reward_weights")),
         answers={
-            suite: [_answer_row(record) for record in _records(content, suite)]
+            suite: [_make_answer_row(record) for record in _get_answer_records(content, suite)]
             for suite in as_dict(content.get("questions"))
         },
     )
 
 
-def _answer_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that the list of answers shows."""
+def _make_answer_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that the page lists."""
     return {
         "task_id": str(record.get("task_id")),
         "sample": to_finite_float(record.get("sample_index")) or 0,
         "question": str(record.get("question") or record.get("task_id"))[:MAX_QUESTION],
         "accepted": [str(answer)[:MAX_ANSWER] for answer in as_list(record.get("answers"))[:4]],
         "answer": str(record.get("final_answer") or "")[:MAX_ANSWER],
-        "is_right": is_right(record),
-        "failure": failure_kind(record),
+        "is_right": is_correct(record),
+        "failure": classify_failure(record),
         "error": str(record.get("error") or ""),
     }

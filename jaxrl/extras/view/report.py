@@ -1,4 +1,4 @@
-"""The page as one self-contained file, and a comparison of runs for the terminal."""
+"""Self-contained HTML report of runs, and a table for the terminal that compares them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.extras.view.facts import suites_of
+from jaxrl.extras.view.facts import list_suites
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.viewer import Viewer, to_plain
 from jaxrl.logs.results import format_scores, read_scores
@@ -33,7 +33,7 @@ MAX_TRAJECTORIES = 32
 """Maximum number of trajectories per run in the static page."""
 
 MAX_DETAIL_BYTES = 8 * 2**20
-"""Size limit on all complete answers and trajectories in the static page."""
+"""Limit on the total size of complete answers and trajectories in the static page."""
 
 
 def write_report(
@@ -43,17 +43,17 @@ def write_report(
     ignore: Sequence[str] = (),
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page of runs as one self-contained file.
+    """Write a self-contained HTML report of runs.
 
     Args:
         workdirs: Folders of the runs, finished or not.
-        out: Path of the page; by default `report.html` in the run's folder, or for several runs in
-            their common parent.
-        ignore: Keys or sections that may differ among the seeds of one group.
-        log: Function that receives lines about a single run, or a table of several runs.
+        out: Path of the report. The default is `report.html` in the run's folder, or in the common
+            parent folder of several runs.
+        ignore: Config keys or sections that may differ between runs of a group.
+        log: Function that receives lines about a single run, or a table about several.
 
     Returns:
-        Path of the page.
+        Path of the report.
 
     Raises:
         FileNotFoundError: A folder is not a run.
@@ -65,11 +65,11 @@ def write_report(
         parents = [folder.parent for folder in folders]
         folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
         out = folder / "report.html"
-    page = render(snapshot(viewer))
+    page = render(collect_responses(viewer))
     with open_atomic(out) as file:
         file.write(page)
     if log and len(viewer.runs) > 1:
-        log(format_comparison(viewer.at("overview")["comparison"]))
+        log(format_comparison(viewer.respond("overview")["comparison"]))
     elif log:
         [run] = viewer.runs
         last_step = run.records[-1]["step"] if run.records else 0
@@ -78,8 +78,8 @@ def write_report(
     return out
 
 
-def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """Write the report at the end of a run; an error is only a warning."""
+def write_report_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
+    """Write the report at the end of a run; log a warning instead of raising an error."""
     try:
         log(f"report: {write_report([workdir], log=log)}")
     except Exception as error:
@@ -87,28 +87,30 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
         log(f"warning: no report: {error!r}. The run is complete; to try again: {command}")
 
 
-def snapshot(viewer: Viewer) -> dict[str, Any]:
-    """Return the answers that the static page needs, by address.
+def collect_responses(viewer: Viewer) -> dict[str, Any]:
+    """Return the JSON responses to embed in the static page, by address.
 
-    Complete trajectories come first, then complete answers, limited in number and size.
+    Complete trajectories come first, then complete answers, up to `MAX_DETAIL_BYTES`.
     """
-    data = {"overview": viewer.at("overview")}
+    data = {"overview": viewer.respond("overview")}
     details: list[str] = []
     for number, run in enumerate(viewer.runs):
-        data[f"curves/{number}"] = viewer.at(f"curves/{number}")
-        table = data[f"trajectories/{number}/0/0/0"] = viewer.at(f"trajectories/{number}/0/0/0")
+        data[f"curves/{number}"] = viewer.respond(f"curves/{number}")
+        table = data[f"trajectories/{number}/0/0/0"] = viewer.respond(
+            f"trajectories/{number}/0/0/0"
+        )
         table["rows"] = select_rows(table["rows"])
-        used = {row[2] for row in table["rows"]}
-        table["tasks"] = [t if n in used else ["", ""] for n, t in enumerate(table["tasks"])]
+        used_tasks = {row[2] for row in table["rows"]}
+        table["tasks"] = [t if n in used_tasks else ["", ""] for n, t in enumerate(table["tasks"])]
         details += [f"trajectory/{number}/{row[0]}/{row[1]}" for row in table["rows"]]
-        for suite in range(len(suites_of(run))):
+        for suite in range(len(list_suites(run))):
             address = f"answers/{number}/{suite}"
-            data[address] = viewer.at(address)[:MAX_ANSWERS]
+            data[address] = viewer.respond(address)[:MAX_ANSWERS]
             details += [detail for row in data[address] for detail in row["addresses"]]
     size = 0
     for address in sorted(details, key=lambda address: address.startswith("answer")):
         try:
-            data[address] = viewer.at(address)
+            data[address] = viewer.respond(address)
         except (LookupError, ValueError, OSError) as error:
             data[address] = to_plain({"error": str(error)})
         size += len(json.dumps(data[address]))
@@ -118,7 +120,7 @@ def snapshot(viewer: Viewer) -> dict[str, Any]:
 
 
 def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """Select trajectories for the static page: half from the first steps, half from the last."""
+    """Select rows for the static page: half from the first steps, half from the last step."""
     ordered = sorted(rows, key=lambda row: (row[0], row[1]))
     half = MAX_TRAJECTORIES // 2
     if len(ordered) <= 2 * half:
@@ -127,25 +129,25 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the page with its style, script and data embedded.
+    """Return the HTML page with style, script and data embedded.
 
-    The Content-Security-Policy contains the hashes of style and script, so nothing else can run.
+    The Content-Security-Policy allows only the style and script with these hashes.
     """
     folder = Path(__file__).parent
     html, css, js = (
         (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
 
-    def source(text: str) -> str:
+    def csp_hash(text: str) -> str:
         digest = hashlib.sha256(text.encode()).digest()
         return f"'sha256-{base64.b64encode(digest).decode()}'"
 
     policy = (
-        f"default-src 'none'; script-src {source(js)}; style-src {source(css)}; img-src data:; "
+        f"default-src 'none'; script-src {csp_hash(js)}; style-src {csp_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )
-    # In JSON "<" occurs only in strings. Escape it, so that no text can close the script element.
+    # In JSON, "<" occurs only in strings. Escape it so that no text can close the script element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     data_tag = f'<script type="application/json" id="data">{text}</script>'
@@ -155,11 +157,11 @@ def render(data: dict[str, Any]) -> str:
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:
-    """Format the comparison as a table that fits the terminal but never truncates numbers."""
+    """Format a comparison as a table that fits the terminal but never truncates numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for position, name in enumerate(comparison["columns"]):
         head = Text(name.replace(", ", ",\n"))
-        # Only names and settings may wrap: part of a number would be a wrong number.
+        # Only names and settings may wrap: a wrapped number would be misread.
         table.add_column(head, overflow="fold", no_wrap=position > 0)
     for row in comparison["rows"]:
         # Text, not markup: names and settings are untrusted.

@@ -1,4 +1,4 @@
-"""Segments of responses by tag, and kinds of wrong answers."""
+"""Split responses into segments by tag, and classify wrong answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURES = {
     "out_of_budget": ("Out of budget", "No tokens or searches left for an answer."),
     "environment_error": ("Environment error", "The environment failed; not scored."),
 }
-"""Label and meaning of each kind of failure."""
+"""Label and description of each kind of failure."""
 
 _TAGS = "|".join(dict.fromkeys(tag for make in PROTOCOLS.values() for tag in make().tags))
 _SEGMENT = re.compile(rf"<({_TAGS})>(.*?)(?:</\1>|(?=<(?:{_TAGS})>)|\Z)", re.DOTALL)
@@ -28,35 +28,35 @@ _CALL_ENDS = ("</search>", "</python>")
 def split_response(response: str) -> list[tuple[str, str]]:
     """Split a response into (kind, text) by its tags.
 
-    The kind is a tag, `text` outside all tags, or `forged` for a result that the model wrote: real
-    results directly follow a call. An unclosed segment ends at the next tag.
+    The kind is a tag, `text` outside all tags, or `forged` for a tool result that the model wrote:
+    real results directly follow a call. An unclosed segment ends at the next tag.
     """
     segments, end = [], 0
     for match in _SEGMENT.finditer(response):
         segments.append(("text", response[end : match.start()]))
         kind = match[1]
         if kind in ("information", "result"):
-            is_behind_call = response[: match.start()].rstrip().endswith(_CALL_ENDS)
-            kind = "information" if is_behind_call else "forged"
+            follows_call = response[: match.start()].rstrip().endswith(_CALL_ENDS)
+            kind = "information" if follows_call else "forged"
         segments.append((kind, match[2].strip()))
         end = match.end()
     segments.append(("text", response[end:]))
     return [(kind, text) for kind, text in segments if kind != "text" or text.strip()]
 
 
-def is_right(record: dict[str, Any]) -> bool | None:
-    """Return True if an answer is an exact match; None if it has no score."""
+def is_correct(record: dict[str, Any]) -> bool | None:
+    """Return True if an answer is an exact match, or None if it was not scored."""
     score = to_finite_float(record.get("exact_match"))
     has_failed = record.get("outcome") == "environment_error"
     return None if has_failed or score is None else score >= 1
 
 
-def failure_kind(record: dict[str, Any]) -> str | None:
-    """Return the key of `FAILURES` for an answer; None if it is right or has no score."""
+def classify_failure(record: dict[str, Any]) -> str | None:
+    """Return the key of `FAILURES` for an answer; None if it is correct or was not scored."""
     outcome = record.get("outcome")
     if outcome == "environment_error":
         return "environment_error"
-    if is_right(record) is not False:
+    if is_correct(record) is not False:
         return None
     if isinstance(outcome, str) and outcome in FAILURES:
         return outcome

@@ -1,8 +1,8 @@
-"""Server of the page for browsers on this machine only.
+"""HTTP server of the page, for browsers on this machine only.
 
 A run's files contain text from models and web pages, and any page in the same browser can send
-requests here. So the server listens on the loopback address, requires its own name as `Host`
-(against DNS rebinding), answers only GET, and opens no file named by a request. Its
+requests here. So the server listens on the loopback address, checks the `Host` header (against DNS
+rebinding), accepts only GET, and opens no file named by a request. The page's
 Content-Security-Policy allows no other scripts and no other requests.
 """
 
@@ -21,7 +21,7 @@ from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.text import escape_control_chars
 
 INDEXING_S = 0.5
-"""Seconds that one request may spend on indexing trajectories."""
+"""Maximum seconds that a request spends on indexing trajectories."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -43,11 +43,11 @@ FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-"""Files of the page with their content types, by path."""
+"""File name and content type, by URL path."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of one connection."""
+    """Request handler of `Server`."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "jaxrl", ""
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Answer requests for the page's files and for `/api/` plus an address of `Viewer.at`."""
+        """Serve the page's files, and `/api/<address>` through `Viewer.respond`."""
         url = urlsplit(self.path)
         hosts = self.headers.get_all("Host") or []
         site = self.headers.get("Sec-Fetch-Site", "none")
@@ -65,22 +65,22 @@ class Handler(BaseHTTPRequestHandler):
         elif url.path != "/" and site not in ("none", "same-origin"):
             self._send_error(403, "The request comes from another site.")
         elif url.path in FILES:
-            name, kind = FILES[url.path]
-            self._send(200, (FOLDER / name).read_bytes(), kind)
+            name, content_type = FILES[url.path]
+            self._send(200, (FOLDER / name).read_bytes(), content_type)
         elif url.path.startswith("/api/"):
-            self._answer(url.path.removeprefix("/api/"), parse_qs(url.query))
+            self._serve_api(url.path.removeprefix("/api/"), parse_qs(url.query))
         else:
-            self._send_error(404, "There is no such page.")
+            self._send_error(404, "The page does not exist.")
 
-    def _answer(self, address: str, query: dict[str, list[str]]) -> None:
+    def _serve_api(self, address: str, query: dict[str, list[str]]) -> None:
         viewer = self.server.viewer
         try:
             with self.server.lock:
                 if address == "state":
                     viewer.refresh(INDEXING_S)
-                is_named = address.startswith("curves/") and "name" in query
-                options = {"names": query["name"]} if is_named else {}
-                value = viewer.at(address, **options)
+                has_names = address.startswith("curves/") and "name" in query
+                options = {"names": query["name"]} if has_names else {}
+                value = viewer.respond(address, **options)
         except LookupError as error:
             self._send_error(404, str(error))
         except (ValueError, OSError) as error:
@@ -97,14 +97,14 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse other methods and malformed requests, with `HEADERS` in the response."""
-        self._send_error(405 if code == 501 else code, message or "The request cannot be read.")
+        """Reject other methods and malformed requests, with `HEADERS` in the response."""
+        self._send_error(405 if code == 501 else code, message or "The request is malformed.")
 
-    def _send(self, status: int, content: bytes, kind: str) -> None:
+    def _send(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -112,26 +112,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Disable request logging."""
 
 
 class Server(ThreadingHTTPServer):
     """HTTP server on the loopback address.
 
     Attributes:
-        viewer: Source of the answers.
-        lock: Lock held while the viewer reads or answers.
-        hosts: Accepted values of `Host`.
+        viewer: Viewer that computes the responses.
+        lock: Lock that serializes access to the viewer.
+        hosts: Accepted values of the `Host` header.
     """
 
     daemon_threads = True
 
     def __init__(self, viewer: Viewer, port: int):
-        """Bind a port.
+        """Bind a port on the loopback address.
 
         Args:
-            viewer: Source of the answers.
-            port: Port number; 0 for any free one.
+            viewer: Viewer that computes the responses.
+            port: Port number; 0 for any free port.
 
         Raises:
             OSError: The port cannot be bound.
@@ -142,11 +142,11 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise OSError(f"--port={port} is in use; set --port to a free one, or to 0.") from error
+            raise OSError(f"--port={port} is in use; choose a free port, or 0.") from error
         names = ("127.0.0.1", "localhost", "[::1]")
         self.hosts = [f"{name}:{self.server_port}" for name in names]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that closed the connection."""
+        """Ignore errors from browsers that closed the connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

@@ -1,4 +1,4 @@
-"""Per-token quantities and texts of a trajectory."""
+"""Texts and per-token quantities of a trajectory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxrl.runtime.resume import launch_folder
 from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Values = list[float | None]
-"""One number per token; None for tokens that were not sampled or not recorded."""
+"""One number per token; None if the token was not sampled or its number not recorded."""
 
 
 class NotRecordedError(Exception):
-    """A list that a quantity needs is missing, or its length differs from the tokens'."""
+    """A per-token list is missing from the record, or has the wrong length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Per-token lists of one record.
+    """Per-token lists of one trajectory record.
 
     Attributes:
-        record: A line of `trajectories/`.
+        record: Parsed line of a file in `trajectories/`.
         ids: Token ids.
         is_sampled: True for tokens that the policy sampled.
     """
@@ -39,10 +39,10 @@ class Tokens:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Tokens:
-        """Read the ids and the mask.
+        """Validate the token ids and the loss mask of a record.
 
         Raises:
-            ValueError: The ids and the mask are not integer lists of equal length.
+            ValueError: They are not integer lists of equal length.
         """
         ids, mask = record.get("token_ids"), record.get("loss_mask")
         for values in (ids, mask):
@@ -55,32 +55,32 @@ class Tokens:
         return cls(record=record, ids=ids, is_sampled=[bool(value) for value in mask])
 
     def values(self, name: str) -> Values:
-        """Return the numbers of a list of the record.
+        """Return a per-token list of the record.
 
         Raises:
             NotRecordedError: The list is missing or has the wrong length.
         """
         values = self.record.get(name)
         if values is None:
-            raise NotRecordedError(f"config.log.tokens records {name}, if the method has it")
+            raise NotRecordedError(f"{name} requires config.log.tokens, and a method that uses it")
         if not isinstance(values, list) or len(values) != len(self.ids):
-            raise NotRecordedError(f"{name} is not one number per token")
+            raise NotRecordedError(f"{name} does not have one number per token")
         return [
             to_finite_float(value) if is_sampled else None
             for value, is_sampled in zip(values, self.is_sampled, strict=True)
         ]
 
-    def combine(self, function: Callable[..., float | None], *names: str) -> Values:
-        """Apply a function elementwise to several lists of the record."""
+    def map_values(self, function: Callable[..., float | None], *names: str) -> Values:
+        """Apply a function token by token to the lists called `names`."""
         lists = zip(*(self.values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
 
     def advantages(self) -> Values:
-        """Return the recorded advantage of each token, else that of the trajectory.
+        """Return the recorded advantage of each token, or else the trajectory's advantage.
 
         Raises:
-            NotRecordedError: Tokens have no recorded advantages, and the trajectory has none or one
-                per turn.
+            NotRecordedError: No advantages of tokens are recorded, and the trajectory has none, or
+                one per turn.
         """
         advantage = to_finite_float(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
@@ -89,8 +89,8 @@ class Tokens:
         return [advantage if is_sampled else None for is_sampled in self.is_sampled]
 
     def ratios(self) -> Values:
-        """Return `exp(new_logprobs - old_logprobs)`; like in losses, the exponent is within ±20."""
-        return self.combine(
+        """Return `exp(new_logprobs - old_logprobs)`; losses clip the exponent to ±20 too."""
+        return self.map_values(
             lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
             "new_logprobs",
             "old_logprobs",
@@ -99,40 +99,40 @@ class Tokens:
     def reference_log_ratios(self) -> Values:
         """Return the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
-        return self.combine(lambda value, reference: value - reference, name, "ref_logprobs")
+        return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
 
-    def gaps(self) -> Values:
-        """Return `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
+    def sampler_gaps(self) -> Values:
+        """Return `old_logprobs - rollout_logprobs` in nats; None where the sampler has no logprob.
 
-        The sampler has none for observations, which have loss if `loss.mask_observations` is off.
+        It has none for observations, which are trained on if `loss.mask_observations` is False.
         """
-        return self.combine(
+        return self.map_values(
             lambda old, rollout: old - rollout if rollout else None,
             "old_logprobs",
             "rollout_logprobs",
         )
 
 
-def quantities(tokens: Tokens) -> list[dict[str, Any]]:
-    """Compute all quantities of the tokens.
+def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
+    """Compute all per-token quantities for the page.
 
     Returns:
-        For each quantity its `name`, `label` and `unit`; its `scale`, one of `amount` (from 0),
-        `signed` (around 0) and `ratio` (around 1); and its `values`, or None and the reason `why`.
+        For each quantity: `name`, `label`, `unit`, `scale`, `values`. The scale is `amount` (from
+        0), `signed` (around 0) or `ratio` (around 1). `why` is the reason if `values` is None.
     """
 
-    def recorded(name: str) -> Callable[[], Values]:
+    def read_recorded(name: str) -> Callable[[], Values]:
         return lambda: tokens.values(name)
 
     rows: list[tuple[str, str, str, str, Callable[[], Values]]] = [
         ("advantage", "advantage", "", "signed", tokens.advantages),
-        ("logprob", "logprob at sampling", "nats", "amount", recorded("rollout_logprobs")),
-        ("entropy", "entropy at sampling", "nats", "amount", recorded("rollout_entropies")),
+        ("logprob", "logprob at sampling", "nats", "amount", read_recorded("rollout_logprobs")),
+        ("entropy", "entropy at sampling", "nats", "amount", read_recorded("rollout_entropies")),
         ("ratio", "ratio after the update", "", "ratio", tokens.ratios),
         ("reference", "logprob minus reference", "nats", "signed", tokens.reference_log_ratios),
-        ("gap", "trainer minus sampler", "nats", "signed", tokens.gaps),
-        ("kl_weight", "weight of the KL term", "", "amount", recorded("kl_weights")),
-        ("weight", "weight in the loss", "", "amount", recorded("token_weights")),
+        ("gap", "trainer minus sampler", "nats", "signed", tokens.sampler_gaps),
+        ("kl_weight", "weight of the KL term", "", "amount", read_recorded("kl_weights")),
+        ("weight", "weight in the loss", "", "amount", read_recorded("token_weights")),
     ]
     result = []
     for name, label, unit, scale, compute in rows:
@@ -148,10 +148,10 @@ def quantities(tokens: Tokens) -> list[dict[str, Any]]:
 def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[bytes], str]:
     """Load the bytes of each token id from `export/` or `model.path`, without downloads.
 
-    A relative path is relative to the folder in which the run was started.
+    A relative path is resolved against the folder in which the run was started.
 
     Returns:
-        The vocabulary and "", or without a tokenizer [] and the reason.
+        The vocabulary and "", or [] and the reason if there is no tokenizer.
     """
     folders = [str(workdir / "export")]
     if path := config.get("model.path"):
@@ -167,13 +167,13 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     return [], problem
 
 
-def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """Return the text of each token. A character split over tokens belongs to the last of them."""
+def decode_tokens(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
+    """Decode each token. A character that spans several tokens is shown at the last of them."""
     if not vocabulary:
         return [f"{id} " for id in ids]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     for id in ids:
-        known = vocabulary[id] if 0 <= id < len(vocabulary) else f"[id {id}]".encode()
-        texts.append(decoder.decode(known))
+        token_bytes = vocabulary[id] if 0 <= id < len(vocabulary) else f"[id {id}]".encode()
+        texts.append(decoder.decode(token_bytes))
     return texts

@@ -1,6 +1,6 @@
-"""Index of a run's trajectories: one short row each, with the position of its line in its file.
+"""Index of a run's trajectories: a short row for each, with the byte offset of the full record.
 
-The files of a run can be gigabytes, so trajectories do not stay in memory. Each file is read once,
+A run's files can be gigabytes, so trajectories are not kept in memory. Each file is read once,
 newest first, and again only if it changes.
 """
 
@@ -21,7 +21,7 @@ COLUMNS = (
     *("step", "line", "task", "sample", "outcome", "correct", "reward", "advantage"),
     *("sampled", "tokens", "turns", "answer"),
 )
-"""Fields of a row; `task` is a position in `TrajectoryIndex.tasks`."""
+"""Fields of a row; `task` is an index into `TrajectoryIndex.tasks`."""
 
 MAX_ANSWER = 200
 """Maximum length of a final answer in a list, in characters."""
@@ -39,19 +39,19 @@ class TrajectoryIndex:
     Attributes:
         folder: Folder `trajectories/` of a run.
         generation: Number of times that indexing started over because a file changed.
-        rows: Values of `COLUMNS` for each trajectory.
+        rows: List of values of `COLUMNS` for each trajectory.
         tasks: Pairs of id and question for each task.
         num_files: Number of files in the folder.
         num_indexed: Number of indexed files.
         num_damaged: Number of invalid lines.
-        error: Environment error from the earliest step with one; "" without any.
+        error: First environment error of the run; "" if there is none.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.generation, self.num_files = folder, 0, 0
-        self._start_over()
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self.rows: list[list[Any]] = []
         self.tasks: list[tuple[str, str]] = []
         self.num_damaged = 0
@@ -75,7 +75,7 @@ class TrajectoryIndex:
         return problems
 
     def refresh(self, deadline: float) -> bool:
-        """Index new and changed files, newest first, until `time.monotonic` reaches `deadline`.
+        """Index new and changed files, newest first, until `time.monotonic()` reaches `deadline`.
 
         Returns:
             True if anything changed.
@@ -84,20 +84,20 @@ class TrajectoryIndex:
         is_stale = any(files.get(step) != identity for step, identity in self._indexed.items())
         if is_stale:
             self.generation += 1
-            self._start_over()
+            self._reset()
         self.num_files = len(files)
         new = sorted(files.keys() - self._indexed.keys(), reverse=True)
         for step in new:
             self._indexed[step] = files[step]
             try:
-                self._index(step)
+                self._index_file(step)
             except OSError as error:
-                self._unreadable.append(f"{self._path(step).name} cannot be read ({error})")
+                self._unreadable.append(f"{self._file_path(step).name} cannot be read ({error})")
             if time.monotonic() > deadline:
                 break
         return is_stale or bool(new)
 
-    def _path(self, step: int) -> Path:
+    def _file_path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.jsonl"
 
     def _list_files(self) -> dict[int, Identity]:
@@ -105,17 +105,17 @@ class TrajectoryIndex:
         files = {}
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)
-            if match and path.name == self._path(int(match[1])).name:
-                identity = identify(path)
+            if match and path.name == self._file_path(int(match[1])).name:
+                identity = get_identity(path)
                 if identity is not None:
                     files[int(match[1])] = identity
         return files
 
-    def _index(self, step: int) -> None:
+    def _index_file(self, step: int) -> None:
         offset = 0
-        with self._path(step).open("rb") as file:
+        with self._file_path(step).open("rb") as file:
             for number, line in enumerate(file):
-                row = self._row(line, step, number)
+                row = self._make_row(line, step, number)
                 if row is not None:
                     self.rows.append(row)
                     self._offsets[step, number] = offset, len(line)
@@ -123,7 +123,7 @@ class TrajectoryIndex:
                     self.num_damaged += 1
                 offset += len(line)
 
-    def _row(self, line: bytes, step: int, number: int) -> list[Any] | None:
+    def _make_row(self, line: bytes, step: int, number: int) -> list[Any] | None:
         record, num_tokens, num_sampled = parse_head(line)
         task_id, outcome = record.get("task_id"), record.get("outcome")
         if not isinstance(task_id, str) or not isinstance(outcome, str):
@@ -158,7 +158,7 @@ class TrajectoryIndex:
         ]
 
     def read(self, step: int, line: int) -> dict[str, Any]:
-        """Read one trajectory from its file.
+        """Read a trajectory's complete record from disk.
 
         Raises:
             LookupError: The trajectory does not exist.
@@ -168,16 +168,16 @@ class TrajectoryIndex:
         if (step, line) not in self._offsets:
             raise LookupError(f"There is no trajectory at step {step}, line {line + 1}.")
         offset, length = self._offsets[step, line]
-        with self._path(step).open("rb") as file:
+        with self._file_path(step).open("rb") as file:
             file.seek(offset)
-            record = parse_json(file.read(length), f"{self._path(step).name}:{line + 1}")
+            record = parse_json(file.read(length), f"{self._file_path(step).name}:{line + 1}")
         if not isinstance(record, dict):
-            raise ValueError(f"{self._path(step).name} has changed; reload the page.")
+            raise ValueError(f"{self._file_path(step).name} has changed; reload the page.")
         return record
 
 
-def identify(path: Path) -> Identity | None:
-    """Return a value that changes when a file changes; None if it is not a regular file."""
+def get_identity(path: Path) -> Identity | None:
+    """Return a value that changes when the file does, or None if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -188,14 +188,14 @@ def identify(path: Path) -> Identity | None:
 
 
 def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse a line up to its lists of numbers, which come last and are most of the line.
+    """Parse a line up to the lists of numbers, which come last and make up most of it.
 
-    The lists are counted, not parsed, so damage in them shows only when the trajectory is opened.
-    The key that ends the head cannot occur in a string, where quotes are escaped.
+    The lists are counted, not parsed, so damage in them is found only when the trajectory is
+    opened. The key that ends the head cannot occur in a string, where quotes are escaped.
 
     Returns:
-        The fields before the lists, {} if the line is damaged; and the numbers of tokens and of
-        sampled tokens, None if the line has another layout.
+        The fields before the lists ({} if the line is damaged), and the numbers of tokens and of
+        sampled tokens (None if the line has another layout).
     """
     line = line.strip()
     head, key, arrays = line.partition(_TOKENS)

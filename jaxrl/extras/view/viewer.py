@@ -1,4 +1,4 @@
-"""Answers to requests of the page, as JSON values.
+"""JSON responses to the page's requests.
 
 The live server and the static page use the same addresses: a name and integers, such as
 `trajectory/0/20/3`.
@@ -14,7 +14,7 @@ from typing import Any
 from jaxrl.extras.view import facts
 from jaxrl.extras.view.reader import RunReader
 from jaxrl.extras.view.responses import FAILURES, split_response
-from jaxrl.extras.view.tokens import Tokens, load_vocabulary, quantities, token_texts
+from jaxrl.extras.view.tokens import Tokens, compute_quantities, decode_tokens, load_vocabulary
 from jaxrl.extras.view.trajectories import COLUMNS
 from jaxrl.utils.text import escape_control_chars
 
@@ -26,28 +26,28 @@ ARRAYS = (
     *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
     "kl_weights",
 )
-"""Per-token lists of a trajectory, which the page receives as quantities."""
+"""Per-token lists of a trajectory; the page receives quantities computed from them instead."""
 
 
 class Viewer:
-    """Runs, and the answers to requests about them.
+    """Runs, and JSON responses to requests about them.
 
-    Methods in `ADDRESSES` raise LookupError for missing items, and ValueError or OSError for
-    unreadable ones.
+    Methods in `ADDRESSES` raise LookupError if an item is missing, and ValueError or OSError if a
+    file is unreadable.
     """
 
     def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):
-        """Prepare to answer requests about `runs`; `refresh` reads them.
+        """Store the readers; `refresh` reads the files.
 
         Args:
             runs: Readers of the runs.
-            ignore: Keys or sections that may differ among the seeds of one group.
+            ignore: Config keys or sections that may differ between runs of a group.
         """
         self.runs, self.ignore = runs, ignore
         self._vocabularies: dict[int, tuple[list[bytes], str]] = {}
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Read changed files; indexing of trajectories pauses after `seconds`."""
+        """Read changed files. Indexing of trajectories pauses after `seconds`."""
         for run in self.runs:
             run.refresh(seconds / len(self.runs))
 
@@ -59,68 +59,68 @@ class Viewer:
         }
 
     def overview(self) -> dict[str, Any]:
-        """Return the summaries of all runs, their groups and their comparison."""
+        """Return the summaries, groups and comparison of all runs."""
         groups = facts.group_runs(self.runs, self.ignore)
         return self.state() | {
             "runs": [facts.summarize_run(run) for run in self.runs],
             "groups": groups,
-            "comparison": facts.compare(self.runs, groups),
+            "comparison": facts.compare_runs(self.runs, groups),
             "failures": FAILURES,
             "columns": COLUMNS,
         }
 
-    def curves(self, number: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the curves of a run's metrics, by stage and name; None for all names."""
-        run = self.runs[number]
+    def curves(self, run_index: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return a run's curves by stage and metric name; all metrics if `names` is None."""
+        run = self.runs[run_index]
         return {
             stage: {
-                name: facts.curve(run, stage, name, MAX_POINTS)
+                name: facts.compute_curve(run, stage, name, MAX_POINTS)
                 for name in known
                 if names is None or name in names
             }
-            for stage, known in facts.metric_names(run).items()
+            for stage, known in facts.list_metric_names(run).items()
         }
 
-    def answers(self, number: int, suite: int) -> list[dict[str, Any]]:
+    def answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
         """Return the held-out answers of a suite in its first and last evaluation.
 
-        Each item is a row of the last evaluation, with `before` from the first one if there are
-        two, and the `addresses` of the complete records.
+        Each item is a row of the last evaluation, with the first evaluation's row as `before` if
+        there are two, and the `addresses` of the complete records.
         """
-        run = self.runs[number]
-        name = facts.suites_of(run)[suite]
-        asked = [
+        run = self.runs[run_index]
+        name = facts.list_suites(run)[suite]
+        evaluations = [
             (position, evaluation.answers[name])
-            for position, evaluation in enumerate(facts.evaluations_of(run))
+            for position, evaluation in enumerate(facts.list_evaluations(run))
             if evaluation.answers.get(name)
         ]
-        if not asked:
+        if not evaluations:
             return []
-        (first, before), (last, after) = asked[0], asked[-1]
-        rows_before = {} if first == last else {_key(row): i for i, row in enumerate(before)}
+        (first, before), (last, after) = evaluations[0], evaluations[-1]
+        rows_before = {} if first == last else {_sample_key(row): i for i, row in enumerate(before)}
         rows = []
         for i, row in enumerate(after):
-            addresses = [f"answer/{number}/{last}/{suite}/{i}"]
-            earlier = rows_before.get(_key(row))
+            addresses = [f"answer/{run_index}/{last}/{suite}/{i}"]
+            earlier = rows_before.get(_sample_key(row))
             if earlier is not None:
-                addresses.insert(0, f"answer/{number}/{first}/{suite}/{earlier}")
+                addresses.insert(0, f"answer/{run_index}/{first}/{suite}/{earlier}")
             known = None if earlier is None else before[earlier]
             rows.append(row | {"before": known, "addresses": addresses})
         return rows
 
-    def answer(self, number: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
-        """Return the complete record of an answer, with its response split into segments."""
-        run = self.runs[number]
-        name = facts.suites_of(run)[suite]
+    def answer(self, run_index: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
+        """Return the complete record of an answer, with the response split into segments."""
+        run = self.runs[run_index]
+        name = facts.list_suites(run)[suite]
         record = dict(run.read_answer(run.evaluations[evaluation], name, row))
         response = str(record.pop("response", None) or "")
         return {"record": record, "segments": split_response(response)}
 
     def trajectories(
-        self, number: int, generation: int, num_rows: int, num_tasks: int
+        self, run_index: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
-        """Return the rows and tasks of the index after those that the page already has."""
-        index = self.runs[number].index
+        """Return the rows and tasks of the index that the page does not have yet."""
+        index = self.runs[run_index].index
         if generation != index.generation:
             num_rows = num_tasks = 0
         return {
@@ -130,30 +130,30 @@ class Viewer:
             "tasks": index.tasks[num_tasks:],
         }
 
-    def trajectory(self, number: int, step: int, line: int) -> dict[str, Any]:
-        """Return a trajectory with the texts and quantities of its tokens."""
-        run = self.runs[number]
+    def trajectory(self, run_index: int, step: int, line: int) -> dict[str, Any]:
+        """Return a trajectory with the text and the quantities of each token."""
+        run = self.runs[run_index]
         record = run.index.read(step, line)
         tokens = Tokens.from_record(record)
-        vocabulary, problem = self._vocabularies.get(number, ([], ""))
+        vocabulary, problem = self._vocabularies.get(run_index, ([], ""))
         if not vocabulary:
             vocabulary, problem = load_vocabulary(run.workdir, run.config)
-            self._vocabularies[number] = vocabulary, problem
+            self._vocabularies[run_index] = vocabulary, problem
         return {
             "record": {name: value for name, value in record.items() if name not in ARRAYS},
             "problem": problem,
             "ids": tokens.ids,
-            "texts": token_texts(tokens.ids, vocabulary),
+            "texts": decode_tokens(tokens.ids, vocabulary),
             "is_sampled": [int(value) for value in tokens.is_sampled],
-            "quantities": quantities(tokens),
+            "quantities": compute_quantities(tokens),
         }
 
-    def at(self, address: str, **options: Any) -> Any:
-        """Return the answer at an address, with all texts printable.
+    def respond(self, address: str, **options: Any) -> Any:
+        """Return the JSON response for an address, with unprintable characters escaped.
 
         Args:
-            address: Name and integers, separated by slashes.
-            options: Further arguments of the method.
+            address: Key of `ADDRESSES` and integers, separated by slashes, such as `answers/0/2`.
+            options: Keyword arguments of the method in `ADDRESSES`.
 
         Raises:
             LookupError: The address does not exist.
@@ -162,7 +162,7 @@ class Viewer:
         method, count = ADDRESSES.get(name, (None, 0))
         is_valid = len(numbers) == count and all(map(_NUMBER.fullmatch, numbers))
         if method is None or not is_valid:
-            raise LookupError(f"There is nothing at {address!r:.80}.")
+            raise LookupError(f"There is no item at {address!r:.80}.")
         return to_plain(method(self, *map(int, numbers), **options))
 
 
@@ -177,15 +177,15 @@ ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
     "trajectories": (Viewer.trajectories, 4),
     "trajectory": (Viewer.trajectory, 3),
 }
-"""Methods by the first part of an address, with the number of integers that follow."""
+"""Method and number of integer arguments, by the first part of an address."""
 
 
-def _key(row: dict[str, Any]) -> tuple[str, float]:
+def _sample_key(row: dict[str, Any]) -> tuple[str, float]:
     return row["task_id"], row["sample"]
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to strict JSON: printable texts, and None for non-finite numbers."""
+    """Convert a value to strict JSON: escape control characters; None for NaN and infinity."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, dict):

@@ -109,14 +109,14 @@ def _select_cached(
         shares = SHARES_PROMPTS[name]
         if not dtype:
             return []
-        of_train: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:of_train")
-        return [of_train(*heads, dtype, device, shares_prompts=shares)]
+        make_packed_trial: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:make_packed_trial")
+        return [make_packed_trial(*heads, dtype, device, shares_prompts=shares)]
 
     def of_sampler(name: str) -> list[Trial]:
         if not dtype:
             return []
-        of_pages: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:of_pages")
-        make = partial(of_pages, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
+        make_paged_trial: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:make_paged_trial")
+        make = partial(make_paged_trial, *heads, dtype, device, page_tokens=PAGE_TOKENS[name])
         # Shapes of decode and of prefill.
         return [make(num_queries=count) for count in (1, block)]
 

@@ -63,7 +63,7 @@ def test_a_part_that_does_not_apply_is_left_out_of_the_sum():
     assert "skips" not in skipped.parts
     [[reward, nothing]] = paid(payment({"skips": 1.0}, skips), ["abc", "skip"])
     assert reward.total == 3.0
-    assert "'skips' have a weight and were not measured" in str(nothing)
+    assert "'skips' have a weight but no value" in str(nothing)
     [[missing]] = paid(payment({"bleu": 1.0}, skips), ["abc"])
     assert "'bleu' have a weight" in str(missing)
 
@@ -81,7 +81,7 @@ def test_turns_earn_their_weighted_amounts():
     assert (reward.total, reward.rest) == (8.5, 0.5)
     wrong = Reward(parts={"f1": 0.5}, turn_parts={"tools": (1.0,)}, final_answer="")
     [[error]] = pay([[finished("4|8", reward=wrong)]])
-    assert "1 amounts of 'tools' for 2 turns" in str(error)
+    assert "1 values of 'tools' for 2 turns" in str(error)
 
 
 def large(response, answers):
@@ -91,7 +91,7 @@ def large(response, answers):
 def test_a_sum_that_float32_cannot_hold_names_its_largest_part_and_the_task():
     [[error]] = paid(payment({"f1": 1.0, "large": 2.0}, large), ["a"])
     told = format_error_report(error).splitlines()[0]
-    assert "'large' gave -1e+300, which its weight 2 in config.reward.weights makes -2e+300" in told
+    assert "'large' is -1e+300, which its weight 2 in config.reward.weights makes -2e+300" in told
     assert told.endswith("expected a sum of at most 3.4e+38 of the task 't0'")
     [[reward]] = paid(payment({"f1": 1.0, "large": 0.0}, large), ["a"])  # measured, not paid
     assert reward.parts["large"] == -1e300
@@ -247,6 +247,6 @@ def solves(completions, solution, **kwargs):
 
 def test_a_field_that_tasks_do_not_have_is_named_before_the_run():
     pay = payment({"solves": 1.0}, solves)
-    with pytest.raises(ValueError, match="'solves', which asks for 'solution'; the tasks of"):
+    with pytest.raises(ValueError, match="'solves', which requires 'solution'; the tasks of"):
         pay.check(TASKS[0], "config.tasks.train.source")
     pay.check(Task(id="1", question="?", metadata={"solution": 1.0}), "config.tasks.train.source")

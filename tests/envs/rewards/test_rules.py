@@ -249,8 +249,8 @@ def test_bapo_correctness(response, score):
     [
         ({"answer": 1.0}, "no reward part 'answer'. Known parts are format, exact_match"),
         ({"exact_matc": 1.0}, "did you mean 'exact_match'"),
-        ({}, "would pay nothing"),
-        ({"format": 0.0}, "would pay nothing"),
+        ({}, "all weights are 0"),
+        ({"format": 0.0}, "all weights are 0"),
     ],
 )
 def test_weights_that_pay_nothing_or_for_nothing_are_refused(weights, message):

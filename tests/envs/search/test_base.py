@@ -93,5 +93,5 @@ def test_a_small_corpus_is_drawn_whole():
 
 
 def test_without_documents_at_hand_nothing_is_drawn():
-    with pytest.raises(ValueError, match="Cities has no documents at hand"):
+    with pytest.raises(ValueError, match="Cities has no documents to sample"):
         RandomSearch(Cities(), seed=0)

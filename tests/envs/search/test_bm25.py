@@ -407,7 +407,7 @@ def test_appended_documents_are_checked(tmp_path):
     path = write_corpus(tmp_path, CITIES[:2])
     LocalSearch(path, tmp_path / "index")
     append(path, [CITIES[2], CITIES[0]])
-    with pytest.raises(ValueError, match="jsonl:4: the id '1' is that of an earlier line"):
+    with pytest.raises(ValueError, match="jsonl:4: the id '1' is already used by an earlier line"):
         LocalSearch(path, tmp_path / "index")
     assert len(indexes(tmp_path)) == 1
 
@@ -442,9 +442,7 @@ def test_an_index_that_may_not_be_written(open_folder, exists):
         LocalSearch(open_folder / "corpus.jsonl", index)
     said = str(raised.value)
     assert said.startswith(f"{index}, where the index of {open_folder / 'corpus.jsonl'} belongs, ")
-    assert said.endswith(
-        "Permission denied; name another folder for it by config.search.local.index."
-    )
+    assert said.endswith("Permission denied; set config.search.local.index to another folder.")
 
 
 def run_python(code, *arguments):
@@ -511,7 +509,7 @@ def test_processes_that_start_at_once_share_one_index(tmp_path):
         (b'{"id": "5", "text": "no title"}', ":5: expected"),
         (b'{"id": null, "contents": "x"}', ":5: expected"),
         (b'{"id": "5", "contents": ["x"]}', ":5: expected"),
-        (b'{"id": 1, "contents": "Rome"}', ":5: the id '1' is that of an earlier line"),
+        (b'{"id": 1, "contents": "Rome"}', ":5: the id '1' is already used by an earlier line"),
         (b'{"id": "5", "title": " ", "text": "\\t"}', ":5: the document '5' has neither title nor"),
         (b'{"id": "5", "contents": "\\ud800"}', ":5 holds half of a surrogate pair"),
     ],
@@ -588,7 +586,7 @@ def test_an_index_of_another_corpus_is_told(tmp_path):
     shutil.rmtree(first)
     shutil.copytree(second, first)
     corpus_a = tmp_path / "a" / "corpus.jsonl"
-    with pytest.raises(ValueError, match=r"is damaged; delete .* made of another corpus"):
+    with pytest.raises(ValueError, match=r"is damaged; delete .* belongs to another corpus"):
         LocalSearch(corpus_a, tmp_path / "a" / "index")
     # A corpus that goes on from the first one is read whole.
     append(corpus_a, [Document("9", "c", "c is here")])

@@ -297,7 +297,7 @@ def test_a_body_beyond_the_limit_is_not_read(is_packed):
     headers = {"Content-Encoding": "gzip"} if is_packed else {}
     body = gzip.compress(content) if is_packed else content
     error = failure(Reply(body, headers=headers), max_response_mib=1.5)
-    assert str(error).endswith(" answers with more than 1.5 MiB")
+    assert str(error).endswith(" responds with more than 1.5 MiB")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_a_body_beyond_the_limit_is_not_read(is_packed):
 )
 def test_statuses_say_whether_to_ask_again(status, is_permanent):
     error = failure(Reply({"detail": "no"}, status))
-    assert f' answers with status {status}: \'{{"detail": "no"}}\'' in str(error)
+    assert f' responds with status {status}: \'{{"detail": "no"}}\'' in str(error)
     assert error.is_permanent == is_permanent
     assert error.retry_after_s is None
 
@@ -363,7 +363,7 @@ def test_a_slow_drip_ends_at_the_deadline():
     start = time.monotonic()
     [error] = engine.run_batch(["q"])
     assert time.monotonic() - start < 1
-    assert str(error).endswith("/retrieve gave no whole answer within 0.2 s")
+    assert str(error).endswith("/retrieve gave no complete response within 0.2 s")
     listener.close()
 
 
@@ -386,8 +386,8 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
     with served(lambda request: Reply(request.headers.get("authorization", "none"), 403)) as server:
         [refused] = HttpRetriever(server.url, key_env="RETRIEVER_KEY").run_batch(["q"])
         [bare] = HttpRetriever(server.url).run_batch(["q"])
-    assert "answers with status 403: 'Bearer ***'" in str(refused)
-    assert "answers with status 403: 'none'" in str(bare)
+    assert "responds with status 403: 'Bearer ***'" in str(refused)
+    assert "responds with status 403: 'none'" in str(bare)
     monkeypatch.delenv("RETRIEVER_KEY")
     with pytest.raises(
         ValueError, match=r"RETRIEVER_KEY, which config\.search\.http\.key_env names"

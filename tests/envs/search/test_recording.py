@@ -124,7 +124,7 @@ def test_what_is_recorded_is_not_asked_again_and_needs_no_engine(tmp_path):
     assert isinstance(missing, OutageError)
     assert missing.fallback is None
     assert "config.search.replay is 'only', and " in str(missing)
-    assert "has no result for the query 'bad'. This run is not the one that was re" in str(missing)
+    assert "has no result for the query 'bad'. This run differs from the recorded" in str(missing)
 
 
 def test_a_result_that_cannot_be_recorded_ends_the_run(tmp_path):
@@ -133,7 +133,7 @@ def test_a_result_that_cannot_be_recorded_ends_the_run(tmp_path):
     search = ResilientSearch(Counting(), policy(), recording=recording)
     [found] = search.run_batch(["a"])
     assert isinstance(found, OutageError)
-    assert "an answer of the search engine could not be recorded: " in str(found)
+    assert "a result of the search engine could not be recorded: " in str(found)
 
 
 def test_what_is_no_result_any_more_is_asked_again(tmp_path):

@@ -206,7 +206,7 @@ def test_a_wrong_key_is_an_outage_at_once(kind):
     assert time.monotonic() - started < 20.0  # no backoff was waited for
     outages = [one for one in found if isinstance(one, OutageError)]
     assert outages
-    assert "refuses every call: 401: the key is not valid. What was finished" in str(outages[0])
+    assert "rejects every call: 401: the key is not valid. Finished work" in str(outages[0])
     assert max(Counter(engine.asked).values()) == 1
 
 
@@ -456,7 +456,7 @@ def test_a_server_that_comes_up_soon_is_waited_for():
 
 
 def test_a_server_that_stays_away_ends_the_start():
-    told = rf"has not answered.*busy.*on_outage='empty'.* The server is the one that {PLACE} names"
+    told = rf"has not answered.*busy.*on_outage='empty'.* The server is set by {PLACE}"
     with pytest.raises(OutageError, match=told):
         asked_first(Engine(first(10**9)), outage_deadline_s=0.2)
     slow = Engine(lambda *_: time.sleep(5))
@@ -467,11 +467,11 @@ def test_a_server_that_stays_away_ends_the_start():
 def test_a_server_that_refuses_a_first_query_is_not_waited_for():
     engine = Engine(lambda *_: ToolError("answers with status 404", is_permanent=True))
     for changes in ({}, {"on_outage": "empty"}):
-        with pytest.raises(ValueError, match=rf"{PLACE} names refuses a first query: .*404"):
+        with pytest.raises(ValueError, match=rf"{PLACE} rejects a test query: .*404"):
             asked_first(engine, **changes)
     assert engine.asked == [PROBE] * 2
     later = Engine(lambda _, count: ToolError("no such path", is_permanent=count > 2))
-    with pytest.raises(ValueError, match="refuses a first query: no such path"):
+    with pytest.raises(ValueError, match="rejects a test query: no such path"):
         asked_first(later)
 
 

@@ -144,7 +144,7 @@ def test_a_tool_of_ones_own_has_its_tag_in_either_protocol(protocol):
 
 @pytest.mark.parametrize("name", ["answer", "search", "think", "a b", "", "calc"])
 def test_a_name_that_can_be_no_tag_or_is_taken_is_refused(name):
-    with pytest.raises(ValueError, match=f"a tool is called '{name}'; expected a name that can be"):
+    with pytest.raises(ValueError, match=f"the tool name '{name}' is invalid or reserved"):
         make_env(tools=[Calculator(), type("Other", (Calculator,), {"name": name})()])
 
 

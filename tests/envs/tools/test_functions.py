@@ -139,7 +139,7 @@ def test_what_a_function_raises_is_its_failure_but_a_call_error():
     assert theirs == "error: no such thing"
     assert str(ours) == "ZeroDivisionError: division by zero"
     assert str(slow) == "TimeoutError: slow server"
-    assert str(odd) == "fail returned object; expected text, or what JSON has"
+    assert str(odd) == "fail returned object; expected text or JSON values"
 
 
 def test_a_call_that_takes_too_long_has_failed():

@@ -242,12 +242,12 @@ def test_questions_that_are_piped_in():
 
 def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert refused(tmp_path / "no", "?") == (
-        f"error: {tmp_path / 'no'} is no run: it holds no config.json. Name a run's workdir."
+        f"error: {tmp_path / 'no'} is not a run: no config.json. Name a run's workdir."
     )
     assert refused(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint: no")
     model = tiny_world / "model"
     assert refused(model, "?") == (
-        f"error: {model} is a model, no run; name the run's workdir, and --model={model}."
+        f"error: {model} is a model; name a run's workdir, and set --model={model}."
     )
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
@@ -262,7 +262,7 @@ def test_what_the_system_refuses_says_what_to_do(run, open_folder):
     (open_folder / "config.json").chmod(0)
     with as_nobody():
         message = refused(open_folder, "?")
-    wanted = f"error: {open_folder / 'config.json'}: Permission denied; give this user the right"
+    wanted = f"error: {open_folder / 'config.json'}: Permission denied; give this user permission"
     assert message.startswith(wanted)
 
 

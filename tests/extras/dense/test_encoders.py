@@ -46,7 +46,7 @@ def test_vectors_are_those_of_transformers(name, quick_compilation):
 
 def test_bfloat16_is_close(name, quick_compilation):
     wanted = np.load(GOLDEN / name / "golden.npz")["passages"]
-    got = encoder(name, "bfloat16").passages(TEXTS["passages"], batch_tokens=64)
+    got = encoder(name, "bfloat16").encode_passages(TEXTS["passages"], batch_tokens=64)
     assert got.dtype == np.float32
     assert (np.sum(got * wanted, axis=1) > 0.998).all()
 

@@ -48,8 +48,8 @@ def places(hits):
 
 def test_it_finds_the_documents_of_the_largest_products(engine, corpus):
     found = list(read_corpus(corpus))
-    passages = engine._encoder.passages([one.contents for one in found], batch_tokens=256)
-    queries = engine._encoder.queries(QUERIES, batch_tokens=512)
+    passages = engine._encoder.encode_passages([one.contents for one in found], batch_tokens=256)
+    queries = engine._encoder.encode_queries(QUERIES, batch_tokens=512)
     wanted, scores = brute_force(passages, queries, topk=4)
     hits = engine.retrieve(QUERIES, 4)
     assert places(hits) == wanted.tolist()
@@ -143,7 +143,7 @@ def test_vectors_of_something_else_are_refused(tmp_path, corpus, engine):
             faiss_index(tmp_path / "l2.index", vectors, "IndexFlatL2"),
             "IndexFlatL2; expected an Ind",
         ),
-        (str(tmp_path / "text.npy"), "is no .npy file of numbers"),
+        (str(tmp_path / "text.npy"), "is not an .npy file of numbers"),
         (str(tmp_path / "text.index"), "is neither .npy nor a FAISS index"),
         (str(tmp_path / "none.npy"), "there is no such file"),
     ):
@@ -269,5 +269,5 @@ def test_documents_of_either_spelling_and_blank_lines(tmp_path):
     found = {hit.document.id: hit.document for hit in engine.retrieve(["x"], 9)[0]}
     assert found == {one.id: one for one in read_corpus(path)}
     texts = ['"A title"\nThe text', "only text"]  # what is encoded
-    expected = engine._encoder.passages(texts, batch_tokens=256)
+    expected = engine._encoder.encode_passages(texts, batch_tokens=256)
     np.testing.assert_array_equal(engine._passages.vectors[:2], expected)

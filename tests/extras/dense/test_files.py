@@ -90,7 +90,7 @@ def test_build_killed_before_its_first_vector(corpus, monkeypatch):
     def kill(*_):
         raise KeyboardInterrupt
 
-    for name in ("_write_manifest", "_reserve"):
+    for name in ("_write_manifest", "_preallocate"):
         with monkeypatch.context() as patch:
             patch.setattr(files, name, kill)
             with pytest.raises(KeyboardInterrupt):
@@ -124,7 +124,7 @@ def test_damage_is_reported(corpus, file, damage):
         path.write_bytes(content)
     else:
         path.unlink()
-    with pytest.raises(ValueError, match="damaged; delete that folder"):
+    with pytest.raises(ValueError, match="damaged; delete this folder"):
         build(source(corpus))
 
 

@@ -110,7 +110,7 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
     for num in (1, 20, 300):
         found, weakest = passages._find_candidates(queries, num)
         for query, places, score in zip(queries.astype(np.float64), found, weakest, strict=True):
-            bound = passages._rounding_bound(query)
+            bound = passages._bound_rounding_error(query)
             assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
@@ -118,10 +118,10 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
 def test_values_that_are_not_finite_are_refused(value):
     vectors, queries = corpus_and_queries(100)
     queries[1, 3] = value
-    with pytest.raises(ValueError, match="the vector of a query has a value that is not"):
+    with pytest.raises(ValueError, match="a query's vector has a value that is not"):
         PassageIndex(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
     vectors[70, 3] = value
-    with pytest.raises(ValueError, match="a vector of a passage has a value that is not"):
+    with pytest.raises(ValueError, match="a passage's vector has a value that is not"):
         PassageIndex(vectors, ONE)
     with pytest.raises(ValueError, match=r"expected vectors \[N, D\]"):
         PassageIndex(np.zeros((0, 4), np.float32), ONE)
@@ -139,7 +139,9 @@ def test_a_search_needs_memory_for_a_block_and_no_second_copy(dtype):
     if dtype != "int8":
         abstract[1] = None
     most = module.MAX_CANDIDATES
-    lowered = module._search.lower(*abstract, mesh=mesh, block=block, num=most)
+    lowered = module._select_candidates.lower(
+        *abstract, mesh=mesh, block=block, num_candidates=most
+    )
     needed = lowered.compile().memory_analysis().temp_size_in_bytes
     planned = device_bytes(1_000_000, 256, dtype, 1, platform="cpu", candidates=100, query_rows=16)
     assert needed < planned["search"] < 5 * needed

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, ToolError, Turn
 from jaxrl.envs.rewards.combiner import MAX_THREADS, RewardCombiner
-from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, read_number
+from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, parse_score
 from jaxrl.training.usage import UsageStats
 from jaxrl.utils.concurrency import DeadlineError
 from tests.episodes import ANSWER, make_trajectory
@@ -168,7 +168,7 @@ def test_a_judge_that_gives_no_number_is_an_error_and_no_score(server, fault, to
     deadline_s = 0.2 if "wait" in fault else 5.0
     [error] = paid(judge(server.url, deadline_s=deadline_s), "a")
     assert isinstance(error, ToolError)
-    assert str(error).startswith("the judge 'helpful' gave no score: ")
+    assert str(error).startswith("the judge 'helpful' returned no score: ")
     assert told in str(error)
     assert time.monotonic() - start < 5
 
@@ -219,7 +219,7 @@ def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
     errors, records = counted(judge(server.url), *texts, deadline_s=0.5)
     assert {type(error) for error in errors} == {DeadlineError}
     assert [record.attempts for record in records] == [1] * MAX_THREADS + [0]
-    assert {record.error for record in records} == {"not waited for any longer"}
+    assert {record.error for record in records} == {"abandoned"}
     assert records[0].waited_s > 0.25 > records[-1].waited_s == 0.0
 
 
@@ -263,18 +263,18 @@ def test_settings_that_cannot_work_are_refused(settings, told):
 def test_what_a_reply_is_worth(reply, worth):
     settings = JudgeSettings(**BASE, low=-1, high=1)
     if worth is not None:
-        assert read_number(reply, settings) == worth
+        assert parse_score(reply, settings) == worth
         return
     with pytest.raises(ToolError, match="expected a number from -1 to 1"):
-        read_number(reply, settings)
+        parse_score(reply, settings)
 
 
 def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run():
     """Other threads go on while it is searched, and it is ended."""
     own = JudgeSettings(**BASE, pattern=r"worth (\d+)")
-    assert read_number("worth 10" + " " * 4096 + "worth 3, or worth 4", own) == 0.4
+    assert parse_score("worth 10" + " " * 4096 + "worth 3, or worth 4", own) == 0.4
     with pytest.raises(ToolError, match="expected a number from 0 to 10"):
-        read_number("worth 3" + " " * 4096, own)
+        parse_score("worth 3" + " " * 4096, own)
     endless = JudgeSettings(**BASE, pattern=r"((?:a|aa)+)$")
     turns, began = [], time.monotonic()
     counting = threading.Event()
@@ -286,16 +286,16 @@ def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run
     counter = threading.Thread(target=count)
     counter.start()
     with pytest.raises(ToolError, match="took more than 1 s"):
-        read_number("a" * 60 + "!", endless)
+        parse_score("a" * 60 + "!", endless)
     counting.set()
     counter.join()
     assert time.monotonic() - began < 20
     assert max(b - a for a, b in itertools.pairwise(turns)) < 0.5  # a busy machine's
-    assert read_number("worth 5", own) == 0.5  # the others are not lost
+    assert parse_score("worth 5", own) == 0.5  # the others are not lost
 
 
 def test_an_address_of_an_endpoint_may_have_parameters():
     with served(lambda request: {"path": request.path, **request.params}) as server:
         settings = JudgeSettings(**{**BASE, "url": f"{server.url}/v1/?api-version=2026"})
-        answer = JudgeEndpoint(settings, "reward.judges").ask({})
+        answer = JudgeEndpoint(settings, "reward.judges").send_request({})
         assert answer == {"path": "/v1/chat/completions", "api-version": "2026"}

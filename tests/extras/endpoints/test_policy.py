@@ -27,7 +27,7 @@ from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
+from jaxrl.extras.endpoints.policy import CONTINUE_MESSAGE, ChatModel, ChatRollout, parse_turn
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
@@ -75,15 +75,15 @@ def chosen(content, reason="stop", **more):
     ],
 )
 def test_the_stop_string_that_a_server_leaves_out_is_put_back(answer, text, is_cut):
-    assert read_turn(answer, STOPS) == (text, is_cut)
+    assert parse_turn(answer, STOPS) == (text, is_cut)
 
 
 @pytest.mark.parametrize(
     "answer", [{}, [], {"choices": []}, chosen("x", "content_filter"), chosen(["x"]), chosen(1)]
 )
 def test_what_is_no_turn_is_an_error(answer):
-    with pytest.raises(ToolError, match="the reply"):
-        read_turn(answer, STOPS)
+    with pytest.raises(ToolError, match="the response"):
+        parse_turn(answer, STOPS)
 
 
 class Capitals(DocumentSearch):
@@ -236,7 +236,7 @@ def test_mathematics_is_one_turn_without_stops():
 def test_a_search_that_was_never_opened_earns_nothing_and_the_model_goes_on():
     replies = iter([chosen("Norway</search>"), chosen("<answer>Oslo")])
     [trajectory], (_, second) = play(lambda _: next(replies))
-    assert second.json["messages"][-1] == {"role": "user", "content": GO_ON}
+    assert second.json["messages"][-1] == {"role": "user", "content": CONTINUE_MESSAGE}
     assert trajectory.outcome == Outcome.ANSWERED
 
 
@@ -286,7 +286,7 @@ def test_a_reply_whose_usage_cannot_be_read_is_no_score(usage):
     )
     assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
     assert failed.reward_parts == {}
-    assert re.search(r"the reply's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
+    assert re.search(r"response's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
     assert len(failed.error) < 500
     assert len(requests) >= 3  # it was asked for again
 
@@ -326,7 +326,7 @@ def test_an_endpoint_that_hangs_is_given_up():
     [trajectory], _ = play(answer, deadline_s=0.1)
     is_over.set()
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("no answer within|gave no whole answer", trajectory.error)
+    assert re.search("no answer within|gave no complete response", trajectory.error)
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "key_env"), (403, "key_env"), (404, "model")])
@@ -418,7 +418,7 @@ def look(answer, images, *, question="", shown=(), **settings):
     return trajectory, [request.json["messages"] for request in requests]
 
 
-def sent_image(part, kind="png"):
+def prepare_image(part, kind="png"):
     """The bytes of a part of a message that is an image of this kind."""
     assert part["type"] == "image_url"
     head, _, data = part["image_url"]["url"].partition(",")
@@ -448,13 +448,13 @@ def test_images_are_sent_at_their_places(processor, tmp_path):
     assert system == {"role": "system", "content": "Look."}
     before, one, between, other, after = user["content"]
     assert [before, between, after] == [text("A"), text(", "), text(". <|image_pad|>?")]
-    assert sent_image(one) == png
-    assert sent_image(other, "jpeg") == jpeg
+    assert prepare_image(one) == png
+    assert prepare_image(other, "jpeg") == jpeg
     assert second[:2] == first
     assert second[2] == {"role": "assistant", "content": "Let me see. "}
     before, one, after = second[3]["content"]
     assert [before, after] == [text("<seen>here:"), text("</seen>")]
-    assert sent_image(one) == seen
+    assert prepare_image(one) == seen
     assert trajectory.outcome == Outcome.ANSWERED
     # The budgets count them as those of a model of one's own: 16 x 24 pixels, 8 x 8 to a token.
     [pad] = looking_tokenizer().encode("<|image_pad|>")
@@ -468,7 +468,7 @@ def test_images_of_other_kinds_are_sent_upright_as_png(processor):
     turned = encoded(drawn(16, 24), "TIFF", exif=exif)
     images = (Picture(data=turned), Picture(data=encoded(drawn(), "GIF")))
     _, [messages] = look(lambda _: chosen("Answer: a", "length"), images, processor=processor)
-    one, other = [PIL.Image.open(io.BytesIO(sent_image(p))) for p in messages[1]["content"][:2]]
+    one, other = [PIL.Image.open(io.BytesIO(prepare_image(p))) for p in messages[1]["content"][:2]]
     assert one.size == (24, 16)
     upright = np.asarray(drawn(16, 24).transpose(PIL.Image.Transpose.ROTATE_270))
     np.testing.assert_array_equal(np.asarray(one), upright)
@@ -480,7 +480,7 @@ def test_a_blank_image_has_its_size_and_shows_nothing(processor):
     _, [messages] = look(
         lambda _: chosen("Answer: a", "length"), images, processor=BlankProcessor(processor)
     )
-    blank = PIL.Image.open(io.BytesIO(sent_image(messages[1]["content"][0])))
+    blank = PIL.Image.open(io.BytesIO(prepare_image(messages[1]["content"][0])))
     assert blank.size == (40, 24)
     [(_, color)] = blank.getcolors()
     assert color == (128, 128, 128)
@@ -509,7 +509,7 @@ def test_an_image_within_the_models_own_message_is_refused(processor):
         shown=[Picture(data=encoded(drawn()))], continues_message=True,
     )  # fmt: skip
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("shows an image.*policy.openai.continues_message", trajectory.error)
+    assert re.search("returned an image.*policy.openai.continues_message", trajectory.error)
 
 
 def test_a_folder_of_a_model_of_text_counts_no_images():
@@ -528,7 +528,7 @@ def test_calls_of_tools_are_sent_as_endpoints_have_them():
     ]
     with served(lambda _: chosen("Oslo")) as server:
         model = ChatModel({"url": f"{server.url}/v1", "model": "m"})
-        model.write(messages, stops=(), sampling={})
+        model.generate_turn(messages, stops=(), sampling={})
     function = {"name": "search", "arguments": '{"query": "é"}'}
     messages[1]["tool_calls"] = [{"id": "a", "type": "function", "function": function}]
     assert [request.json["messages"] for request in server.requests] == [messages]

@@ -120,7 +120,7 @@ def tpu_cost(model: Model, call: PagesCall) -> Cost:
     page_bytes = model.cache_bytes // model.num_layers * PAGE_TOKENS["mosaic"]
     num_steps = int(call.grid[0])
     fetched = sum(len(call.list_copied_pages(step)) for step in range(num_steps)) * page_bytes
-    sizes = ((call.queries, 2), (call.limits, 4), (call.queries, 4), (call.numbers, 4))
+    sizes = ((call.queries, 2), (call.limits, 4), (call.queries, 4), (call.lse, 4))
     moved = sum(
         moves(call.grid, spec, call.steps) * block_bytes(spec, itemsize) for spec, itemsize in sizes
     )

@@ -24,9 +24,11 @@ DEVICE = jax.devices("cpu")[0]
 
 def trial(kind, dtype):
     if kind == "train":
-        return trials.of_train(4, 2, 32, dtype, DEVICE, shares_prompts=True), XLA.attend_packed
+        return trials.make_packed_trial(
+            4, 2, 32, dtype, DEVICE, shares_prompts=True
+        ), XLA.attend_packed
     if kind == "attend_pages":
-        made = trials.of_pages(8, 2, 32, dtype, DEVICE, page_tokens=16, num_queries=16)
+        made = trials.make_paged_trial(8, 2, 32, dtype, DEVICE, page_tokens=16, num_queries=16)
         return made, XLA.attend_pages
     return make_trial(48, 32, dtype, DEVICE), grouped_matmul_static
 
@@ -119,7 +121,7 @@ def test_a_kernel_that_hangs_is_reported(monkeypatch, capsys):
     made, reference = trial("attend_pages", jnp.float32)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
     assert capsys.readouterr().err.startswith(
-        "warning: attention of the sampler, reading: the check of slow still runs after 0 s."
+        "warning: attention of the sampler, reading: the check of slow is still running after 0 s."
     )
     monkeypatch.setattr(kernel_check, "SLOW_CHECK_S", 100.0)
     select_kernel(lambda _: [made], {"slow": lambda: slow}, reference)
@@ -135,7 +137,7 @@ def test_a_kernel_whose_outputs_have_another_shape_gives_way():
     found = select_kernel(lambda _: [made], {"short": lambda: short}, reference)
     assert found.name == "xla"
     assert found.kernel_checks[0].finding == (
-        "outputs: of shape (8, 16, 8, 1), where XLA's is (8, 16, 8, 32)"
+        "outputs: shape (8, 16, 8, 1); XLA's is (8, 16, 8, 32)"
     )
 
 
@@ -155,7 +157,7 @@ def test_what_is_wrong_with_some_queries_alone_is_found(name):
         return out * jnp.asarray(factor)[..., None], lse + added
 
     for num_queries in (1, 16):
-        made = trials.of_pages(
+        made = trials.make_paged_trial(
             8, 2, 32, jnp.bfloat16, DEVICE, page_tokens=16, num_queries=num_queries
         )
         found = select_kernel(lambda _, one=made: [one], {"bad": lambda: attend}, XLA.attend_pages)
@@ -220,9 +222,9 @@ def test_what_is_wrong_with_a_part_alone_is_found(name):
     kind, kernel, piece = PARTS[name]
     heads = 10, 2, 32, jnp.bfloat16, DEVICE
     made = {
-        "decode": partial(trials.of_pages, *heads, page_tokens=16, num_queries=1),
-        "read": partial(trials.of_pages, *heads, page_tokens=16, num_queries=16),
-        "train": partial(trials.of_train, *heads, shares_prompts=True),
+        "decode": partial(trials.make_paged_trial, *heads, page_tokens=16, num_queries=1),
+        "read": partial(trials.make_paged_trial, *heads, page_tokens=16, num_queries=16),
+        "train": partial(trials.make_packed_trial, *heads, shares_prompts=True),
         "product": lambda: trial("product", jnp.bfloat16)[0],
     }[kind]()
     found = select_kernel(lambda _: [made], {"bad": lambda: kernel}, made.reference)
@@ -239,16 +241,18 @@ def test_products_of_either_loop_pass():
 
 def test_the_trial_has_what_kernels_go_wrong_at():
     """Rows that are empty, end at a page's edge and share pages; prompts that segments share."""
-    *_, tables, limits = trials.of_pages(
+    *_, tables, limits = trials.make_paged_trial(
         8, 2, 32, jnp.float32, DEVICE, page_tokens=16, num_queries=1
     ).arrays
     assert {0, 1, 15, 16, 17} <= set(limits.reshape(-1).tolist())
     live = [set(row[: -(-end // 16)]) for row, end in zip(tables, limits[:, 0], strict=True)]
     assert any(a & b for i, a in enumerate(live) for b in live[:i])
-    *_, reads, _, is_there = trials.of_train(
+    *_, reads, _, is_there = trials.make_packed_trial(
         4, 2, 32, jnp.float32, DEVICE, shares_prompts=True
     ).arrays
     assert (reads[:, 2] > 0).sum() == 200 + 3 + 260
     assert not is_there.all()
-    *_, reads, _, _ = trials.of_train(4, 2, 32, jnp.float32, DEVICE, shares_prompts=False).arrays
+    *_, reads, _, _ = trials.make_packed_trial(
+        4, 2, 32, jnp.float32, DEVICE, shares_prompts=False
+    ).arrays
     assert not np.asarray(reads[:, 2]).any()

@@ -34,7 +34,7 @@ def spans(work, num_heads):
     for program, (matrix, head, start, num_spans, num_pages, _) in enumerate(work.programs):
         place, own = (matrix, head, start, num_pages), []
         for _ in range(num_spans):
-            span, place = next_span(place, program, work.pages, work.following, num_heads)
+            span, place = next_span(place, program, work.pages, work.next_live, num_heads)
             own.append(type(span)(*map(int, span)))
         assert not num_spans or int(place[-1]) == 0
         found.append(own)
@@ -221,7 +221,7 @@ def test_the_sampler_decodes_with_it():
     ("shape", "problem"),
     [
         ((2, 1, 4, 2, 64, 64, 2, "float32"), "float32 operands"),
-        ((2, 1, 4, 2, 72, 64, 2, "bfloat16"), "heads of 72"),
+        ((2, 1, 4, 2, 72, 64, 2, "bfloat16"), "head size of 72"),
         ((2, 1, 4, 2, 64, 16, 2, "bfloat16"), "pages of 16 tokens"),
         ((2, 1, 4, 2, 256, 128, 2, "bfloat16"), "pages of 128 tokens"),
     ],

@@ -113,7 +113,7 @@ def test_its_masks_are_those_of_the_stand_in(which):
     (q, k, v, gradient), _ = rounded_inputs(rng, (2, T, 4, 64), 2)
     q, gradient = (x[:, -num_queries:].astype(jnp.float32) for x in (q, gradient))
     k, v = (x.astype(jnp.float32) for x in (k, v))
-    settings = TokamaxKernels(0.125)._settings(q, k, keys)
+    settings = TokamaxKernels(0.125)._make_settings(q, k, keys)
     assert settings["mask"].is_causal == (which == "own")
 
     def theirs(q, k, v):

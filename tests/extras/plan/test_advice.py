@@ -76,8 +76,8 @@ class TestAdvice:
 
     def test_rows_stay_multiples_of_what_the_mesh_divides(self):
         # A half and a quarter of 72 are 36 and 18, which eight devices would not divide.
-        assert advice._halvings(72, unit=8) == [32, 16, 8]
-        assert advice._halvings(2048, least=1025) == []
+        assert advice._list_halvings(72, unit=8) == [32, 16, 8]
+        assert advice._list_halvings(2048, least=1025) == []
         config = large_run(**{"optimizer.micro_rows": 72, "rollout.max_total_tokens": 16384})
         assert not memory.make_plan(config, QWEN_7B, NODE).fits
         found = advice.suggest_settings(config, QWEN_7B, NODE)
@@ -141,12 +141,14 @@ class TestAdvice:
 
 def keys_tried(config, target=NODE):
     """The first key of what is tried, in its order."""
-    return [next(iter(tried[0])) for tried in advice._options(config, QWEN_7B, target) if tried]
+    return [
+        next(iter(tried[0])) for tried in advice._iter_options(config, QWEN_7B, target) if tried
+    ]
 
 
 def all_tried(config, model=QWEN_7B, target=NODE):
     """Every change that is tried."""
-    return [one for options in advice._options(config, model, target) for one in options]
+    return [one for options in advice._iter_options(config, model, target) for one in options]
 
 
 class TestWhatElseThereIs:
@@ -213,7 +215,7 @@ class TestWhatElseThereIs:
         config.rollout.max_num_seqs = 6  # of which four devices would not get as many each
         [divisions] = [
             tried
-            for tried in advice._options(config, QWEN_7B, NODE)
+            for tried in advice._iter_options(config, QWEN_7B, NODE)
             if any("mesh.rollout_devices" in one for one in tried)
         ]
         assert [one["mesh.rollout_devices"] for one in divisions] == [1, 2, 0]

@@ -124,9 +124,9 @@ class TestMicroRows:
     @pytest.mark.parametrize(
         ("num_devices", "began", "rows", "note"),
         [
-            (4, 2, 12, "not the 2 it began with: no multiple of data * fsdp * expert = 4"),
+            (4, 2, 12, "not the original 2: not a multiple of data * fsdp * expert = 4"),
             (4, 8, 8, None),
-            (1, 2**20, 3, "not the 1048576 it began with: they would need "),
+            (1, 2**20, 3, "not the original 1048576: they need "),
         ],
     )
     def test_resumed_on_other_devices(
@@ -177,9 +177,7 @@ class TestRefusal:
         assert launch._fit_memory(config, tmp_path)[1:] == []
         assert config.optimizer.micro_rows == 8
         self.on(monkeypatch, platform="cpu", free_bytes=GIB)
-        wanted = (
-            r"needs .* GiB on each device, of which 1\.00 GiB are free; --plan .*--ignore_memory"
-        )
+        wanted = r"needs .* GiB on each device, but 1\.00 GiB are free; --plan .*--ignore_memory"
         with pytest.raises(ValueError, match=wanted):
             launch._fit_memory(config, tmp_path)
         said = launch._fit_memory(config, tmp_path, ignore_memory_plan=True)
@@ -195,7 +193,7 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("free_bytes", "told"),
         [
-            (None, "free memory is unknown on this system: no run"),
+            (None, "free memory is unknown on this system, so runs"),
             (2**31, "(90% of 2.00 GiB that are free)"),
         ],
     )

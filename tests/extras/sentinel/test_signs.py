@@ -12,14 +12,14 @@ import pytest
 from jaxrl.envs.base import CallRecord, Outcome, Turn
 from jaxrl.extras.sentinel import signs
 from jaxrl.extras.sentinel.evidence import (
-    alike,
-    evidence_of,
-    goes_in_circles,
-    has_found,
+    advantage_imbalance,
+    find_duplicate_pairs,
+    find_duplicates,
+    found_answer,
     has_void_turn,
-    twins_of,
-    unevenness,
-    verdicts,
+    is_repetitive,
+    judge_approval_rates,
+    measure_step,
 )
 from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import WatchState, check_step
@@ -97,7 +97,7 @@ def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
 def test_three_hundred_usual_steps_have_no_sign():
     found, watched = play(300)
     assert found == {}
-    assert len(watched.state["steps"]) == signs.MEMORY
+    assert len(watched.state["steps"]) == signs.BASELINE_STEPS
 
 
 SEEN_BY_THE_UPDATE = ("exploding gradient", "swapped ids")
@@ -258,13 +258,13 @@ def test_twins_by_brute_force():
     for group in groups[:-1]:
         t = group.trajectories
         object.__setattr__(t[3], "token_ids", t[1].token_ids)
-    assert twins_of(groups) == {}  # the last group differs
+    assert find_duplicate_pairs(groups) == {}  # the last group differs
     wanted = {
         f"{i}-{j}": sum(float(g.trajectories[i].rollout_logprobs.sum()) for g in groups[:-1])
         for i, j in combinations(range(4), 2)
         if (i, j) == (1, 3)
     }
-    found = twins_of(groups[:-1])
+    found = find_duplicate_pairs(groups[:-1])
     assert found.keys() == wanted.keys()
     assert found["1-3"] == pytest.approx(wanted["1-3"])
 
@@ -299,36 +299,36 @@ def test_samples_that_are_the_same_by_chance_are_no_twins():
 )
 def test_circles(ids, is_circle):
     last = [tuple(ids[-128:][i : i + 4]) for i in range(len(ids[-128:]) - 3)]
-    assert goes_in_circles(ids) == is_circle
+    assert is_repetitive(ids) == is_circle
     assert is_circle == (len(ids) >= 32 and len({*last}) < 0.4 * len(last))
 
 
 def test_small_measures_by_hand():
     one, other = (make_trajectory(sample_index=i, reward=float(i)) for i in range(2))
     [group] = grouped([one, dataclasses.replace(one, sample_index=1), other])
-    assert alike(group) == [True, True, False]
-    assert has_found(make_trajectory(turns=(FOUND, ANSWER)))
-    assert not has_found(make_trajectory(turns=(SEARCH, ANSWER)))
+    assert find_duplicates(group) == [True, True, False]
+    assert found_answer(make_trajectory(turns=(FOUND, ANSWER)))
+    assert not found_answer(make_trajectory(turns=(SEARCH, ANSWER)))
     assert not has_void_turn(make_trajectory())
     assert has_void_turn(make_trajectory(turns=()))
     assert has_void_turn(make_trajectory(turns=(SEARCH, dataclasses.replace(ANSWER, is_cut=True))))
     [group] = with_fields(
         grouped([one, other, make_failure(sample_index=2)]), advantage=[0.5, -0.25, 9.0]
     )
-    assert unevenness(group) == 0.5
+    assert advantage_imbalance(group) == 0.5
     judged = [
         dataclasses.replace(
             t, reward_records=(CallRecord(call="?", tool="judge"),), reward_parts={"judge": v}
         )
         for t, v in ((one, 1.0), (other, 0.0))
     ]
-    assert verdicts([*judged, one]) == {"judge": 0.5}
-    assert verdicts([one]) == {}
+    assert judge_approval_rates([*judged, one]) == {"judge": 0.5}
+    assert judge_approval_rates([one]) == {}
 
 
 def test_numbers_of_a_step_by_hand():
     groups = step_groups(3)
-    found = evidence_of(RECORD, groups, METHOD)
+    found = measure_step(RECORD, groups, METHOD)
     scored = flatten_groups(groups)
     right = [t for t in scored if t.advantage > 0]
     sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for t in right])
@@ -362,9 +362,9 @@ def test_numbers_that_are_none_are_left_out():
 def test_recent_steps_are_this_one_and_two_before():
     past = [{"gap": float(i)} for i in range(6)]
     history = History(past=past, now={"gap": 10.0}, number=7, best={})
-    assert history.recent("gap") == (4 + 5 + 10) / 3
-    assert history.before("gap") == [0.0, 1.0, 2.0, 3.0]
-    assert history.usual("gap", 2) == [4.0, 5.0]
+    assert history.recent_mean("gap") == (4 + 5 + 10) / 3
+    assert history.earlier("gap") == [0.0, 1.0, 2.0, 3.0]
+    assert history.prior("gap", 2) == [4.0, 5.0]
 
 
 def test_every_sign_is_declared_and_documented():

@@ -12,7 +12,7 @@ from jaxrl.envs.base import Outcome, Turn
 from jaxrl.extras.stability.dppo import dppo_policy_loss
 from jaxrl.extras.stability.first_occurrence import first_occurrence
 from jaxrl.extras.stability.likelihood import likelihood_loss
-from jaxrl.extras.stability.masks import has_no_void_turn, off_policy_gate
+from jaxrl.extras.stability.masks import has_no_void_turn, off_policy_sequence_mask
 from jaxrl.objectives.losses import clipped_policy_loss
 from tests.episodes import ANSWER, SEARCH, make_trajectory
 
@@ -182,7 +182,7 @@ def test_llds_is_zero_before_the_first_update_but_for_rounding(level):
 def test_the_off_policy_gate_is_the_loop_over_trajectories(delta):
     one = rows(3, spread=0.5)
     names = ("logprobs", "rollout_logprobs", "advantages", "loss_mask", "segment_ids")
-    is_open = np.asarray(off_policy_gate(*(getattr(one, n) for n in names), delta=delta))
+    is_open = np.asarray(off_policy_sequence_mask(*(getattr(one, n) for n in names), delta=delta))
     wanted = np.ones(is_open.shape, bool)
     for row in range(len(wanted)):
         for segment in (1, 2, 3):

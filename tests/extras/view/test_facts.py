@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrl.extras.view import facts
-from jaxrl.extras.view.responses import failure_kind, split_response
+from jaxrl.extras.view.responses import classify_failure, split_response
 from tests.extras.view.workdirs import (
     FIRST,
     FOUND,
@@ -36,7 +36,7 @@ def points_of(run):
     """Step, value and interval of every score, by suite, data set and measure."""
     return {
         (row["suite"], row["data_set"], row["measure"]): [point[:4] for point in row["points"]]
-        for row in facts.scores(read(run))
+        for row in facts.compute_scores(read(run))
     }
 
 
@@ -53,7 +53,7 @@ class TestScores:
         weights = {"greedy": {"mine.brevity": 0.5, "f1": 0}}
         for stage, step in (("train", 2), ("evaluate", 5)):
             write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
-        rows = facts.scores(read(run))
+        rows = facts.compute_scores(read(run))
         assert [(row["measure"], row["data_set"], row["weight"]) for row in rows] == [
             ("reward", "all", None),
             ("mine.brevity", "all", 0.5),
@@ -62,7 +62,7 @@ class TestScores:
             ("searches", "all", None),
         ]
         # Without exact match, the reward is the held-out score.
-        [(name, (first, last))] = facts.held_out(read(run)).items()
+        [(name, (first, last))] = facts.get_held_out_scores(read(run)).items()
         assert name == ("reward", "greedy")
         assert first[1] == last[1] == 0.5 * 0.5
 
@@ -78,7 +78,7 @@ class TestScores:
         [scores] = points_of(run).values()
         assert [(step, value) for step, value, *_ in scores] == [(2, 0.25), (5, 0.25), (4, 0.75)]
         assert facts.is_finished(read(run))
-        assert facts.progress(read(run))[1]["stopped_early"] == 5
+        assert facts.compute_progress(read(run))[1]["stopped_early"] == 5
 
 
 class TestAnswers:
@@ -98,22 +98,22 @@ class TestAnswers:
         ],
     )
     def test_kinds_of_failure(self, kind, fields):
-        assert failure_kind(question("a", **fields)) == kind
+        assert classify_failure(question("a", **fields)) == kind
 
     def test_answers_of_the_first_and_the_last_evaluation(self, run):
         viewer = view(run)
-        rows = viewer.at("answers/0/0")
+        rows = viewer.respond("answers/0/0")
         verdicts = {row["task_id"]: (row["before"]["is_right"], row["is_right"]) for row in rows}
         a, b, c, d = (False, True), (True, True), (False, True), (False, False)
         assert verdicts == {"a": a, "b": b, "c": c, "d": d}
-        before, after = (viewer.at(address) for address in rows[0]["addresses"])
+        before, after = (viewer.respond(address) for address in rows[0]["addresses"])
         assert before["segments"] == [["answer", "Oslo"]]
         assert after["segments"][-1] == ["answer", "Tarvik"]
         # A suite that was evaluated once has nothing before.
-        [row, *_] = viewer.at("answers/0/1")
+        [row, *_] = viewer.respond("answers/0/1")
         assert (row["before"], len(row["addresses"])) == (None, 1)
         with pytest.raises(LookupError):
-            viewer.at("answer/0/1/0/4")
+            viewer.respond("answer/0/1/0/4")
 
     def test_responses_are_split_by_their_tags(self):
         assert split_response(f"<think> t </think>{FOUND}so <answer> x </answer>") == [
@@ -129,7 +129,7 @@ class TestAnswers:
 
 class TestProgress:
     def test_a_run_that_is_not_finished(self, run):
-        rows = [(row["num_done"], row["num_planned"]) for row in facts.progress(read(run))]
+        rows = [(row["num_done"], row["num_planned"]) for row in facts.compute_progress(read(run))]
         assert rows == [(2, 2), (3, 3), (1, 1)]
         assert facts.is_finished(read(run))
         path = run / "metrics.jsonl"
@@ -137,7 +137,7 @@ class TestProgress:
         assert not facts.is_finished(read(run))
 
     def test_times(self, run):
-        assert [row["parts"] for row in facts.times(read(run))] == [
+        assert [row["parts"] for row in facts.compute_times(read(run))] == [
             {"update": 4.0, "other": 2.0},
             {"generation": 1.5, "update": 4.5, "evaluation": 4.0, "checkpoint": 0.75},
         ]
@@ -145,16 +145,16 @@ class TestProgress:
     def test_costs_are_those_of_the_newest_record(self, run):
         totals = {"ledger/total/trajectories": 20, "ledger/total/calls/search": 8}
         more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/cost": None}
-        assert facts.costs(read(run)) == []
+        assert facts.list_costs(read(run)) == []
         change_records(run, lambda r: r | (totals | more if r["stage"] == "train" else {}))
-        assert dict(facts.costs(read(run))) == {
+        assert dict(facts.list_costs(read(run))) == {
             "trajectories": 20,
             "calls of search": 8,
             "attempts of search": 6,
         }
 
     def test_keys_that_differ_from_the_defaults(self, run):
-        rows = facts.config_rows(read(run))
+        rows = facts.list_config_rows(read(run))
         changed = {key: (value, default) for key, value, default, is_changed in rows if is_changed}
         assert set(changed) == {"stages", "num_steps", "sft.num_steps", "model.path"}
         assert changed["num_steps"] == (3, 100)
@@ -178,9 +178,9 @@ class TestWarnings:
         failed = trajectory(outcome="environment_error", turns=turns)
         write_lines(step_file(run, 3), [trajectory(), failed])
         assert facts.find_warnings(read(run)) == [
-            (True, "nothing learned: no update had a gradient"),
-            (False, "1 of 3 steps taught nothing: every episode failed"),
-            (True, "2 of 3 steps taught nothing: all rewards that are compared were equal"),
+            (True, "nothing learned: every gradient was zero"),
+            (False, "1 of 3 steps had no effect: every episode failed"),
+            (True, "2 of 3 steps had no effect: all compared rewards were equal"),
             (True, "an environment error: no <host>"),
         ]
 
@@ -195,17 +195,17 @@ class TestWarnings:
         assert facts.find_warnings(read(run)) == [
             (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
             (True, "an environment error: down"),
-            (True, "optimizer.lr changed after step 2: not one experiment"),
+            (True, "optimizer.lr changed after step 2: not a single experiment"),
         ]
 
 
 class TestCurves:
     def test_by_stage_and_without_gaps(self, run):
-        curves = view(run).at("curves/0")
+        curves = view(run).respond("curves/0")
         assert curves["sft"]["sft/loss"] == [[1, 4.0], [2, 2.0]]
         assert curves["train"]["critic/rewards/mean"] == [[3, 0.25], [4, 0.5], [5, 0.75]]
         assert "actor/ppo_kl" not in curves["train"]  # null throughout
-        assert view(run).at("curves/0", names=["sft/loss"]) == {
+        assert view(run).respond("curves/0", names=["sft/loss"]) == {
             "sft": {"sft/loss": [[1, 4.0], [2, 2.0]]},
             "train": {},
             "evaluate": {},
@@ -214,7 +214,7 @@ class TestCurves:
     def test_long_curves_keep_means_and_extremes(self, tmp_path):
         run = make_run(tmp_path / "run", rewards=[float(i % 2) for i in range(7)])
         # Steps 3 to 9 in bins of three.
-        assert facts.curve(read(run), "train", "critic/rewards/mean", 3) == [
+        assert facts.compute_curve(read(run), "train", "critic/rewards/mean", 3) == [
             [4, pytest.approx(1 / 3), 0, 1],
             [7, pytest.approx(2 / 3), 0, 1],
             [9, 0, 0, 0],
@@ -249,7 +249,7 @@ class TestComparison:
         ]
         path = runs[2] / "metrics.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
-        *_, killed, mean = view(*runs).at("overview")["comparison"]["rows"]
+        *_, killed, mean = view(*runs).respond("overview")["comparison"]["rows"]
         assert killed["cells"][1] == ["2", "not finished"]
         # 0.75 and 0.5: the deviation is 0.25 / √2.
         assert (mean["run"], mean["cells"][2]) == (

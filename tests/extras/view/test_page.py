@@ -211,7 +211,7 @@ def test_a_trajectory_token_by_token(tmp_path, browser, open_page):
     tip = browser.text("#tip")
     assert f"id {record['token_ids'][position]}, position {position}" in tip
     assert f"entropy at sampling{record['rollout_entropies'][position]:g} nats" in tip
-    assert "old_logprobs is not one number per token" in browser.text("details")
+    assert "old_logprobs does not have one number per token" in browser.text("details")
     kinds = texts(browser, "#tokens .tokens-row small:first-child")
     assert (kinds[0], "model" in kinds, "inserted" in kinds) == ("prompt", True, True)
     assert texts(browser, ".chip") == ["step 4 ✓ 1", "step 4 ✗ 0"]

@@ -103,9 +103,9 @@ class TestRunReader:
         for path in (run / "eval").iterdir():
             path.write_text(content)
         viewer = view(run)
-        [summary] = viewer.at("overview")["runs"]
+        [summary] = viewer.respond("overview")["runs"]
         assert (summary["step"], summary["config"], summary["scores"]) == (None, [], [])
-        assert viewer.at("curves/0") == {}
+        assert viewer.respond("curves/0") == {}
 
     @pytest.mark.parametrize("value", [None, 5, "x", [1], {"a": 1}])
     def test_answers_with_fields_of_other_types(self, tmp_path, value):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.extras.view import report
 from jaxrl.extras.view.__main__ import main
-from jaxrl.extras.view.report import write_or_warn, write_report
+from jaxrl.extras.view.report import write_report, write_report_or_warn
 from tests.extras.view.workdirs import (
     make_hostile,
     make_run,
@@ -58,8 +58,8 @@ class TestStaticPage:
         assert len(data) == 1 + 1 + 2 + (8 + 4) + 1 + 12
         for address, answer in data.items():
             if not address.startswith("trajectories"):
-                assert answer == json.loads(json.dumps(viewer.at(address))), address
-        table, live = data["trajectories/0/0/0/0"], viewer.at("trajectories/0/0/0/0")
+                assert answer == json.loads(json.dumps(viewer.respond(address))), address
+        table, live = data["trajectories/0/0/0/0"], viewer.respond("trajectories/0/0/0/0")
         assert sorted(table["rows"]) == sorted(live["rows"])
         assert table["tasks"] == [list(task) for task in live["tasks"]]
 
@@ -143,12 +143,12 @@ class TestTerminal:
 
     def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(self, run, monkeypatch):
         lines = []
-        write_or_warn(run, lines.append)
+        write_report_or_warn(run, lines.append)
         score, _, page = lines
         assert score == "exact match: sampled 0.250 -> 0.750"
         assert page == f"report: {run / 'report.html'}"
         monkeypatch.setattr(report, "render", lambda _: 1 / 0)
-        write_or_warn(run, lines.append)
+        write_report_or_warn(run, lines.append)
         line = lines[-1]
         assert line.startswith("warning: no report: ZeroDivisionError")
         assert f"jaxrl report {run}" in line

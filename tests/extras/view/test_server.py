@@ -68,7 +68,7 @@ class TestAnswers:
         ],
     )
     def test_they_are_those_of_the_viewer(self, server, run, address):
-        assert get(server, address) == json.loads(json.dumps(view(run).at(address)))
+        assert get(server, address) == json.loads(json.dumps(view(run).respond(address)))
 
     def test_of_a_run_that_grows_only_new_trajectories_are_sent(self, tmp_path):
         run = make_run(tmp_path / "run")

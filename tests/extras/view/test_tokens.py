@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.extras.view.tokens import Tokens, load_vocabulary, quantities, token_texts
+from jaxrl.extras.view.tokens import Tokens, compute_quantities, decode_tokens, load_vocabulary
 from jaxrl.utils.text import escape_control_chars
 from tests.extras.view.workdirs import TOKENIZER, make_run, trajectory, view, write_trajectories
 
@@ -26,7 +26,7 @@ def record(**lists):
 
 
 def values_of(fields):
-    rows = quantities(Tokens.from_record(fields))
+    rows = compute_quantities(Tokens.from_record(fields))
     return {row["name"]: row["values"] for row in rows}
 
 
@@ -45,7 +45,9 @@ class TestQuantities:
         assert values_of(record(**LISTS)) == expected
 
     def test_what_is_not_recorded_has_a_reason(self):
-        rows = quantities(Tokens.from_record(record(rollout_logprobs=LISTS["rollout_logprobs"])))
+        rows = compute_quantities(
+            Tokens.from_record(record(rollout_logprobs=LISTS["rollout_logprobs"]))
+        )
         known = {row["name"] for row in rows if row["values"] is not None}
         assert known == {"advantage", "logprob"}
         assert all("config.log.tokens" in row["why"] for row in rows if row["values"] is None)
@@ -80,25 +82,25 @@ class TestTexts:
     @pytest.mark.parametrize("text", ["Where is Ada?\n", "Élysée, Straße 字 𝒳", "a\u202eb\x1b", ""])
     def test_together_they_are_the_text(self, vocabulary, text):
         assert vocabulary == Tokenizer(TOKENIZER).vocab_bytes
-        assert "".join(token_texts(Tokenizer(TOKENIZER).encode_plain(text), vocabulary)) == text
+        assert "".join(decode_tokens(Tokenizer(TOKENIZER).encode_plain(text), vocabulary)) == text
 
     def test_a_split_character_belongs_to_the_token_that_ends_it(self, vocabulary):
         ids = [vocabulary.index(bytes([byte])) for byte in "a字b".encode()]
-        assert token_texts(ids, vocabulary) == ["a", "", "", "字", "b"]
+        assert decode_tokens(ids, vocabulary) == ["a", "", "", "字", "b"]
         ids = [vocabulary.index(bytes([byte])) for byte in (0xE5, 0x41, 0x97)]
-        assert token_texts(ids, vocabulary) == ["", "\ufffdA", "\ufffd"]
+        assert decode_tokens(ids, vocabulary) == ["", "\ufffdA", "\ufffd"]
 
     def test_unknown_ids_and_no_tokenizer(self, vocabulary, tmp_path):
-        assert token_texts([-1, 2**40], vocabulary) == ["[id -1]", f"[id {2**40}]"]
+        assert decode_tokens([-1, 2**40], vocabulary) == ["[id -1]", f"[id {2**40}]"]
         empty, problem = load_vocabulary(tmp_path, {"model.path": "nowhere"})
-        assert (empty, token_texts([3, 4], empty)) == ([], ["3 ", "4 "])
+        assert (empty, decode_tokens([3, 4], empty)) == ([], ["3 ", "4 "])
         assert problem.startswith("No tokenizer")
 
 
 def test_a_trajectory_is_its_record_with_its_tokens(tmp_path):
     run = make_run(tmp_path / "run")
     write_trajectories(run)
-    answer = view(run).at("trajectory/0/4/3")
+    answer = view(run).respond("trajectory/0/4/3")
     expected = trajectory("task 1", reward=1.0, advantage=0.5)
     assert answer["ids"] == expected["token_ids"]
     assert answer["is_sampled"] == expected["loss_mask"]
