@@ -126,9 +126,7 @@ H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
 def decode_floor_s(
     model: ModelSizes, hardware: Hardware, *, num_rows: int, context: float
 ) -> float | None:
-    """Return the minimum time of a decoding step in seconds, or None if rates are unknown.
-
-    It reads the weights and the cache once, and writes and reads the logits.
+    """Return the minimum seconds of a decoding step: one pass over weights, cache and logits.
 
     Args:
         model: Model sizes.

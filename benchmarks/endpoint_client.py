@@ -104,9 +104,9 @@ class Connection:
                 self.close()
                 continue
             if b" 200 " not in status.split(b"\r\n", 1)[0]:
-                raise RuntimeError(f"{path} was answered {status!r:.100} {reply!r:.500}")
+                raise RuntimeError(f"{path} returned {status!r:.100} {reply!r:.500}")
             return json.loads(reply)
-        raise RuntimeError(f"{path} was not answered after 100 attempts")
+        raise RuntimeError(f"{path} returned no response after 100 attempts")
 
     def close(self) -> None:
         """Close the connection."""

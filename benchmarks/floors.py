@@ -266,11 +266,11 @@ class Part:
         return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens)]
 
     def update(self, tokens: float, length: int, *, again: bool = True) -> list[Stage]:
-        """Return the stages of accumulating the gradient of a micro-batch of `tokens`.
+        """Return the stages that add the gradient of a micro-batch of `tokens` to the sum.
 
         The backward pass has two matmuls for each forward matmul. Attention has five for two,
         because scores are recomputed. The output layer is always recomputed, the layers only if
-        `again`; the weights of a layer are then still gathered only twice.
+        `again`. Even then, the weights of a layer are gathered only twice.
         """
         weights, tensor, mesh = self.weights, self.mesh["tensor"], self.mesh
         attention = tokens * self.attention * length / 2

@@ -94,7 +94,7 @@ def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
 
 
 def seconds_of(folder: Path) -> float:
-    """Return the duration in seconds of a finished job since its last start."""
+    """Return how long the last start of a finished job took, in seconds."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 
 

@@ -107,7 +107,7 @@ SAMPLE, UPDATE = "sample", "update"
 
 
 class Ours:
-    """Engine and update step of this trainer."""
+    """Engine and update step of jaxrl."""
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Load the weights; build the objects that both tasks use."""

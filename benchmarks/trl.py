@@ -88,7 +88,7 @@ class Work:
 
 
 class Reading(Env):
-    """Single-turn environment: the prompt has a text and a question, the response is the answer."""
+    """Single-turn environment. The prompt has a text and a question; the response is the answer."""
 
     stop_strings = ()
     reward_parts = ("exact_match", "f1")

@@ -396,7 +396,7 @@ class Demonstrator:
         return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
 
     def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
-        """Choose a document; return its person, or None, and True if it answers the lookup.
+        """Choose a document; return its person, or None, and whether it answers the lookup.
 
         For a pupil, this is any pupil in the results or, if there is none, any person. Otherwise
         it is the person with this name or, if missing, the first person in the results.

@@ -92,10 +92,10 @@ class OpenSearch(DocumentSearch):
     def _hits(self, response: dict[str, Any]) -> list[Hit] | ToolError:
         if "error" in response:
             status = response.get("status")
-            text = f"the cluster answers with status {status}: {str(response['error'])[:300]}"
+            text = f"the cluster responds with status {status}: {str(response['error'])[:300]}"
             return ToolError(text, is_permanent=status in PERMANENT)
         if response.get("timed_out") or response.get("_shards", {}).get("failed"):
-            return ToolError("the cluster gives only a part of what it found")
+            return ToolError("the cluster returned only part of the results")
         hits = []
         for hit in response["hits"]["hits"]:
             title, text = (

@@ -56,7 +56,7 @@ def check_servers(specs: Sequence[Any]) -> None:
                 "name environment variables and may be left out",
             )
         if "url" in spec:
-            check_url("env.search.mcp", spec["url"], keys_from="the 'headers' beside it")
+            check_url("env.search.mcp", spec["url"], keys_from="the 'headers' of the same server")
 
 
 def _is_server(spec: Any) -> bool:
@@ -159,7 +159,7 @@ class McpServer:
         except DeadlineError as error:
             self._disconnect()
             raise ToolError(
-                f"the MCP server {self.name!r} gave no answer within {self._deadline_s:g} s "
+                f"the MCP server {self.name!r} did not respond within {self._deadline_s:g} s "
                 "(config.env.search.tool_deadline_s)"
             ) from error
         except Exception as error:  # transports raise many types
@@ -400,8 +400,8 @@ class McpTool(JsonTool):
             error = next(self._validator.iter_errors(arguments), None)
         except Exception as problem:  # such as a reference to a missing definition
             raise ToolError(
-                f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema that "
-                f"cannot be used: {format_error(problem)}"
+                f"the MCP server {self._server.name!r} lists the tool {self.name!r} with a schema "
+                f"that cannot be used: {format_error(problem)}"
             ) from problem
         if error is not None:
             path = "".join(f"[{key!r}]" for key in error.absolute_path)

@@ -69,7 +69,7 @@ def deny_calls() -> None:
     """
     machine = platform.machine()
     if machine not in DENIED:
-        raise OSError(f"no filter of system calls is known for {machine}")
+        raise OSError(f"no seccomp filter is known for {machine}")
     program = filter_program(machine)
     data = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(data))
@@ -77,7 +77,7 @@ def deny_calls() -> None:
     set_no_new_privs, set_seccomp, mode_filter = 38, 22, 2
     for arguments in ((set_no_new_privs, 1, 0, 0, 0), (set_seccomp, mode_filter, header, 0, 0)):
         if libc.prctl(*arguments):
-            raise OSError(ctypes.get_errno(), "the system refuses a filter of system calls")
+            raise OSError(ctypes.get_errno(), "the system rejects the seccomp filter")
 
 
 def become(user: int, devices: list[str]) -> None:

@@ -98,7 +98,7 @@ class BubblewrapTool(Tool):
         except ToolError as error:
             raise ValueError(f"{error}. {self.remedy}") from error
         if answer != "42":
-            raise ValueError(f"the sandbox answers print(6 * 7) with {answer!r}. {self.remedy}")
+            raise ValueError(f"the sandbox returns {answer!r} for print(6 * 7). {self.remedy}")
 
     @property
     def remedy(self) -> str:

@@ -137,7 +137,9 @@ class Choice:
             if chunk.finish_reason == LATE:
                 raise RequestError(504, "the completion exceeded its deadline; raise --deadline_s.")
             if chunk.finish_reason == CANCELLED:
-                raise RequestError(503, "the completion was cancelled: the server is ending.")
+                raise RequestError(
+                    503, "the completion was cancelled: the server is shutting down."
+                )
             if chunk.finish_reason == FAILED:
                 raise RequestError(500, chunk.error)
             yield chunk

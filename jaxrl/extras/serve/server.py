@@ -171,7 +171,9 @@ class Endpoint:
         ]
         site = request.headers.get("sec-fetch-site", "none")
         if site not in ("none", "same-origin") or any(origin not in hosts for origin in origins):
-            raise RequestError(403, "the request is of another site's page; expected a program.")
+            raise RequestError(
+                403, "the request comes from another site's page; expected a program."
+            )
         if request.scope["path"] == "/health":
             return
         if self._key and not any(map(self._is_key, keys_of(request))):
@@ -221,7 +223,7 @@ class Endpoint:
             ClientDisconnect: The client disconnected.
         """
         if self.worker.is_ending:
-            raise RequestError(503, "the server is ending; use another one.")
+            raise RequestError(503, "the server is shutting down; use another one.")
         limit, data = int(self._max_body_mib * 2**20), bytearray()
         close = {"Connection": "close"}
         try:
@@ -347,7 +349,7 @@ class Endpoint:
         return self._refuse(request, RequestError(error.status_code, message, headers=headers))
 
     def _report_fault(self, request: Request, error: Exception) -> Response:
-        message = f"the server failed with {type(error).__name__}; its log says why."
+        message = f"the server failed with {type(error).__name__}; see its log."
         return self._refuse(request, RequestError(500, message))
 
 

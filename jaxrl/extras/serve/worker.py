@@ -42,7 +42,7 @@ COUNTERS = (
 )
 """Counters in `/metrics`, since the start of the server."""
 
-DAMAGED = "the model gives NaN: its weights are damaged."
+DAMAGED = "the model returns NaN: its weights are damaged."
 
 JOIN_S = 10.0
 """Seconds to wait at shutdown for the current chunk to finish."""
@@ -200,10 +200,10 @@ class Worker:
         """
         with self._changed:
             if self._has_ended:
-                message = "the engine has ended; start the server again, its log says why."
+                message = "the engine has ended; see the server's log, then restart the server."
                 raise RequestError(503, message)
             if self.is_ending:
-                raise RequestError(503, "the server is ending; use another one.")
+                raise RequestError(503, "the server is shutting down; use another one.")
             num_rows, max_queue = self.engine.num_rows, self._max_queue
             if len(jobs) > num_rows + max_queue:
                 message = f"n is {len(jobs)}; expected at most {num_rows + max_queue}, rows and "
@@ -516,7 +516,7 @@ class Worker:
 
 def _public_text(error: Exception) -> str:
     """Describe an error to clients, without its message, which may contain paths and data."""
-    return f"the engine failed with {type(error).__name__}; the server's log says why."
+    return f"the engine failed with {type(error).__name__}; see the server's log."
 
 
 def _log(text: str, error: Exception | None = None) -> None:

@@ -93,7 +93,7 @@ def listed(schema):
 def test_a_missing_reference_is_an_error_of_the_server(reference):
     schema = {"type": "object", "properties": {"place": {"items": {"$ref": reference}}}}
     tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
-    with pytest.raises(ToolError, match="the tool 'find' a schema that cannot be used"):
+    with pytest.raises(ToolError, match="the tool 'find' with a schema that cannot be used"):
         tool.encode_call({"place": ["here"]})
 
 

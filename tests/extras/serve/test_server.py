@@ -327,9 +327,7 @@ def test_a_fault_of_the_engine_is_told_and_survived(engine, monkeypatch):
     with serving(engine) as (_, client):
         status, error = refusal(client, CHAT, LONG)
         assert (status, error["type"]) == (500, "server_error")
-        assert error["message"] == (
-            "the engine failed with RuntimeError; the server's log says why."
-        )
+        assert error["message"] == ("the engine failed with RuntimeError; see the server's log.")
         assert client.chat(max_tokens=2)["choices"]
         assert client.metrics()["jaxrl_samples_failed_total"] == 1
 
@@ -360,7 +358,7 @@ def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):
     status, error = refusal(client, CHAT, LONG)
     assert (status, error["message"]) == (
         500,
-        "the server failed with RuntimeError; its log says why.",
+        "the server failed with RuntimeError; see its log.",
     )
 
 
@@ -376,7 +374,7 @@ def test_a_model_that_gives_no_numbers_is_told(capsys):
             status, value = client.post(path, body)
             assert (status, value["error"]["message"]) == (
                 500,
-                "the model gives NaN: its weights are damaged.",
+                "the model returns NaN: its weights are damaged.",
             )
         for path in (CHAT, "/v1/messages"):
             [*_, (_, last)] = client.stream(path, {**messages, "stream": True})

@@ -28,7 +28,7 @@ class AgentEpisode(Episode):
 class AgentEnv(Env):
     """Environment whose tasks are run by external agents.
 
-    An agent is a function or a program that brings its own loop and tools. The reward that it
+    An agent is a function or a program that implements the loop and tools. The reward that it
     reports is the reward part `reward`; `is_correct` is the part `exact_match`.
     """
 

@@ -119,7 +119,7 @@ class AgentRollout(BaseRollout):
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if engine.recorded or processor is not None or limits.context is not None:
             raise ValueError(
-                "config.env.name is 'agents'; expected a model of text alone, with "
+                "config.env.name is 'agents'; expected a text-only model, with "
                 "config.model.replay=False and config.rollout.context.name='none', since agents "
                 "manage their own history."
             )
@@ -355,7 +355,7 @@ class AgentRollout(BaseRollout):
             try:
                 session.set_reward(parse_reward(reward))
             except RequestError as refusal:
-                error = f"the agent's reward is refused: {refusal}"
+                error = f"the agent's reward is rejected: {refusal}"
         session.close()  # no reward may arrive after this check
         if not error and session.reward is None:
             error = "the agent ended and gave no reward"

@@ -179,8 +179,8 @@ class AgentSession:
             RequestError: None of the keys matches the reward key, or the reward is rejected.
         """
         if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
-            self.warning = self.warning or "refused a reward that was posted with a wrong key"
-            message = "the key is not that of the reward; expected reward.key of the input."
+            self.warning = self.warning or "rejected a reward that was posted with a wrong key"
+            message = "the key does not match; expected reward.key from the input."
             raise RequestError(401, message)
         self.set_reward(parse_body(data, RewardBody))
 
