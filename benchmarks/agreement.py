@@ -65,33 +65,33 @@ DTYPES = ("float32", "bfloat16")
 HEADS = ((16, 8, 128), (28, 4, 128), (14, 2, 64), (4, 2, 64))
 """Query heads, KV heads, head size: Qwen3-0.6B, Qwen2.5-7B, Qwen2.5-0.5B, a small model."""
 
-GROUPED = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
+GROUP_SIZES = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
 """Values to sample from for the number of groups, the input width and the output width."""
 
-CHECKED = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (14, 2, 64), (4, 2, 16))
+CHECK_HEADS = ((16, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (14, 2, 64), (4, 2, 16))
 """Sizes for the startup check, like `HEADS`, with Qwen3-4B and Qwen2.5-32B."""
 
 WIDTHS = ((2048, 768), (64, 48))
 """Model and expert widths: Qwen3-30B-A3B and a small model."""
 
 
-def kernels_of(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def platform_kernels(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the dotted paths of the platform's kernels by name, preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
-def check_choices() -> tuple[dict[str, Any], bool]:
+def run_startup_checks() -> tuple[dict[str, Any], bool]:
     """Run the startup checks; return the findings, and True if each case has a working kernel."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN_KERNELS, attention_choice.PAGED_KERNELS, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
-        line = [name for name in kernels_of(table) if supports_dtype(name, dtype)]
+        line = [name for name in platform_kernels(table) if supports_dtype(name, dtype)]
         for sizes, name in itertools.product(
-            WIDTHS if table is experts_choice.KERNELS else CHECKED, line
+            WIDTHS if table is experts_choice.KERNELS else CHECK_HEADS, line
         ):
             make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
             # One call per kernel, so that all are checked, not only those up to the first pass.
-            load = {name: partial(pkgutil.resolve_name, kernels_of(table)[name])}
+            load = {name: partial(pkgutil.resolve_name, platform_kernels(table)[name])}
             for check in select_kernel(make, load, XLA.attend_packed).kernel_checks:
                 case = f"{check.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
@@ -119,20 +119,20 @@ def _trials(
     return [make_paged_trial(num_queries=count) for count in (1, block)]
 
 
-def far(got: Any, wanted: np.ndarray) -> float:
+def max_relative_error(actual: Any, expected: np.ndarray) -> float:
     """Return the maximum error relative to the largest value; infinity if one is not finite."""
-    got = np.asarray(got, np.float64)
-    if not np.isfinite(got).all():
+    actual = np.asarray(actual, np.float64)
+    if not np.isfinite(actual).all():
         return float("inf")
-    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+    return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))
 
 
-def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+def round_to_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
     """Round an array to a dtype; return it as float32."""
     return np.asarray(jnp.asarray(array, dtype), np.float32)
 
 
-def train_distance(
+def measure_train_errors(
     kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
     """Measure the errors of attention outputs and gradients for random packed rows."""
@@ -141,8 +141,8 @@ def train_distance(
     *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
     arrays = random_inputs(rng, shape, num_kv_heads)
     arrays[3] *= (ids[0] > 0)[:, :, None, None]
-    q, k, v, gradient = (rounded(x, dtype) for x in arrays)
-    wanted = brute_force(q, k, v, gradient, reads)
+    q, k, v, gradient = (round_to_dtype(x, dtype) for x in arrays)
+    expected = brute_force(q, k, v, gradient, reads)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Any:
         read = find_reads(*map(jnp.asarray, ids))
@@ -151,32 +151,35 @@ def train_distance(
 
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
     out = np.where((ids[0] > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
-    pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True)
-    return {name: far(got, one) for name, got, one in pairs}
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), expected, strict=True)
+    return {name: max_relative_error(actual, value) for name, actual, value in pairs}
 
 
-def pages_distance(
+def measure_page_errors(
     kernels: AttentionKernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
     """Measure the errors of paged attention and its log-sum-exp, with 1 or 16 queries per row."""
     num_queries = int(rng.choice([1, 16]))
     sizes = (4, num_queries, *heads, kernels.page_tokens, int(rng.integers(2, 7)))
     q, keys, values, tables, limits = random_pages(rng, *sizes)
-    q, keys, values = (rounded(x, dtype) for x in (q, keys, values))
-    wanted, wanted_lse = brute_force_pages(q, keys, values, tables, limits)
-    given = [jnp.asarray(x, dtype) for x in (q, keys, values)]
-    out, lse = jax.jit(kernels.attend_pages)(*given, tables, limits)
+    q, keys, values = (round_to_dtype(x, dtype) for x in (q, keys, values))
+    expected, wanted_lse = brute_force_pages(q, keys, values, tables, limits)
+    operands_in_dtype = [jnp.asarray(x, dtype) for x in (q, keys, values)]
+    out, lse = jax.jit(kernels.attend_pages)(*operands_in_dtype, tables, limits)
     reads = np.isfinite(wanted_lse)
-    return {"out": far(out, wanted), "lse": far(np.asarray(lse)[reads], wanted_lse[reads])}
+    return {
+        "out": max_relative_error(out, expected),
+        "lse": max_relative_error(np.asarray(lse)[reads], wanted_lse[reads]),
+    }
 
 
 def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """Measure all kernels; return the largest errors, and True if all are within bounds."""
-    mesh = common.one_device()
+    mesh = common.single_device_mesh()
 
     def distances(name: str, what: str, dtype: str) -> Iterator[dict[str, float]]:
         rng = np.random.default_rng(0)
-        measure = {"train": train_distance, "pages": pages_distance}[what]
+        measure = {"train": measure_train_errors, "pages": measure_page_errors}[what]
         for index in range(num_shapes):
             heads = HEADS[index % len(HEADS)]
             sizes = dataclasses.replace(common.MODELS["small"], head_dim=heads[2])
@@ -186,17 +189,17 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
                 yield measure(kernels, rng, heads, dtype)
 
     cases = itertools.product(
-        names or line_of(attention_choice.TRAIN_KERNELS), ("train", "pages"), DTYPES
+        names or kernel_names(attention_choice.TRAIN_KERNELS), ("train", "pages"), DTYPES
     )
-    return worst_of(distances, cases, is_named=bool(names))
+    return measure_worst_errors(distances, cases, is_named=bool(names))
 
 
-def line_of(table: Mapping[str, Mapping[str, str]]) -> list[str]:
+def kernel_names(table: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the names of the platform's kernels, preferred first, then "xla"."""
-    return [*kernels_of(table), "xla"]
+    return [*platform_kernels(table), "xla"]
 
 
-def worst_of(
+def measure_worst_errors(
     distances: Callable[..., Iterable[dict[str, float]]],
     cases: Iterable[tuple[str, ...]],
     *,
@@ -220,11 +223,11 @@ def worst_of(
         except Exception as error:
             failed[label] = f"does not run: {type(error).__name__}: {error}"
         else:
-            worst[label] = {part: max(one[part] for one in measured) for part in measured[0]}
-    return {**worst, **failed}, within_bounds(worst) and not (is_named and failed)
+            worst[label] = {part: max(value[part] for value in measured) for part in measured[0]}
+    return {**worst, **failed}, are_within_bounds(worst) and not (is_named and failed)
 
 
-def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
+def are_within_bounds(worst: dict[str, dict[str, float]]) -> bool:
     """Return True if all errors are within `BOUNDS`. Keys of `worst` end with the dtype."""
     return all(
         value <= BOUNDS[label.rpartition(" ")[2]]
@@ -233,19 +236,19 @@ def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
     )
 
 
-def experts_distance(
+def measure_expert_errors(
     product: GroupedMatmul, rng: np.random.Generator, dtype: str
 ) -> dict[str, float]:
     """Measure the errors of a grouped matmul and its gradients, with some empty groups."""
-    num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
+    num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUP_SIZES)
     shares = rng.dirichlet(np.full(num_groups, 0.3))
     sizes = rng.multinomial(int(rng.integers(1, 2000)), shares)
     count = int(sizes.sum())
     rows, gradient = (
-        rounded(rng.standard_normal((count + 20, size)), dtype) for size in (width, columns)
+        round_to_dtype(rng.standard_normal((count + 20, size)), dtype) for size in (width, columns)
     )
-    weights = rounded(rng.standard_normal((num_groups, width, columns)), dtype)
-    wanted = brute_force_groups(rows, weights, sizes, gradient)
+    weights = round_to_dtype(rng.standard_normal((num_groups, width, columns)), dtype)
+    expected = brute_force_groups(rows, weights, sizes, gradient)
 
     def run(rows: jax.Array, weights: jax.Array, sizes: jax.Array, gradient: jax.Array) -> Any:
         out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
@@ -253,10 +256,12 @@ def experts_distance(
 
     operands = (jnp.asarray(x, dtype) for x in (rows, weights))
     with jax.default_matmul_precision("highest"):
-        got = jax.jit(run)(*operands, jnp.asarray(sizes, jnp.int32), jnp.asarray(gradient, dtype))
+        actual = jax.jit(run)(
+            *operands, jnp.asarray(sizes, jnp.int32), jnp.asarray(gradient, dtype)
+        )
     ends = (count, count, num_groups)
-    pairs = zip(("out", "of rows", "of weights"), got, wanted, ends, strict=True)
-    return {name: far(one[:end], other[:end]) for name, one, other, end in pairs}
+    pairs = zip(("out", "of rows", "of weights"), actual, expected, ends, strict=True)
+    return {name: max_relative_error(value[:end], other[:end]) for name, value, other, end in pairs}
 
 
 def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
@@ -265,29 +270,29 @@ def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
     def distances(name: str, dtype: str) -> Iterator[dict[str, float]]:
         rng, experts = (
             np.random.default_rng(0),
-            experts_choice.select_kernels(name, common.one_device()),
+            experts_choice.select_kernels(name, common.single_device_mesh()),
         )
         for _ in range(num_shapes):
-            yield experts_distance(experts.product, rng, dtype)
+            yield measure_expert_errors(experts.product, rng, dtype)
 
-    cases = itertools.product(names or line_of(experts_choice.KERNELS), DTYPES)
-    return worst_of(distances, cases, is_named=bool(names))
+    cases = itertools.product(names or kernel_names(experts_choice.KERNELS), DTYPES)
+    return measure_worst_errors(distances, cases, is_named=bool(names))
 
 
 MODEL = common.ModelSizes(
     num_layers=4, width=256, num_heads=8, num_kv_heads=2, head_dim=64, mlp_width=512,
     vocab_size=2048, dtype="float32",
 )  # fmt: skip
-SAMPLED = rollout.Even(
+SAMPLE_WORK = rollout.Even(
     num_prompts=4, group_size=1, prompt_tokens=40, new_tokens=48, num_rows=4, chunk_tokens=16,
     tail_rows=0,
 )  # fmt: skip
-TRAINED = dataclasses.replace(
+TRAIN_WORK = dataclasses.replace(
     update.WORK["cpu"], num_groups=2, group_size=3, prompt_tokens=40, new_tokens=60, row_tokens=256
 )
 
 
-def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
+def sample_greedily(device: Any) -> list[tuple[list[int], list[float]]]:
     """Sample greedily; return the tokens and log-probabilities of each request, in order."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     engine = Engine(
@@ -296,16 +301,16 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
         StopAutomaton([b"a"] * MODEL.vocab_size, ["</search>"]),
         num_tokens=MODEL.vocab_size,
         eos_ids=(),
-        num_rows=SAMPLED.num_rows,
-        max_prompt_tokens=SAMPLED.prompt_tokens,
-        max_total_tokens=SAMPLED.prompt_tokens + SAMPLED.new_tokens,
-        chunk_tokens=SAMPLED.chunk_tokens,
+        num_rows=SAMPLE_WORK.num_rows,
+        max_prompt_tokens=SAMPLE_WORK.prompt_tokens,
+        max_total_tokens=SAMPLE_WORK.prompt_tokens + SAMPLE_WORK.new_tokens,
+        chunk_tokens=SAMPLE_WORK.chunk_tokens,
         kernels=common.kernels(MODEL, mesh),
         kinds=(next_token.GREEDY,),
     )
     engine.row_sizes = engine.row_sizes[-1:]
-    engine.set_weights(jax.device_put(cpu_params(), device))
-    requests = rollout.even_requests(MODEL, SAMPLED, 0)
+    engine.set_weights(jax.device_put(init_cpu_params(), device))
+    requests = rollout.make_even_requests(MODEL, SAMPLE_WORK, 0)
     samples: dict[int, tuple[list[int], list[float]]] = {
         number: ([], []) for number in engine.submit(requests, temperature=0.0)
     }
@@ -319,7 +324,7 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
     return list(samples.values())
 
 
-def cpu_params() -> Any:
+def init_cpu_params() -> Any:
     """Create random weights on the CPU, so that they do not depend on the device."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, common.random_params(MODEL))
@@ -329,39 +334,41 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
     """Return the leaves of an update's gradient, with the model computed in `dtype`."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     sizes = dataclasses.replace(MODEL, dtype=dtype)
-    packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
-    policy = update.make_model(sizes, TRAINED, mesh)
+    packed = update.make_batch(update.make_sequences(sizes, TRAIN_WORK), TRAIN_WORK)
+    policy = update.make_model(sizes, TRAIN_WORK, mesh)
     compute = GradientStep(
         policy, make_policy_loss(build_method(resolve_names(default_config(), needs_data=False)))
     )
-    params = jax.device_put(cpu_params(), device)
+    params = jax.device_put(init_cpu_params(), device)
     sums = compute(params, put_batch(mesh, packed.batch), packed)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]
 
 
-def relative(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """Return the norm of the difference, relative to the norm of `wanted`."""
-    pairs = zip(got, wanted, strict=True)
-    square = sum(float(((one - other) ** 2).sum()) for one, other in pairs)
-    return (square / sum(float((one**2).sum()) for one in wanted)) ** 0.5
+def relative_difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Return the norm of the difference, relative to the norm of `expected`."""
+    pairs = zip(actual, expected, strict=True)
+    square = sum(float(((value - other) ** 2).sum()) for value, other in pairs)
+    return (square / sum(float((value**2).sum()) for value in expected)) ** 0.5
 
 
 def check_model() -> tuple[dict[str, Any], bool]:
     """Compare samples and gradients between this device and the CPU."""
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     with jax.default_matmul_precision("highest"):
-        same, gap = 0, 0.0
-        for (tokens, logprobs), (wanted, others) in zip(greedy(device), greedy(cpu), strict=True):
-            pairs = zip(tokens, wanted, strict=True)
-            count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted))
-            same += count
-            near = np.abs(np.subtract(logprobs[:count], others[:count]))
-            gap = max(gap, float(near.max(initial=0.0)))
+        num_same, gap = 0, 0.0
+        for (tokens, logprobs), (expected, others) in zip(
+            sample_greedily(device), sample_greedily(cpu), strict=True
+        ):
+            pairs = zip(tokens, expected, strict=True)
+            count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
+            num_same += count
+            differences = np.abs(np.subtract(logprobs[:count], others[:count]))
+            gap = max(gap, float(differences.max(initial=0.0)))
         wanted_gradient = gradient(cpu, "float32")
-        single = relative(gradient(device, "float32"), wanted_gradient)
-    half = relative(gradient(device, "bfloat16"), wanted_gradient)
+        single = relative_difference(gradient(device, "float32"), wanted_gradient)
+    half = relative_difference(gradient(device, "bfloat16"), wanted_gradient)
     figures = {
-        "same_greedy_tokens": same / (SAMPLED.num_prompts * SAMPLED.new_tokens),
+        "same_greedy_tokens": num_same / (SAMPLE_WORK.num_prompts * SAMPLE_WORK.new_tokens),
         "logprob_gap": gap,
         "gradient_float32": single,
         "gradient_bfloat16": half,
@@ -386,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     flags = parser.parse_args(argv)
     if flags.part == "checks":
-        figures, is_near = check_choices()
+        figures, is_near = run_startup_checks()
     elif flags.part == "model":
         figures, is_near = check_model()
     else:

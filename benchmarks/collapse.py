@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import table
+from benchmarks.common import format_table
 from benchmarks.jobs import Job, run_jobs
 from configs import collapse, collapse_stable
 from jaxrl.builders.components import build, build_run_settings
@@ -38,14 +38,14 @@ TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
 class Row:
     """A table row: changes to the run of configs/collapse.py."""
 
-    says: str
+    label: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     lag: int = 1  # steps between weight updates in the sampler
     config: Any = collapse  # module with `get_config`
 
 
-LATE = {"optimizer.lr": 1e-3}
-MANY = {**LATE, "optimizer.num_minibatches": 1, "optimizer.num_epochs": 8}
+STALE = {"optimizer.lr": 1e-3}
+MANY = {**STALE, "optimizer.num_minibatches": 1, "optimizer.num_epochs": 8}
 ROWS = {
     "none": Row("nothing"),
     "rate_1e-3": Row("learning rate 1e-3", {"optimizer.lr": 1e-3}),
@@ -98,41 +98,48 @@ ROWS = {
         "eight epochs: off-policy gate, 0.1",
         {**MANY, "loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
     ),
-    "late": Row("late weights: nothing", LATE, lag=20),
+    "late": Row("late weights: nothing", STALE, lag=20),
     "late_truncated": Row(
         "late weights: importance weights, at most 2",
-        {**LATE, "loss.correction.level": "token"},
+        {**STALE, "loss.correction.level": "token"},
         20,
     ),
     "late_masked": Row(
         "late weights: tokens outside 0.5 to 5 left out",
-        {**LATE, "loss.correction.level": "token", "loss.correction.mode": "mask"},
+        {**STALE, "loss.correction.level": "token", "loss.correction.mode": "mask"},
         20,
     ),
     "late_geometric": Row(
         "late weights: responses outside 0.9 to 1.1 left out, geometric mean",
         {
-            **{**LATE, "loss.correction.level": "geometric", "loss.correction.mode": "reject"},
+            **{**STALE, "loss.correction.level": "geometric", "loss.correction.mode": "reject"},
             **{"loss.correction.low": 0.9, "loss.correction.high": 1.1},
         },
         20,
     ),
     "late_dppo": Row(
         "late weights: DPPO against the sampler, 0.2",
-        {**LATE, "loss.name": "dppo", "loss.dppo.anchor": "rollout"},
+        {**STALE, "loss.name": "dppo", "loss.dppo.anchor": "rollout"},
         20,
     ),
     "late_gate": Row(
         "late weights: off-policy gate, 0.1",
-        {**LATE, "loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
+        {
+            **STALE,
+            "loss.token_filter.name": "off_policy",
+            "loss.token_filter.off_policy.delta": 0.1,
+        },
         20,
     ),
 }
-"""Rows of the table. In `late` rows, the sampler gets new weights every 20 steps; `many` rows train
-for eight epochs per batch. At their learning rate, most seeds are stable without these changes."""
+"""Rows of the table.
+
+In `set_delayed` rows, the sampler gets new weights every 20 steps; `many` rows train for eight epochs
+per batch. At their learning rate, most seeds are stable without these changes.
+"""
 
 
-def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
+def train_row(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
     """Train a row with one seed."""
     config = row.config.get_config(str(world))
     config.stages, config.model.path = ("train",), str(warm / "export")
@@ -143,21 +150,21 @@ def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps:
     resolved = validate(config)
     parts = build(resolved)
     if row.lag > 1:
-        make_late(parts, row.lag)
+        delay_weights(parts, row.lag)
     run(build_run_settings(resolved), workdir, parts, Display())
 
 
-def make_late(parts: Any, lag: int) -> None:
+def delay_weights(parts: Any, lag: int) -> None:
     """Make the sampler's weights stale: update them only every `lag` steps."""
-    count, kept, set_weights = [0], [None], parts.engine.set_weights
+    count, weights_copy, set_weights = [0], [None], parts.engine.set_weights
 
-    def late(weights: Any) -> None:
+    def set_delayed(weights: Any) -> None:
         if count[0] % lag == 0:
-            kept[0] = jax.tree.map(jnp.copy, weights)  # the update donates them
+            weights_copy[0] = jax.tree.map(jnp.copy, weights)  # the update donates them
         count[0] += 1
-        set_weights(jax.tree.map(jnp.copy, kept[0]))
+        set_weights(jax.tree.map(jnp.copy, weights_copy[0]))
 
-    parts.engine.set_weights = late
+    parts.engine.set_weights = set_delayed
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class Curve:
         return next(steps, None)
 
     @property
-    def falls(self) -> int | None:
+    def collapse_step(self) -> int | None:
         """Return the step from which all scores are below half of the best, or None."""
         low = [value < max(self.scores) / 2 for value in self.scores]
         count = next((n for n, is_low in enumerate(reversed(low)) if not is_low), 0)
@@ -199,23 +206,23 @@ def read_curve(workdir: Path) -> Curve:
     )
 
 
-def as_rows(curves: Mapping[str, Sequence[Curve]]) -> list[list[str]]:
+def format_rows(curves: Mapping[str, Sequence[Curve]]) -> list[list[str]]:
     """Format the rows of the table, with one number per seed in most cells."""
 
-    def each(values: Sequence[float | int | None]) -> str:
-        told = ("–" if v is None else f"{v}" if isinstance(v, int) else f"{v:.2f}" for v in values)
-        return ", ".join(told)
+    def format_values(values: Sequence[float | int | None]) -> str:
+        texts = ("–" if v is None else f"{v}" if isinstance(v, int) else f"{v:.2f}" for v in values)
+        return ", ".join(texts)
 
     return [
         [
-            ROWS[name].says,
-            each([curve.reaches(0.9) for curve in own]),
-            each([max(curve.scores) for curve in own]),
-            each([curve.falls for curve in own]),
-            each([curve.last for curve in own]),
-            f"{statistics.median(curve.step_s for curve in own):.2f}",
+            ROWS[name].label,
+            format_values([curve.reaches(0.9) for curve in curves_of_row]),
+            format_values([max(curve.scores) for curve in curves_of_row]),
+            format_values([curve.collapse_step for curve in curves_of_row]),
+            format_values([curve.last for curve in curves_of_row]),
+            f"{statistics.median(curve.step_s for curve in curves_of_row):.2f}",
         ]
-        for name, own in curves.items()
+        for name, curves_of_row in curves.items()
     ]
 
 
@@ -250,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world, warm = out / "world", out / "warm"
     if args.play:
         folder = out / f"{args.play}_{args.seeds[0]}_{args.num_steps}"
-        return play(ROWS[args.play], world, warm, folder, args.seeds[0], args.num_steps)
+        return train_row(ROWS[args.play], world, warm, folder, args.seeds[0], args.num_steps)
     # All rows share one world and one warm start.
     config = f"--config={Path(collapse.__file__)}:{world}"
     start = [
@@ -281,8 +288,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed, folder in zip(args.seeds, folders[name], strict=True)
     ]
     run_jobs([*start, *jobs], cache=out / "cache")
-    curves = {name: [read_curve(folder) for folder in own] for name, own in folders.items()}
-    print(f"\n{table(HEADS, as_rows(curves))}")
+    curves = {
+        name: [read_curve(folder) for folder in curves_of_row]
+        for name, curves_of_row in folders.items()
+    }
+    print(f"\n{format_table(HEADS, format_rows(curves))}")
     return None
 
 

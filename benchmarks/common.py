@@ -81,8 +81,8 @@ class ModelSizes:
     @property
     def cache_bytes_per_token(self) -> int:
         """Return the bytes of a token's keys and values in all layers."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return numbers * self.bytes_per_value
+        num_values = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return num_values * self.bytes_per_value
 
     @property
     def attention_flops_per_token(self) -> int:
@@ -180,7 +180,7 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def versions(*packages: str) -> dict[str, str]:
+def package_versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python and of the given packages, by name."""
     installed = {name: importlib.metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **installed}
@@ -257,7 +257,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def one_device(index: int = 0) -> Mesh:
+def single_device_mesh(index: int = 0) -> Mesh:
     """Return a mesh over the device with this index."""
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[index : index + 1])
 
@@ -269,7 +269,7 @@ def use_cores(cores: Collection[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def thread_times() -> dict[str, tuple[float, float]]:
+def measure_thread_times() -> dict[str, tuple[float, float]]:
     """Return the seconds that each thread ran and waited for a core; Linux only."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
@@ -290,22 +290,22 @@ def kernels(model: ModelSizes, mesh: Mesh) -> AttentionKernels:
     return select_kernels("auto", mesh, model.architecture, check_dtype=model.dtype)
 
 
-def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
+def compute_mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
     """Return the model FLOPs utilization, relative to the data sheet; None if unknown."""
     return None if hardware.nominal_flops is None else operations / seconds / hardware.nominal_flops
 
 
-Way = tuple[Callable[[int], Any], EngineCounts]
+RolloutVariant = tuple[Callable[[int], Any], EngineCounts]
 """Function that runs a repetition of a rollout, and the counters of its engine."""
 
 
-def take_turns(
-    ways: dict[str, Way], *, warm_up: int, repetitions: int
+def measure_variants(
+    variants: dict[str, RolloutVariant], *, warm_up: int, repetitions: int
 ) -> dict[str, list[dict[str, float]]]:
     """Measure rollout variants, running all of them in every repetition."""
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for number in range(warm_up + repetitions):
-        for name, (run, counts) in ways.items():
+        for name, (run, counts) in variants.items():
             before = dataclasses.replace(counts)
             started, cpu_started = time.perf_counter(), time.process_time()
             run(number)
@@ -319,20 +319,22 @@ def take_turns(
     return measured
 
 
-def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
+def median_figures(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure over the repetitions."""
     return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
 
 
-def median_ratio(
+def median_paired_ratio(
     measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
 ) -> float:
     """Return the median over repetitions of the ratio of a figure between two variants."""
     pairs = zip(measured[name], measured[other], strict=True)
-    return statistics.median(one[figure] / two[figure] for one, two in pairs)
+    return statistics.median(
+        numerator[figure] / denominator[figure] for numerator, denominator in pairs
+    )
 
 
-def read_flags(
+def parse_flags(
     description: str, work: dict[str, Any], argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelSizes, Any, Hardware]:
     """Parse the command line: a preset, and flags that override individual sizes.
@@ -366,14 +368,16 @@ def read_flags(
     # Flags that are not set keep the preset's values.
     def with_flags(sizes: Any) -> Any:
         names = [field.name for field in dataclasses.fields(sizes)]
-        given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-        return dataclasses.replace(sizes, **given)
+        overrides = {
+            name: getattr(flags, name) for name in names if getattr(flags, name) is not None
+        }
+        return dataclasses.replace(sizes, **overrides)
 
     # A GPU is assumed to be an H200 unless flags say otherwise; other devices have no floors.
-    known = H200 if jax.default_backend() == "gpu" else _UNKNOWN
-    figures = {name: getattr(flags, name) for name in dataclasses.asdict(known)}
-    given = {name: value for name, value in figures.items() if value is not None}
-    hardware = dataclasses.replace(known, **given)
+    default_hardware = H200 if jax.default_backend() == "gpu" else _UNKNOWN
+    figures = {name: getattr(flags, name) for name in dataclasses.asdict(default_hardware)}
+    overrides = {name: value for name, value in figures.items() if value is not None}
+    hardware = dataclasses.replace(default_hardware, **overrides)
     flags.model = flags.model or PRESETS[flags.preset]
     return flags, with_flags(MODELS[flags.model]), with_flags(work[flags.preset]), hardware
 
@@ -390,7 +394,7 @@ def _bool(text: str) -> bool:
 _flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: float, bool: _bool}
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table as Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -411,7 +415,7 @@ def finish(
     figures: dict[str, Any],
 ) -> dict[str, Any]:
     """Print the figures and write them to a JSON record; return the record."""
-    peak, whose = peak_bytes()
+    peak, scope = peak_bytes()
     device = jax.devices()[0]
     record = {
         "benchmark": name,
@@ -419,29 +423,29 @@ def finish(
         "model_name": flags.model,
         "device": f"{device.platform}: {device.device_kind}",
         "processor": processor(),
-        "versions": versions("jax", "jaxlib", "flax", "optax", "numpy"),
+        "versions": package_versions("jax", "jaxlib", "flax", "optax", "numpy"),
         "model": dataclasses.asdict(model),
         "work": dataclasses.asdict(work),
         "hardware": dataclasses.asdict(hardware),
         **figures,
         "peak_bytes": peak,
-        "peak_bytes_of": whose,
+        "peak_bytes_of": scope,
     }
     path = flags.json or Path("runs/bench") / f"{name}_{flags.preset}.json"
     write_json(path, record)
     model_name = f"preset {flags.preset}, {flags.model}"
-    place = f"{record['device']}, {record['processor']}"
-    print(f"{name}, {model_name}, {place}, jax {jax.__version__}")
+    machine = f"{record['device']}, {record['processor']}"
+    print(f"{name}, {model_name}, {machine}, jax {jax.__version__}")
     for label, value in figures.items():
-        print(f"  {label:<30}{_shown(value)}")
-    print(f"  {'peak_bytes':<30}{_shown(peak)} of the {whose}")
+        print(f"  {label:<30}{_format_value(value)}")
+    print(f"  {'peak_bytes':<30}{_format_value(peak)} of the {scope}")
     print(f"  written to {path}")
     return record
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "  ".join(f"{name} {_shown(x)}" for name, x in value.items())
+        return "  ".join(f"{name} {_format_value(x)}" for name, x in value.items())
     if value is None:
         return "unknown"
     if isinstance(value, str):

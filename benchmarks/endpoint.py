@@ -33,7 +33,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
-from benchmarks.rollout import turns_of
+from benchmarks.rollout import split_turns
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
 from jaxrl.extras.serve.engine import ServedEngine
@@ -53,7 +53,7 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LONGEST = 3
+MAX_TURN_FACTOR = 3
 """Maximum length of a turn, as a multiple of the mean length."""
 
 
@@ -92,7 +92,7 @@ def word_tokenizer(num_tokens: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(
-        [text_of(1000, number) for number in range(20)],
+        [invent_text(1000, number) for number in range(20)],
         trainers.BpeTrainer(
             vocab_size=num_tokens - 2,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -107,12 +107,12 @@ def word_tokenizer(num_tokens: int) -> Tokenizer:
     )
 
 
-def text_of(num_words: int, seed: int) -> str:
+def invent_text(num_words: int, seed: int) -> str:
     """Generate a text of invented words."""
-    drawn = random.Random(seed)
-    lengths = [drawn.randint(1, 3) for _ in range(num_words)]
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 3) for _ in range(num_words)]
     return " ".join(
-        "".join(drawn.choice("bdfgklmnprst") + drawn.choice("aeiou") for _ in range(length))
+        "".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(length))
         for length in lengths
     )
 
@@ -127,7 +127,7 @@ class FixedTurns(Env):
         """Generate all observations."""
         self._work = work
         self.observations = [
-            text_of(work.observation_words, -number) for number in range(1, work.num_turns)
+            invent_text(work.observation_words, -number) for number in range(1, work.num_turns)
         ]
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
@@ -169,7 +169,7 @@ class Clients:
             for _ in range(count)
         ]
 
-    def play(self, sessions: Sequence[dict[str, Any]], **job: Any) -> Counter[str]:
+    def run_episodes(self, sessions: Sequence[dict[str, Any]], **job: Any) -> Counter[str]:
         """Distribute sessions over the processes; return the summed counts of the clients.
 
         Raises:
@@ -195,7 +195,7 @@ class Clients:
             process.communicate()
 
 
-def sessions_of(
+def build_sessions(
     trajectories: Sequence[Trajectory], texts: Sequence[str], draws: Sequence[Draw]
 ) -> list[dict[str, Any]]:
     """Convert trajectories to client sessions: prompts, and the tokens before each turn.
@@ -210,7 +210,7 @@ def sessions_of(
     for index, trajectory in enumerate(trajectories):
         turns = [
             {"token_ids": new, "text": text, "budget": budget}
-            for (new, budget), text in zip(turns_of(trajectory), ["", *texts], strict=False)
+            for (new, budget), text in zip(split_turns(trajectory), ["", *texts], strict=False)
         ]
         question = draws[index // size].task.question
         episodes.append(
@@ -229,25 +229,27 @@ def measure(
     model: common.ModelSizes, work: Sessions, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Measure the native rollout and the endpoint; return rates and repeated work."""
-    mesh = common.one_device()
+    mesh = common.single_device_mesh()
     tokenizer = word_tokenizer(model.vocab_size)
     kernels = common.kernels(model, mesh)
     env = FixedTurns(work)
     draws = [
-        Draw(task=Task(id=f"q{i}", question=text_of(work.prompt_words, 1000 + i)), stream_index=i)
+        Draw(
+            task=Task(id=f"q{i}", question=invent_text(work.prompt_words, 1000 + i)), stream_index=i
+        )
         for i in range(work.num_questions)
     ]
     prompts = [tokenizer.render_prompt(env.start([draw.task])[0]) for draw in draws]
     # Limits that fit every episode, with room for turns longer than the mean.
-    observed = sum(len(tokenizer.encode(text)) + 10 for text in env.observations)
+    num_observation_tokens = sum(len(tokenizer.encode(text)) + 10 for text in env.observations)
     prompt_tokens = max(map(len, prompts))
     sampled = work.num_turns * work.turn_tokens
-    total = prompt_tokens + LONGEST * sampled + observed
-    own: dict[str, Any] = dict(
+    total = prompt_tokens + MAX_TURN_FACTOR * sampled + num_observation_tokens
+    engine_settings: dict[str, Any] = dict(
         num_tokens=tokenizer.num_tokens - 2,  # never sample the chat markers
         num_rows=work.num_rows,
         num_pages=work.cached
-        * count_pages(prompt_tokens + sampled + observed, kernels.page_tokens),
+        * count_pages(prompt_tokens + sampled + num_observation_tokens, kernels.page_tokens),
         max_total_tokens=total,
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
@@ -257,11 +259,11 @@ def measure(
     # Random weights sample one of these ids every `turn_tokens` tokens on average.
     native = Engine(
         model.architecture, mesh, stops, max_prompt_tokens=prompt_tokens, kinds=(next_token.FULL,),
-        eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **own,
+        eos_ids=range(0, tokenizer.num_tokens - 2, work.turn_tokens), **engine_settings,
     )  # fmt: skip
     served = ServedEngine(
         model.architecture, mesh, stops, max_prompt_tokens=total - 1, kinds=(next_token.FULL,),
-        eos_ids=(), **own,
+        eos_ids=(), **engine_settings,
     )  # fmt: skip
     # Both engines have the same weights.
     params = common.random_params(model)
@@ -271,23 +273,25 @@ def measure(
     # The rollout runs first in each repetition; the clients then replay its episodes.
     limits = TokenLimits(
         max_prompt_tokens=prompt_tokens,
-        max_response_tokens=LONGEST * sampled,
+        max_response_tokens=MAX_TURN_FACTOR * sampled,
         max_total_tokens=total,
         max_observation_tokens=total,
     )
     rollout = Rollout(native, env, tokenizer, stops, limits)
     clients = Clients(work.num_clients)
-    played: list[Trajectory] = []
-    seen: dict[str, list[dict[str, float]]] = {}
+    trajectories_played: list[Trajectory] = []
+    recorded: dict[str, list[dict[str, float]]] = {}
 
     # Prefilled tokens in excess of `needed` were computed twice.
-    def note(name: str, engine: Engine, before: Any, needed: int, **figures: float) -> None:
+    def record_figures(
+        name: str, engine: Engine, before: Any, needed: int, **figures: float
+    ) -> None:
         counts = engine.counts
         read = counts.prefilled_prompt + counts.prefilled_resume
         read -= before.prefilled_prompt + before.prefilled_resume
-        seen.setdefault(name, []).append(
+        recorded.setdefault(name, []).append(
             {
-                "requests": sum(len(turns_of(t)) for t in played),
+                "requests": sum(len(split_turns(t)) for t in trajectories_played),
                 "read": read,
                 "read_twice": read - needed,
                 "sampled_twice": counts.sampled - before.sampled - num_sampled(),
@@ -298,14 +302,14 @@ def measure(
         )
 
     def num_sampled() -> int:
-        return sum(t.num_sampled for t in played)
+        return sum(t.num_sampled for t in trajectories_played)
 
     def needed() -> int:
-        prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
-        inserted = sum(t.response_length - t.num_sampled for t in played)
+        prompts = {tuple(t.token_ids[: t.prompt_length]) for t in trajectories_played}
+        inserted = sum(t.response_length - t.num_sampled for t in trajectories_played)
         return sum(len(prompt) - 1 for prompt in prompts) + inserted
 
-    def play(number: int) -> None:
+    def run_episodes(number: int) -> None:
         compiled.append(compilations.num)
         before = dataclasses.replace(native.counts)
         sampling = SamplingConfig(
@@ -314,47 +318,51 @@ def measure(
             top_p=1.0,
             seeds=Seeds(seed=0, stage=0, step=number),
         )
-        played[:] = flatten_groups(rollout(draws, sampling))
-        note("native", native, before, needed())
+        trajectories_played[:] = flatten_groups(rollout(draws, sampling))
+        record_figures("native", native, before, needed())
         native.clear()
 
-    def ask(name: str, way: str, lost: float, number: int) -> None:
+    def run_clients(name: str, way: str, lost: float, number: int) -> None:
         before = dataclasses.replace(served.counts)
-        sessions = sessions_of(played, env.observations, draws)
+        sessions = build_sessions(trajectories_played, env.observations, draws)
         worker = Worker(served, tokenizer.vocab_bytes, (), max_queue=4096)
         endpoint = Endpoint(worker, tokenizer, name="any")
         server = Server(endpoint, LOOPBACK, bind_port(LOOPBACK, 0, ""))
         try:
-            got = clients.play(sessions, port=server.port, way=way, lost=lost)
+            counts_received = clients.run_episodes(sessions, port=server.port, way=way, lost=lost)
         finally:
             server.shutdown(0.0)
             served.clear()
-        assert got["sampled"] == num_sampled(), "a turn ended early"
-        note(
+        assert counts_received["sampled"] == num_sampled(), "a turn ended early"
+        record_figures(
             name, served, before, needed(),
-            held_more=got["held"] - sum(len(t.token_ids) for t in played),
-            clients_cpu_s=got["cpu_s"], lost=got["num_lost"], different=got["num_different"],
+            held_more=counts_received["held"] - sum(len(t.token_ids) for t in trajectories_played),
+            clients_cpu_s=counts_received["cpu_s"], lost=counts_received["num_lost"],
+            different=counts_received["num_different"],
         )  # fmt: skip
 
     # Every repetition runs all variants, because speed drifts over time.
-    ways: dict[str, common.Way] = {"native": (play, native.counts)}
+    variants: dict[str, common.RolloutVariant] = {"native": (run_episodes, native.counts)}
     for way in ("chats", "ids"):
         for name, lost in ((way, 0.0), (f"{way}_lost", work.lost)):
             if lost or name == way:
-                ways[name] = (partial(ask, name, way, lost), served.counts)
+                variants[name] = (partial(run_clients, name, way, lost), served.counts)
     try:
-        measured = common.take_turns(ways, warm_up=warm_up, repetitions=repetitions)
+        measured = common.measure_variants(variants, warm_up=warm_up, repetitions=repetitions)
     finally:
         clients.end()
     rate = "tokens_per_cpu_s" if jax.default_backend() == "cpu" else "tokens_per_s"
     return {
         **{
-            name: {**common.medians(measured[name]), **common.medians(seen[name][warm_up:])}
-            for name in ways
+            name: {
+                **common.median_figures(measured[name]),
+                **common.median_figures(recorded[name][warm_up:]),
+            }
+            for name in variants
         },
         f"{rate}, share of native": {
-            name: common.median_ratio(measured, name, "native", rate)
-            for name in ways
+            name: common.median_paired_ratio(measured, name, "native", rate)
+            for name in variants
             if name != "native"
         },
         "num_recompilations": compilations.num - compiled[warm_up],
@@ -363,7 +371,7 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
     figures = measure(model, work, flags.repetitions, flags.warm_up)
     return common.finish("endpoint", flags, model, work, hardware, figures)
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-LIMIT = 2**26
+MAX_MESSAGE_BYTES = 2**26
 """Maximum size of a response, in bytes."""
 
 CHATS, IDS = "/v1/chat/completions", "/inference/v1/generate"
@@ -36,35 +36,37 @@ async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 class Proxy:
     """Proxy between clients and the server that drops some responses."""
 
-    def __init__(self, port: int, share: float, seed: int):
+    def __init__(self, port: int, drop_fraction: float, seed: int):
         """Store the settings.
 
         Args:
             port: Port of the server.
-            share: Fraction of the responses to drop, from 0 to 1.
+            drop_fraction: Fraction of the responses to drop, from 0 to 1.
             seed: Random seed for choosing responses to drop.
         """
-        self._port, self._share, self._random = port, share, random.Random(seed)
-        self._lost: dict[bytes, bytes] = {}  # dropped responses, by path and body of the request
+        self._port, self._drop_fraction, self._random = port, drop_fraction, random.Random(seed)
+        self._dropped: dict[bytes, bytes] = {}  # dropped responses, by path and body of the request
         self.counts = Counter(num_lost=0, num_different=0)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward requests until a response is dropped or the client disconnects."""
-        there, back = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
+        server_reader, server_writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, limit=MAX_MESSAGE_BYTES
+        )
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                asked, body = await read_message(reader)
-                back.write(asked + body)
-                head, reply = await read_message(there)
-                name = asked.split(b" ", 2)[1] + body
-                if before := self._lost.pop(name, None):
-                    self.counts["num_different"] += before != reply
-                elif self._random.random() < self._share:
-                    self._lost[name] = reply
+                request_head, body = await read_message(reader)
+                server_writer.write(request_head + body)
+                head, response = await read_message(server_reader)
+                name = request_head.split(b" ", 2)[1] + body
+                if first_response := self._dropped.pop(name, None):
+                    self.counts["num_different"] += first_response != response
+                elif self._random.random() < self._drop_fraction:
+                    self._dropped[name] = response
                     self.counts["num_lost"] += 1
                     break
-                writer.write(head + reply)
-        for one in (writer, back):
+                writer.write(head + response)
+        for one in (writer, server_writer):
             one.close()
 
 
@@ -90,22 +92,24 @@ class Connection:
         body = json.dumps(value).encode()
         for count in range(100):
             if self._streams is None:
-                self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=LIMIT)
+                self._streams = await asyncio.open_connection(
+                    "127.0.0.1", self._port, limit=MAX_MESSAGE_BYTES
+                )
             reader, writer = self._streams
-            again = f"x-stainless-retry-count: {count}\r\n" if count else ""
+            retry_header = f"x-stainless-retry-count: {count}\r\n" if count else ""
             head = (
                 f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-                f"{again}Content-Length: {len(body)}\r\n\r\n"
+                f"{retry_header}Content-Length: {len(body)}\r\n\r\n"
             )
             try:
                 writer.write(head.encode() + body)
-                status, reply = await read_message(reader)
+                status, response = await read_message(reader)
             except (asyncio.IncompleteReadError, ConnectionError):
                 self.close()
                 continue
             if b" 200 " not in status.split(b"\r\n", 1)[0]:
-                raise RuntimeError(f"{path} returned {status!r:.100} {reply!r:.500}")
-            return json.loads(reply)
+                raise RuntimeError(f"{path} returned {status!r:.100} {response!r:.500}")
+            return json.loads(response)
         raise RuntimeError(f"{path} returned no response after 100 attempts")
 
     def close(self) -> None:
@@ -115,13 +119,13 @@ class Connection:
             self._streams = None
 
 
-async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
+async def run_chat_session(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
     """Run a session through the chat API; return request and token counts."""
     messages, counts = list(session["messages"]), Counter[str]()
     for turn in session["turns"]:
         if counts:
             messages.append({"role": "user", "content": turn["text"]})
-        reply = await connection.post(
+        response = await connection.post(
             f"/r/{session['name']}{CHATS}",
             {
                 "model": "any",
@@ -131,12 +135,14 @@ async def play_chat(connection: Connection, session: Mapping[str, Any]) -> Count
                 "seed": session["seed"],
             },
         )
-        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
-        _count(counts, reply)
+        messages.append(
+            {"role": "assistant", "content": response["choices"][0]["message"]["content"]}
+        )
+        _count(counts, response)
     return counts
 
 
-async def play_ids(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
+async def run_ids_session(connection: Connection, session: Mapping[str, Any]) -> Counter[str]:
     """Run a session through the token-id API; return request and token counts."""
     token_ids, counts = list(session["token_ids"]), Counter[str]()
     for turn in session["turns"]:
@@ -148,41 +154,41 @@ async def play_ids(connection: Connection, session: Mapping[str, Any]) -> Counte
             "logprobs": 1,
         }
         body = {"model": "any", "token_ids": token_ids, "sampling_params": sampling}
-        reply = await connection.post(f"/r/{session['name']}{IDS}", body)
-        token_ids += reply["choices"][0]["token_ids"]
-        _count(counts, reply)
+        response = await connection.post(f"/r/{session['name']}{IDS}", body)
+        token_ids += response["choices"][0]["token_ids"]
+        _count(counts, response)
     return counts
 
 
-def _count(counts: Counter[str], reply: Mapping[str, Any]) -> None:
-    usage = reply["usage"]
+def _count(counts: Counter[str], response: Mapping[str, Any]) -> None:
+    usage = response["usage"]
     counts["requests"] += 1
     counts["sampled"] += usage["completion_tokens"]
     counts["longest"] = max(counts["longest"], usage["total_tokens"])
 
 
-WAYS = {"chats": play_chat, "ids": play_ids}
+SESSION_RUNNERS = {"chats": run_chat_session, "ids": run_ids_session}
 
 
-async def play(job: Mapping[str, Any]) -> dict[str, Any]:
+async def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Run all sessions of a job concurrently; return the summed counts.
 
     Args:
-        job: Dict with the server's `port`, a `way` in `WAYS`, the `sessions`, the fraction `lost`
-            of responses to drop and the `seed` for choosing them.
+        job: Dict with the server's `port`, a `way` in `SESSION_RUNNERS`, the `sessions`, the
+            fraction `lost` of responses to drop and the `seed` for choosing them.
     """
-    began = time.process_time()
+    started_at = time.process_time()
     host, port = f"127.0.0.1:{job['port']}", job["port"]
     proxy = Proxy(port, job["lost"], job["seed"])
     server = None
     if job["lost"]:
-        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=LIMIT)
+        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=MAX_MESSAGE_BYTES)
         port = server.sockets[0].getsockname()[1]
 
     async def one(session: Mapping[str, Any]) -> Counter[str]:
         connection = Connection(port, host)
         try:
-            return await WAYS[job["way"]](connection, session)
+            return await SESSION_RUNNERS[job["way"]](connection, session)
         finally:
             connection.close()
 
@@ -193,7 +199,7 @@ async def play(job: Mapping[str, Any]) -> dict[str, Any]:
         "requests": sum(one["requests"] for one in counts),
         "sampled": sum(one["sampled"] for one in counts),
         "held": sum(one["longest"] for one in counts),
-        "cpu_s": time.process_time() - began,
+        "cpu_s": time.process_time() - started_at,
         **proxy.counts,
     }
 
@@ -201,7 +207,7 @@ async def play(job: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run jobs from stdin until it closes."""
     for line in sys.stdin:
-        print(json.dumps(asyncio.run(play(json.loads(line)))), flush=True)
+        print(json.dumps(asyncio.run(run_job(json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":

@@ -93,12 +93,12 @@ Stages = Sequence[Stage]
 
 def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
     """Return the minimum seconds of consecutive stages, and the resource that dominates."""
-    waits = dict.fromkeys(("arithmetic", "memory", "links", "network"), 0.0)
+    busy_s = dict.fromkeys(("arithmetic", "memory", "links", "network"), 0.0)
     for stage in stages:
         seconds = stage.seconds(device)
         longest = max(seconds, key=lambda name: seconds[name])
-        waits[longest] += seconds[longest]
-    return sum(waits.values()), max(waits, key=lambda name: waits[name])
+        busy_s[longest] += seconds[longest]
+    return sum(busy_s.values()), max(busy_s, key=lambda name: busy_s[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,44 +109,44 @@ class Weights:
         table: Weights of the output layer.
         dense: Weights of all layers that every token is multiplied by.
         experts: Weights of all experts.
-        chosen: Fraction of the experts that process a token.
-        passed: Input and output values of the matmuls in all layers, per token.
+        active_share: Fraction of the experts that process a token.
+        activations: Input and output values of the matmuls in all layers, per token.
         params: Parameters that the optimizer updates.
     """
 
     table: int
     dense: int
     experts: int
-    chosen: float
-    passed: int
+    active_share: float
+    activations: int
     params: int
 
     @classmethod
     def of(cls, model: Architecture) -> Weights:
         """Count the weights of a language model. A vision tower counts in `params` only."""
         params = model.abstract_params()
-        dense = experts = passed = 0
+        dense = experts = activations = 0
         share = model.top_k / model.num_experts if model.num_experts else 0.0
         for leaf in jax.tree.leaves(params["blocks"]):
             if leaf.ndim == 3:  # [L, in, out]; norms and biases have two axes
                 dense += math.prod(leaf.shape)
-                passed += leaf.shape[0] * sum(leaf.shape[1:])
+                activations += leaf.shape[0] * sum(leaf.shape[1:])
             elif leaf.ndim == 4:  # [L, E, in, out]
                 experts += math.prod(leaf.shape)
-                passed += leaf.shape[0] * model.top_k * sum(leaf.shape[2:])
+                activations += leaf.shape[0] * model.top_k * sum(leaf.shape[2:])
         return cls(
             table=model.vocab_size * model.width,
             dense=dense,
             experts=experts,
-            chosen=share,
-            passed=passed,
+            active_share=share,
+            activations=activations,
             params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         )
 
     @property
     def layers(self) -> float:
         """Return the number of layer weights that a token is multiplied by."""
-        return self.dense + self.chosen * self.experts
+        return self.dense + self.active_share * self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,32 +174,34 @@ class Part:
         model = self.model
         return 4 * model.num_layers * model.num_heads * model.head_dim // self.mesh["tensor"]
 
-    def gathered(self, size: float, axes: Sequence[str]) -> Stage:
+    def gather(self, size: float, axes: Sequence[str]) -> Stage:
         """Return the stage of an all-gather of `size` bytes sharded over adjacent mesh axes.
 
         A reduce-scatter of gradients of that size costs the same. Across hosts, each device
         receives one part, and the devices of a host exchange the parts over their links.
         """
         names = list(self.mesh)
-        inner = math.prod(self.mesh[one] for one in names[names.index(axes[-1]) + 1 :])
-        group = math.prod(self.mesh[one] for one in axes)
-        together = group
+        inner = math.prod(self.mesh[item] for item in names[names.index(axes[-1]) + 1 :])
+        group = math.prod(self.mesh[item] for item in axes)
+        num_linked = group
         if self.device.network:
-            together = min(group, max(self.device.num_local // inner, 1))
-        network = (1 - together / group) * size / together
+            num_linked = min(group, max(self.device.num_local // inner, 1))
+        network = (1 - num_linked / group) * size / num_linked
         return Stage(links=(1 - 1 / group) * size - network, network=network)
 
-    def weights_gathered(self, size: int) -> Stage:
+    def gather_weights(self, size: int) -> Stage:
         """Return the all-gather of the layers and embedding tables, with `size` bytes per value."""
         weights, mesh = self.weights, self.mesh
         tables = weights.table * (1 if self.model.tie_embeddings else 2)
         dense = size * (weights.dense + tables) / mesh["tensor"]
         experts = size * weights.experts / mesh["tensor"] / mesh["expert"]
-        of_all = self.gathered(dense, ("fsdp", "context", "expert"))
-        of_experts = self.gathered(experts, ("fsdp", "context"))
-        return added([of_all, of_experts])
+        dense_gather = self.gather(dense, ("fsdp", "context", "expert"))
+        expert_gather = self.gather(experts, ("fsdp", "context"))
+        return overlap([dense_gather, expert_gather])
 
-    def tokens_sent(self, tokens: float, *, sums: float = 2, back: bool = False) -> Stage:
+    def send_activations(
+        self, tokens: float, *, sums: float = 2, has_backward: bool = False
+    ) -> Stage:
         """Return the communication of activations.
 
         Along `tensor`, results are summed: attention and MLP in each layer, the embedding, and in
@@ -209,13 +211,13 @@ class Part:
         Args:
             tokens: Number of tokens on this device.
             sums: Number of sums per layer over all passes; experts need half that number.
-            back: True if there is a backward pass.
+            has_backward: True if there is a backward pass.
         """
         tensor, expert, layers = self.mesh["tensor"], self.mesh["expert"], self.model.num_layers
         hidden = tokens * self.model.width
-        added_up = 2 * (1 - 1 / tensor) * hidden * (2 * (sums * layers + 1) + 4 * back)
+        summed_bytes = 2 * (1 - 1 / tensor) * hidden * (2 * (sums * layers + 1) + 4 * has_backward)
         passes = sums / 2 * layers if self.model.num_experts else 0.0
-        return Stage(links=added_up + passes * (expert - 1) * hidden * (2 + 4))
+        return Stage(links=summed_bytes + passes * (expert - 1) * hidden * (2 + 4))
 
     def forward_flops(self, tokens: float, length: int) -> float:
         """Return the forward FLOPs of all layers for tokens in causal sequences of `length`."""
@@ -232,23 +234,28 @@ class Part:
         weights, mesh, model = self.weights, self.mesh, self.model
         tensor, expert = mesh["tensor"], mesh["expert"]
         # Experts without tokens are not read; the more tokens, the fewer of them.
-        read = 1 - (1 - weights.chosen) ** (rows * expert)
-        held = weights.dense + weights.table + read * weights.experts / expert
+        read = 1 - (1 - weights.active_share) ** (rows * expert)
+        resident_weights = weights.dense + weights.table + read * weights.experts / expert
         cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2 / tensor
         table = Stage(
-            flops=2 * rows * (weights.layers + weights.table) / tensor, memory=2 * held / tensor
+            flops=2 * rows * (weights.layers + weights.table) / tensor,
+            memory=2 * resident_weights / tensor,
         )
-        attended = Stage(flops=rows * context * self.attention, memory=rows * context * cache)
+        attention_stage = Stage(
+            flops=rows * context * self.attention, memory=rows * context * cache
+        )
         logits = Stage(memory=2 * rows * model.vocab_size * 4 / tensor)
-        return [table, attended, logits, self.tokens_sent(rows)]
+        return [table, attention_stage, logits, self.send_activations(rows)]
 
-    def reading(self, tokens: int, length: int) -> list[Stage]:
+    def prefill(self, tokens: int, length: int) -> list[Stage]:
         """Return the stages of a prefill of `tokens` prompt and observation tokens."""
         weights, mesh = self.weights, self.mesh
-        held = weights.dense + weights.experts / mesh["expert"]
-        memory = 2 * (held / mesh["tensor"] + tokens * weights.passed / mesh["tensor"])
-        computed = Stage(flops=self.forward_flops(tokens, length), memory=memory)
-        return [computed, self.tokens_sent(tokens)]
+        resident_weights = weights.dense + weights.experts / mesh["expert"]
+        memory = 2 * (
+            resident_weights / mesh["tensor"] + tokens * weights.activations / mesh["tensor"]
+        )
+        compute_stage = Stage(flops=self.forward_flops(tokens, length), memory=memory)
+        return [compute_stage, self.send_activations(tokens)]
 
     def scoring(self, tokens: float, length: int) -> list[Stage]:
         """Return the stages of scoring, during which the weights are gathered.
@@ -260,71 +267,82 @@ class Part:
         weights, tensor = self.weights, self.mesh["tensor"]
         table = 2 * tokens * weights.table / tensor
         logits = 2 * 4 * tokens * self.model.vocab_size / tensor
-        held = weights.dense + weights.table + weights.experts / self.mesh["expert"]
-        memory = 2 * 2 * held / tensor + 2 * tokens * weights.passed / tensor + logits
-        computed = Stage(flops=self.forward_flops(tokens, length) + table, memory=memory)
-        return [added([computed, self.weights_gathered(2)]), self.tokens_sent(tokens)]
+        resident_weights = weights.dense + weights.table + weights.experts / self.mesh["expert"]
+        memory = (
+            2 * 2 * resident_weights / tensor + 2 * tokens * weights.activations / tensor + logits
+        )
+        compute_stage = Stage(flops=self.forward_flops(tokens, length) + table, memory=memory)
+        return [overlap([compute_stage, self.gather_weights(2)]), self.send_activations(tokens)]
 
-    def update(self, tokens: float, length: int, *, again: bool = True) -> list[Stage]:
+    def update(self, tokens: float, length: int, *, recomputes_layers: bool = True) -> list[Stage]:
         """Return the stages that add the gradient of a micro-batch of `tokens` to the sum.
 
         The backward pass has two matmuls for each forward matmul. Attention has five for two,
         because scores are recomputed. The output layer is always recomputed, the layers only if
-        `again`. Even then, the weights of a layer are gathered only twice.
+        `recomputes_layers`. Even then, the weights of a layer are gathered only twice.
         """
         weights, tensor, mesh = self.weights, self.mesh["tensor"], self.mesh
         attention = tokens * self.attention * length / 2
         products = self.forward_flops(tokens, length) - attention
         table = 2 * tokens * weights.table / tensor
-        flops = (4 if again else 3) * products + (4.5 if again else 3.5) * attention + 4 * table
-        held = weights.dense + weights.table + weights.experts / mesh["expert"]
-        passes = 4 if again else 3
+        flops = (
+            (4 if recomputes_layers else 3) * products
+            + (4.5 if recomputes_layers else 3.5) * attention
+            + 4 * table
+        )
+        resident_weights = weights.dense + weights.table + weights.experts / mesh["expert"]
+        passes = 4 if recomputes_layers else 3
         logits = 6 * 4 * tokens * self.model.vocab_size / tensor
-        own = weights.params / math.prod(mesh[one] for one in ("fsdp", "context", "expert"))
+        device_params = weights.params / math.prod(
+            mesh[item] for item in ("fsdp", "context", "expert")
+        )
         memory = (
-            2 * (passes + 1) * held / tensor
-            + passes * 2 * tokens * weights.passed / tensor
+            2 * (passes + 1) * resident_weights / tensor
+            + passes * 2 * tokens * weights.activations / tensor
             + logits
-            + 2 * 4 * own / tensor
+            + 2 * 4 * device_params / tensor
         )
         # Layers: forward, backward and gradients. Tables: once, and gradients in float32.
-        weights_sent = [self.weights_gathered(2)] * 3
-        spread = 2 * (1 - 1 / mesh["data"]) * 4 * own / tensor
-        sent = [*weights_sent, Stage(links=spread)]
-        computed = Stage(flops=flops, memory=memory)
+        weights_sent = [self.gather_weights(2)] * 3
+        gradient_bytes = 2 * (1 - 1 / mesh["data"]) * 4 * device_params / tensor
+        transfers = [*weights_sent, Stage(links=gradient_bytes)]
+        compute_stage = Stage(flops=flops, memory=memory)
         # A recomputed layer does not need its MLP's sum; experts do.
-        sums = 4 + again * (2 if self.model.num_experts else 1)
-        return [added([computed, *sent]), self.tokens_sent(tokens, sums=sums, back=True)]
+        sums = 4 + recomputes_layers * (2 if self.model.num_experts else 1)
+        return [
+            overlap([compute_stage, *transfers]),
+            self.send_activations(tokens, sums=sums, has_backward=True),
+        ]
 
     def optimizer(self) -> list[Stage]:
         """Return the Adam update of this device's parameters: four reads, three writes, a norm."""
-        own = self.weights.params / math.prod(
-            self.mesh[one] for one in ("fsdp", "context", "expert", "tensor")
+        device_params = self.weights.params / math.prod(
+            self.mesh[item] for item in ("fsdp", "context", "expert", "tensor")
         )
-        return [Stage(memory=(4 + 3 + 1) * 4 * own)]
+        return [Stage(memory=(4 + 3 + 1) * 4 * device_params)]
 
-    def handing_over(self) -> list[Stage]:
+    def weight_transfer(self) -> list[Stage]:
         """Return the gather of the sampler's weights, sharded over `tensor` and `expert` only."""
         weights = self.weights
-        held = weights.dense + 2 * weights.table + weights.experts / self.mesh["expert"]
-        memory = Stage(memory=2 * 2 * held / self.mesh["tensor"])
-        return [added([memory, self.weights_gathered(2)])]
+        resident_weights = weights.dense + 2 * weights.table + weights.experts / self.mesh["expert"]
+        memory = Stage(memory=2 * 2 * resident_weights / self.mesh["tensor"])
+        return [overlap([memory, self.gather_weights(2)])]
 
 
-def added(stages: Stages) -> Stage:
+def overlap(stages: Stages) -> Stage:
     """Merge stages into one in which they all overlap."""
     return Stage(
-        flops=sum(one.flops for one in stages),
-        memory=sum(one.memory for one in stages),
-        links=sum(one.links for one in stages),
-        network=sum(one.network for one in stages),
+        flops=sum(item.flops for item in stages),
+        memory=sum(item.memory for item in stages),
+        links=sum(item.links for item in stages),
+        network=sum(item.network for item in stages),
     )
 
 
-def times(stages: Stages, count: float) -> list[Stage]:
+def repeat_stages(stages: Stages, count: float) -> list[Stage]:
     """Repeat stages `count` times."""
 
-    def more(one: Stage) -> dict[str, Any]:
-        return {name: count * value for name, value in vars(one).items()}
+    def scale_fields(item: Stage) -> dict[str, Any]:
+        return {name: count * value for name, value in vars(item).items()}
 
-    return [Stage(**more(one)) for one in stages]
+    return [Stage(**scale_fields(item)) for item in stages]

@@ -6,7 +6,7 @@ r"""Run all benchmarks on one H200 in nine minutes, including compilation.
 Correctness is checked first, then speed. Each part is a process with a time limit, so that a part
 that fails or hangs does not affect the others; unused time goes to later parts. Untimed parts run
 concurrently, since they mostly use the host; timed parts run alone. `DIR/results.json` and
-`DIR/table.md` are rewritten after each part; `DIR/log.txt` contains the output of all parts.
+`DIR/format_table.md` are rewritten after each part; `DIR/log.txt` contains the output of all parts.
 
 In addition to jax, flax, optax and transformers, it needs jaxtyping, ml_collections, rich, PyYAML,
 absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
@@ -29,16 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table
+from benchmarks.common import format_table
 from jaxrl.utils.files import open_atomic
 
-TINY = (
+TINY_FLAGS = (
     "--num_layers=1 --width=32 --num_heads=2 --num_kv_heads=1 --head_dim=16 --mlp_width=48 "
     "--vocab_size=300 --prompt_tokens=8"
 )
-EVEN = "--new_tokens=8 --num_prompts=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --tail_rows=1"
-TRAINED = "--new_tokens=8 --num_groups=2 --group_size=2 --row_tokens=32"
-EPISODES = "--num_questions=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --turn_tokens=8"
+EVEN_FLAGS = (
+    "--new_tokens=8 --num_prompts=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --tail_rows=1"
+)
+TRAIN_FLAGS = "--new_tokens=8 --num_groups=2 --group_size=2 --row_tokens=32"
+EPISODE_FLAGS = "--num_questions=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --turn_tokens=8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +75,23 @@ PARTS = (
     Part(
         name="rollout_0.6b", module="rollout",
         flags="--preset=h200 --model=qwen3-0.6b --warm_up=1 --repetitions=2",
-        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=70,
+        tiny=f"{TINY_FLAGS} {EVEN_FLAGS} --warm_up=1 --repetitions=1", share_s=70,
     ),
     Part(
         name="update_4b", module="update",
         flags="--preset=h200 --model=qwen3-4b --spread=0 --new_tokens=1536 --row_tokens=2048 "
         "--micro_rows=4 --warm_up=1 --repetitions=3",
-        tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=80,
+        tiny=f"{TINY_FLAGS} {TRAIN_FLAGS} --warm_up=1 --repetitions=1", share_s=80,
     ),
     Part(
         name="rollout_4b", module="rollout",
         flags="--preset=h200 --model=qwen3-4b --warm_up=1 --repetitions=1",
-        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=85,
+        tiny=f"{TINY_FLAGS} {EVEN_FLAGS} --warm_up=1 --repetitions=1", share_s=85,
     ),
     Part(
         name="first_step", module="step",
         flags="--preset=h200 --model=qwen3-0.6b --warm_up=0 --repetitions=1",
-        tiny=f"{TINY} {EPISODES} --observation_tokens=8 --latency_ms=1 --warm_up=0 "
+        tiny=f"{TINY_FLAGS} {EPISODE_FLAGS} --observation_tokens=8 --latency_ms=1 --warm_up=0 "
         "--repetitions=1",
         share_s=85,
     ),
@@ -108,7 +110,7 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
 class Run:
     """Process of a part, in a new session so that its children can be killed with it."""
 
-    words: list[str]
+    arguments: list[str]
     process: subprocess.Popen[bytes]
     record: Path
     started: float
@@ -118,11 +120,11 @@ class Run:
         self.kill()
         seconds = time.monotonic() - self.started
         result: dict[str, Any] = {"ending": f"ended with {code}", "seconds": seconds}
-        result["command"] = "python " + shlex.join(self.words[1:-1])
+        result["command"] = "python " + shlex.join(self.arguments[1:-1])
         result["printed"] = self.record.with_suffix(".log").read_text("utf-8", "replace")
         try:
             figures = json.loads(self.record.read_text(encoding="utf-8"))
-            result["record"], result["shown"] = figures, shown(figures)
+            result["record"], result["shown"] = figures, format_figures(figures)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             result |= {"said_last": result["printed"][-2000:], "no_record": repr(error)}
             result.pop("record", None)
@@ -147,12 +149,16 @@ def start(part: Part, preset: str, record: Path) -> Run:
         "XLA_PYTHON_CLIENT_PREALLOCATE": str(part.is_timed).lower(),
         "PYTHONUNBUFFERED": "1",
     }
-    words, started = command(part, preset, record), time.monotonic()
+    arguments, started = command(part, preset, record), time.monotonic()
     with record.with_suffix(".log").open("wb") as file:
         process = subprocess.Popen(
-            words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            arguments,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    return Run(words=words, process=process, record=record, started=started)
+    return Run(arguments=arguments, process=process, record=record, started=started)
 
 
 FIGURES = {
@@ -185,7 +191,7 @@ FIGURES = {
 """Figures to show in the table, with their formats."""
 
 
-def shown(record: dict[str, Any]) -> str:
+def format_figures(record: dict[str, Any]) -> str:
     """Format the figures of a record, as medians over repetitions."""
     texts = []
     for name, form in FIGURES.items():
@@ -196,20 +202,29 @@ def shown(record: dict[str, Any]) -> str:
     return ", ".join(texts)
 
 
-def report(results: dict[str, Any]) -> str:
+def format_report(results: dict[str, Any]) -> str:
     """Format the results as Markdown."""
-    records = [one["record"] for one in results.values() if "versions" in one.get("record", {})]
+    records = [
+        part_result["record"]
+        for part_result in results.values()
+        if "versions" in part_result.get("record", {})
+    ]
     about = ""
     if records:
         versions = ", ".join(f"{name} {text}" for name, text in records[0]["versions"].items())
         about = f"{records[0]['device']}, {records[0]['processor']}, {versions}.\n\n"
     rows = [
-        [name, one["ending"], f"{one['seconds']:.0f}", shown(one.get("record", {}))]
-        for name, one in results.items()
+        [
+            name,
+            part_result["ending"],
+            f"{part_result['seconds']:.0f}",
+            format_figures(part_result.get("record", {})),
+        ]
+        for name, part_result in results.items()
     ]
-    commands = "\n".join(one["command"] for one in results.values())
+    commands = "\n".join(part_result["command"] for part_result in results.values())
     head = ["part", "ending", "seconds", "figures, medians"]
-    return f"{about}{table(head, rows)}\n\n```sh\n{commands}\n```\n"
+    return f"{about}{format_table(head, rows)}\n\n```sh\n{commands}\n```\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -229,21 +244,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if unknown := set(only) - set(names):
         parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {names}")
     # Scale each part's share to the budget.
-    chosen = [part for part in PARTS if part.name in only]
+    selected = [part for part in PARTS if part.name in only]
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "log.txt").unlink(missing_ok=True)
     results: dict[str, Any] = {}
-    ends = time.monotonic() + flags.budget_s
-    unit_s = flags.budget_s / sum(part.share_s for part in chosen)
-    together = [part for part in chosen if not part.is_timed]
-    rounds = [together] * bool(together) + [[part] for part in chosen if part.is_timed]
+    deadline = time.monotonic() + flags.budget_s
+    unit_s = flags.budget_s / sum(part.share_s for part in selected)
+    untimed = [part for part in selected if not part.is_timed]
+    batches = [untimed] * bool(untimed) + [[part] for part in selected if part.is_timed]
 
-    def keep(name: str, result: dict[str, Any]) -> None:
+    def save_result(name: str, result: dict[str, Any]) -> None:
         with (flags.out / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"\n$ {result['command']}\n{result.pop('printed')}")
         about = result.pop("shown", None) or result.get("said_last", "")
         results[name] = result
-        files = {"results.json": json.dumps(results, indent=2) + "\n", "table.md": report(results)}
+        files = {
+            "results.json": json.dumps(results, indent=2) + "\n",
+            "table.md": format_report(results),
+        }
         for file_name, text in files.items():
             with open_atomic(flags.out / file_name) as file:
                 file.write(text)
@@ -253,10 +271,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     running: dict[str, Run] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            while rounds:
-                parts = rounds.pop(0)
-                later_s = sum(part.share_s for later in rounds for part in later) * unit_s
-                limit = max(ends - later_s, time.monotonic() + 1.0)
+            while batches:
+                parts = batches.pop(0)
+                later_s = sum(part.share_s for later in batches for part in later) * unit_s
+                limit = max(deadline - later_s, time.monotonic() + 1.0)
                 for part in parts:
                     running[part.name] = start(
                         part, flags.preset, Path(folder) / f"{part.name}.json"
@@ -265,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     for name, run in list(running.items()):
                         code = run.process.poll()
                         if code is not None or time.monotonic() > limit:
-                            keep(name, running.pop(name).end(code))
+                            save_result(name, running.pop(name).end(code))
                     time.sleep(0.05)
         finally:
             for run in running.values():
@@ -278,4 +296,4 @@ if __name__ == "__main__":
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # raises SystemExit, so that the parts are killed too
     results = main()
-    sys.exit(any(one["ending"] != "done" for one in results.values()))
+    sys.exit(any(part_result["ending"] != "done" for part_result in results.values()))

@@ -28,18 +28,18 @@ class Job:
     folder: Path
     module: str
     arguments: tuple[str, ...]
-    needs: tuple[Path, ...] = ()
+    depends_on: tuple[Path, ...] = ()
 
     def is_finished(self) -> bool:
         """Return True if the command has finished, and after the jobs that it depends on."""
-        return (self.folder / FINISHED).exists() and self._has_begun()
+        return (self.folder / FINISHED).exists() and self._is_current()
 
-    def _has_begun(self) -> bool:
+    def _is_current(self) -> bool:
         path = self.folder / ARGUMENTS
         if not path.exists() or json.loads(path.read_text()) != [self.module, *self.arguments]:
             return False
-        ends = [need / FINISHED for need in self.needs]
-        return all(e.exists() and e.stat().st_mtime <= path.stat().st_mtime for e in ends)
+        finish_files = [need / FINISHED for need in self.depends_on]
+        return all(e.exists() and e.stat().st_mtime <= path.stat().st_mtime for e in finish_files)
 
     def run(self, cache: Path | None = None) -> None:
         """Run the command and wait for it.
@@ -51,29 +51,29 @@ class Job:
         Raises:
             RuntimeError: The command failed. The message names its output file.
         """
-        if not self._has_begun():
+        if not self._is_current():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             (self.folder / ARGUMENTS).write_text(json.dumps([self.module, *self.arguments]))
         started = time.perf_counter()
         with open(self.folder / OUTPUT, "ab") as output:
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", self.module, *self.arguments],
                 cwd=ROOT,
-                env=None if cache is None else one_thread(cache),
+                env=None if cache is None else one_thread_environment(cache),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        if done.returncode != 0:
+        if process.returncode != 0:
             raise RuntimeError(
-                f"python -m {self.module} ended with {done.returncode}; its output is in "
+                f"python -m {self.module} ended with {process.returncode}; its output is in "
                 f"{self.folder / OUTPUT}. Run the benchmark's command again to resume."
             )
         seconds = time.perf_counter() - started
         (self.folder / FINISHED).write_text(json.dumps({"seconds": seconds}))
 
 
-def one_thread(cache: Path) -> dict[str, str]:
+def one_thread_environment(cache: Path) -> dict[str, str]:
     """Return environment variables for a one-thread process with a compilation cache."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -93,7 +93,7 @@ def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
             job.run(cache)
 
 
-def seconds_of(folder: Path) -> float:
+def read_duration_s(folder: Path) -> float:
     """Return how long the last start of a finished job took, in seconds."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 

@@ -86,7 +86,7 @@ WORK = {
 }  # fmt: skip
 
 
-def training(work: Work) -> update.Work:
+def update_sizes(work: Work) -> update.Work:
     """Return the sizes of the update's sequences, which sampling uses too."""
     return dataclasses.replace(
         update.WORK["cpu"],
@@ -106,13 +106,13 @@ def training(work: Work) -> update.Work:
 SAMPLE, UPDATE = "sample", "update"
 
 
-class Ours:
+class JaxrlPeer:
     """Engine and update step of jaxrl."""
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Load the weights; build the objects that both tasks use."""
-        mesh = self._mesh = common.one_device()
-        self._sequences = update.make_sequences(model, training(work))
+        mesh = self._mesh = common.single_device_mesh()
+        self._sequences = update.make_sequences(model, update_sizes(work))
         num_rows = work.num_prompts * work.group_size
         sampling = rollout.Even(
             num_prompts=work.num_prompts,
@@ -130,12 +130,12 @@ class Ours:
         config = default_config()
         config.num_steps = 1000
         config.optimizer.lr, config.loss.clip_low, config.loss.clip_high = LEARNING_RATE, CLIP, CLIP
-        policy = update.make_model(model, training(work), mesh)
+        policy = update.make_model(model, update_sizes(work), mesh)
         method = self._method = build_method(resolve_names(config, needs_data=False))
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
-        self._packed = update.make_batch(self._sequences, training(work))
+        self._packed = update.make_batch(self._sequences, update_sizes(work))
         self._state = init_state(params, mesh, model.architecture, optimizer)
 
     def mean_logprob(self) -> float:
@@ -152,8 +152,8 @@ class Ours:
     def sample(self, number: int) -> None:
         """Sample all completions with the current weights."""
         self._engine.set_weights(self._state.params)
-        prompts = [one.token_ids[: self._prompt_tokens] for one in self._sequences]
-        lengths = [int(one.loss_mask.sum()) for one in self._sequences]
+        prompts = [item.token_ids[: self._prompt_tokens] for item in self._sequences]
+        lengths = [int(item.loss_mask.sum()) for item in self._sequences]
         rollout.sample_all(self._engine, rollout.make_requests(prompts, lengths, number))
         self._engine.release()
 
@@ -163,7 +163,7 @@ class Ours:
         jax.block_until_ready((self._state, metrics))
 
 
-class Torch:
+class TorchPeer:
     """transformers' `generate` and a plain torch update step."""
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
@@ -175,7 +175,7 @@ class Torch:
         self._torch, self._transformers = torch, transformers
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._work = work
-        self._sequences = update.make_sequences(model, training(work))
+        self._sequences = update.make_sequences(model, update_sizes(work))
         self._advantages = np.random.default_rng(1).normal(size=len(self._sequences))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
 
@@ -184,10 +184,10 @@ class Torch:
         torch = self._torch
         torch.manual_seed(number)
         prompt_tokens = self._work.prompt_tokens
-        prompts = np.stack([one.token_ids[:prompt_tokens] for one in self._sequences])
-        lengths = torch.tensor([int(one.loss_mask.sum()) for one in self._sequences])
+        prompts = np.stack([item.token_ids[:prompt_tokens] for item in self._sequences])
+        lengths = torch.tensor([int(item.loss_mask.sum()) for item in self._sequences])
 
-        class Done(self._transformers.StoppingCriteria):
+        class LengthsReached(self._transformers.StoppingCriteria):
             def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
                 return input_ids.shape[1] - prompt_tokens >= lengths
 
@@ -202,7 +202,7 @@ class Torch:
                 max_new_tokens=int(lengths.max()),
                 eos_token_id=None,
                 pad_token_id=0,
-                stopping_criteria=self._transformers.StoppingCriteriaList([Done()]),
+                stopping_criteria=self._transformers.StoppingCriteriaList([LengthsReached()]),
             )
         assert out.shape[1] == prompt_tokens + int(lengths.max()), out.shape
 
@@ -221,8 +221,8 @@ class Torch:
         masks = [torch.tensor(self._sequences[i].loss_mask) for i in indices]
         pad = torch.nn.utils.rnn.pad_sequence
         ids, mask = pad(rows, batch_first=True), pad(masks, batch_first=True)
-        there = pad([torch.ones_like(row) for row in rows], batch_first=True)
-        logits = self._model(ids, attention_mask=there, use_cache=False).logits[:, :-1]
+        is_token = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        logits = self._model(ids, attention_mask=is_token, use_cache=False).logits[:, :-1]
         logprobs = torch.log_softmax(logits, dim=-1)
         return logprobs.gather(2, ids[:, 1:, None]).squeeze(2), mask[:, 1:]
 
@@ -238,7 +238,7 @@ class Torch:
     def update(self, _: int) -> None:
         """Run one update step on the clipped policy loss, averaged over all tokens."""
         torch = self._torch
-        count = sum(int(one.loss_mask.sum()) for one in self._sequences)
+        count = sum(int(item.loss_mask.sum()) for item in self._sequences)
         for indices in self._micro_batches():
             logprobs, mask = self._logprobs(indices)
             ratio = torch.exp(logprobs - logprobs.detach())
@@ -251,7 +251,7 @@ class Torch:
         self._optimizer.zero_grad()
 
 
-PEERS = {"ours": Ours, "transformers": Torch}
+PEERS = {"ours": JaxrlPeer, "transformers": TorchPeer}
 """Classes of the peers, by name."""
 
 
@@ -263,45 +263,45 @@ ONE_THREAD = {
 }
 
 
-def memory(name: str) -> int:
+def read_memory_field(name: str) -> int:
     """Read a field of /proc/self/status, in bytes."""
-    [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if name in one]
+    [line] = [item for item in Path("/proc/self/status").read_text().splitlines() if name in item]
     return int(line.split()[1]) * 1024
 
 
-def begin_peak() -> int | None:
+def reset_peak() -> int | None:
     """Free unused memory and reset the peak; return the resident bytes, None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
+    return read_memory_field("VmRSS")
 
 
-def serve(peer: Any) -> None:
+def run_tasks(peer: Any) -> None:
     """Run a task for each input line `TASK NUMBER`; print the measurements as JSON."""
     print(json.dumps({"mean_logprob": peer.mean_logprob()}), flush=True)
     compilations = common.Compilations()
     for line in sys.stdin:
-        what, number = line.split()
+        task, number = line.split()
         num_compilations = compilations.num
-        resident = begin_peak()
+        resident = reset_peak()
         started, cpu_started = time.perf_counter(), time.process_time()
-        getattr(peer, what)(int(number))
+        getattr(peer, task)(int(number))
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        said = {
+        measurements = {
             "s": seconds,
             "cpu_s": cpu_seconds,
-            "extra_bytes": memory("VmHWM") - resident if resident else None,
+            "extra_bytes": read_memory_field("VmHWM") - resident if resident else None,
             "peak_bytes": common.peak_bytes()[0],
             "num_compilations": compilations.num - num_compilations,
         }
-        print(json.dumps(said), flush=True)
+        print(json.dumps(measurements), flush=True)
 
 
 class Peer:
-    """Worker process that runs `serve` for a peer."""
+    """Worker process that runs `run_tasks` for a peer."""
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]):
         """Start the process; `first` is its first message, sent when it is ready."""
@@ -325,10 +325,10 @@ class Peer:
             f"{self.name} ended with {self._process.wait()}; see what it wrote above"
         )
 
-    def ask(self, what: str, number: int) -> dict[str, float]:
+    def run_task(self, task: str, number: int) -> dict[str, float]:
         """Run a repetition of a task; return its measurements."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{what} {number}\n")
+        self._process.stdin.write(f"{task} {number}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -338,33 +338,33 @@ class Peer:
         self._process.communicate()
 
 
-def take_turns(
+def measure_peers(
     peers: Sequence[Peer], tasks: Sequence[str], work: Work, model: Any, flags: Any
 ) -> dict[str, Any]:
     """Measure all peers in every repetition; return rates, and ours relative to the others."""
-    sequences = update.make_sequences(model, training(work))
-    sampled = sum(int(one.loss_mask.sum()) for one in sequences)
-    counts = {SAMPLE: sampled, UPDATE: sum(len(one.token_ids) for one in sequences)}
+    sequences = update.make_sequences(model, update_sizes(work))
+    sampled = sum(int(item.loss_mask.sum()) for item in sequences)
+    counts = {SAMPLE: sampled, UPDATE: sum(len(item.token_ids) for item in sequences)}
     figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
-    for what in tasks:
-        count = counts[what]
+    for task in tasks:
+        count = counts[task]
         seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
         extra: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for number in range(flags.warm_up + flags.repetitions):
             for peer in peers:
-                reply = peer.ask(what, number)
+                measured = peer.run_task(task, number)
                 if number >= flags.warm_up:
-                    seconds[peer.name].append(reply["cpu_s"])
-                    extra[peer.name].append(reply["extra_bytes"] or math.nan)
-                    figures[peer.name]["num_recompilations"] += reply["num_compilations"]
-                figures[peer.name]["peak_bytes"] = reply["peak_bytes"]
-        for name, taken in seconds.items():
-            figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
-            figures[name][f"{what} extra_bytes"] = statistics.median(extra[name])
+                    seconds[peer.name].append(measured["cpu_s"])
+                    extra[peer.name].append(measured["extra_bytes"] or math.nan)
+                    figures[peer.name]["num_recompilations"] += measured["num_compilations"]
+                figures[peer.name]["peak_bytes"] = measured["peak_bytes"]
+        for name, times in seconds.items():
+            figures[name][f"{task} tokens_per_cpu_s"] = count / statistics.median(times)
+            figures[name][f"{task} extra_bytes"] = statistics.median(extra[name])
         for name in (peer.name for peer in peers[1:]):
             pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
-            ratios = [other / one for other, one in pairs]
-            figures.setdefault(f"ours over {name}", {})[what] = common.spread(ratios)
+            ratios = [other / item for other, item in pairs]
+            figures.setdefault(f"ours over {name}", {})[task] = common.spread(ratios)
     return figures
 
 
@@ -376,24 +376,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     first.add_argument("--folder", type=Path)
     first.add_argument("--peers", default=",".join(PEERS))
     first.add_argument("--tasks", default=f"{SAMPLE},{UPDATE}")
-    own, rest = first.parse_known_args(argv)
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
+    peer_flags, rest = first.parse_known_args(argv)
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, rest)
     model = dataclasses.replace(model, dtype="float32")
-    if own.worker:
-        serve(PEERS[own.worker](own.folder, model, work))
+    if peer_flags.worker:
+        run_tasks(PEERS[peer_flags.worker](peer_flags.folder, model, work))
         return None
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
         save_hf(common.random_params(model), model.architecture, folder)
         peers = []
-        for peer_name in own.peers.split(","):
+        for peer_name in peer_flags.peers.split(","):
             peers.append(Peer(peer_name, folder, rest))
             stack.callback(peers[-1].end)
-        figures = take_turns(peers, own.tasks.split(","), work, model, flags)
+        figures = measure_peers(peers, peer_flags.tasks.split(","), work, model, flags)
         logprobs = [peer.first["mean_logprob"] for peer in peers]
     figures["logprob_gap"] = max(logprobs) - min(logprobs)
     others = ("torch", "transformers") if "transformers" in figures else ()
-    figures["peer_versions"] = common.versions(*others)
+    figures["peer_versions"] = common.package_versions(*others)
     return common.finish("peers", flags, model, work, hardware, figures)
 
 

@@ -7,8 +7,8 @@ For each shipped configuration, the programs of a run are compiled from shapes a
 `CASES`: the gradients of a micro-batch, the optimizer, log-probabilities, a decoding chunk and
 prefill. No weights are created and nothing is executed. Parts are compiled one at a time, each in a
 process with a time limit. A part that fails, or that does not fit in memory, is reported in its
-row. `DIR/results.json` and `DIR/table.md` are rewritten after each part; a part whose shapes are
-in `results.json` is not compiled again.
+row. `DIR/results.json` and `DIR/format_table.md` are rewritten after each part; a part whose
+shapes are in `results.json` is not compiled again.
 
 Compilers: TPUs need libtpu; NVIDIA GPUs need jax-cuda12-plugin, jax-cuda12-pjrt and
 nvidia-cuda-nvcc-cu12 of JAX's version. If these are not installed, `LIBTPU_DIR` and
@@ -37,7 +37,7 @@ import jax
 from jax.experimental import topologies
 
 from benchmarks import common, floors
-from benchmarks.common import table
+from benchmarks.common import format_table
 from jaxrl.builders.capacity import GIB, check_row_counts
 from jaxrl.builders.method import compute_batch_shape
 from jaxrl.builders.resolved import ResolvedConfig
@@ -86,7 +86,7 @@ class Case:
             memory_bytes=int(device.memory_gib * GIB),
         )
 
-    def made(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
+    def build_model(self, num_layers: int = 0) -> tuple[ResolvedConfig, Any]:
         """Return the configuration, with micro-batches that fit the devices, and the model."""
         shipped = memory.shipped_on(self.config, self.model, self.target, num_layers, self.keys)
         check_row_counts(
@@ -125,11 +125,11 @@ CASES = {
 host; `tensor` and `expert` must fit within a host."""
 
 
-def case_of(name: str, keys: Sequence[str] = ()) -> Case:
+def get_case(name: str, keys: Sequence[str] = ()) -> Case:
     """Return a case of `CASES`, with additional `key=value` overrides."""
     case = CASES[name]
-    given = dict(memory.key_and_value(one) for one in keys)
-    return dataclasses.replace(case, keys={**case.keys, **given})
+    overrides = dict(memory.key_and_value(item) for item in keys)
+    return dataclasses.replace(case, keys={**case.keys, **overrides})
 
 
 HOST = "2x2"
@@ -153,7 +153,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """Description of an H100 for XLA's compiler: a `GpuTargetConfigProto` in text format."""
 
 
-def compilers() -> dict[str, str]:
+def compiler_environment() -> dict[str, str]:
     """Return environment variables for compiling without devices."""
     # Unfiltered tracebacks end with the error itself, not with JAX's note about filtering.
     env = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
@@ -170,8 +170,8 @@ def compilers() -> dict[str, str]:
     return env
 
 
-def devices_of(case: Case, part: str) -> list[Any]:
-    """Return device descriptions for a part; requires the environment of `compilers`.
+def describe_devices(case: Case, part: str) -> list[Any]:
+    """Return device descriptions for a part; requires the environment of `compiler_environment`.
 
     If there are several hosts, the sampler gets the devices of one host: libtpu cannot compile
     communication between a subset of a larger slice's chips.
@@ -186,14 +186,14 @@ def devices_of(case: Case, part: str) -> list[Any]:
     return list(topology.devices)
 
 
-USED = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
+MEMORY_PATTERN = re.compile(r"Used (\d+(?:\.\d+)?)G of \d+(?:\.\d+)?G hbm")
 """Pattern for the GiB of memory in error messages of the TPU compiler."""
 
 
 def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
     """Compile the programs of a part; return their bytes per device and compilation times."""
-    config, model = case.made(num_layers)
-    devices = devices_of(case, part)
+    config, model = case.build_model(num_layers)
+    devices = describe_devices(case, part)
     figures: dict[str, Any] = {}
     # Kernels of tokamax and JAX select their lowering by the default device.
     with (
@@ -201,17 +201,17 @@ def compile_part(case: Case, part: str, num_layers: int) -> dict[str, Any]:
         mock.patch("jax.devices", return_value=devices),
     ):
         programs = memory.programs_of(config, model, case.target, devices, part)
-        for name, (lower, beside) in programs.items():
+        for name, (lower, other_bytes) in programs.items():
             started = time.perf_counter()
             lowered = lower()
             seconds = time.perf_counter() - started
-            figures[name] = {"beside": beside, "lower_s": seconds}
+            figures[name] = {"beside": other_bytes, "lower_s": seconds}
             started = time.perf_counter()
             try:
                 sizes = memory.compiled(lowered, case.target.platform)
             except jax.errors.JaxRuntimeError as error:
                 figures[name]["refused"] = str(error)[:2000]
-                if used := USED.search(str(error)):
+                if used := MEMORY_PATTERN.search(str(error)):
                     figures[name]["total"] = int(float(used[1]) * GIB)
             else:
                 figures[name] |= dataclasses.asdict(sizes)
@@ -224,16 +224,20 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
     out, limit_s = flags.out, flags.limit_s
     record = out / "part.json"
     record.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "benchmarks.published", f"--out={record}", f"--one={name}"]
-    words += [f"--parts={part}", f"--num_layers={flags.num_layers}", "--keys", *flags.keys]
+    command = [sys.executable, "-m", "benchmarks.published", f"--out={record}", f"--one={name}"]
+    command += [f"--parts={part}", f"--num_layers={flags.num_layers}", "--keys", *flags.keys]
     started = time.monotonic()
     with (out / "log.txt").open("a", encoding="utf-8") as log:
-        log.write(f"\n$ {shlex.join(words[1:])}\n")
+        log.write(f"\n$ {shlex.join(command[1:])}\n")
         log.flush()
-        begins = log.tell()
+        log_start = log.tell()
         try:
             done = subprocess.run(
-                words, env=os.environ | compilers(), stdout=log, stderr=log, timeout=limit_s
+                command,
+                env=os.environ | compiler_environment(),
+                stdout=log,
+                stderr=log,
+                timeout=limit_s,
             )
             ending = "done" if done.returncode == 0 else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
@@ -243,7 +247,7 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
         result["programs"] = json.loads(record.read_text(encoding="utf-8"))
     else:
         result["said_last"] = (
-            (out / "log.txt").read_bytes()[begins:].decode(errors="replace")[-2000:]
+            (out / "log.txt").read_bytes()[log_start:].decode(errors="replace")[-2000:]
         )
     record.unlink(missing_ok=True)
     return result
@@ -288,12 +292,12 @@ class Step:
         sampling = target.num_devices // own["tensor"]
         rows = rollout.max_num_seqs // sampling
         read = append_sizes(target.platform, length)[-1]
-        decoding = floors.times(sample.decode_step(rows, length / 2), chunk)
-        again = config.model.remat in ("full", "offload")
+        decoding = floors.repeat_stages(sample.decode_step(rows, length / 2), chunk)
+        recomputes_layers = config.model.remat in ("full", "offload")
         # Numbers of calls.
         trajectories = rollout.tasks_per_step * rollout.group_size
         prompts = rollout.tasks_per_step * rollout.max_prompt_tokens
-        seen = length - rollout.max_prompt_tokens - rollout.max_response_tokens
+        num_observation_tokens = length - rollout.max_prompt_tokens - rollout.max_response_tokens
         updates = config.optimizer.num_minibatches * shape.num_micro
         passes = (not old_logprobs_are_current(config.optimizer, config.filter)) + (
             has_kl_loss(config.kl) and config.kl.anchor == "ref"
@@ -304,16 +308,17 @@ class Step:
                 "optimizer": config.optimizer.num_minibatches,
                 "score": passes * updates,
                 "decode": trajectories / rollout.max_num_seqs * rollout.max_response_tokens / chunk,
-                "reading": (prompts + trajectories * max(seen, 0)) / (read * sampling),
+                "reading": (prompts + trajectories * max(num_observation_tokens, 0))
+                / (read * sampling),
                 "weights": 1,
             },
             stages={
-                "update": train.update(tokens, length, again=again),
+                "update": train.update(tokens, length, recomputes_layers=recomputes_layers),
                 "optimizer": train.optimizer(),
                 "score": train.scoring(tokens, length),
                 "decode": decoding,
-                "reading": sample.reading(read, length),
-                "weights": train.handing_over(),
+                "reading": sample.prefill(read, length),
+                "weights": train.weight_transfer(),
             },
             tokens=trajectories * length,
             num_devices=target.num_devices,
@@ -338,51 +343,51 @@ HEADS = (
 )  # fmt: skip
 
 
-def row_of(
-    case: Case, mesh: str, name: str, one: Mapping[str, Any], planned: int | None, step: Step
+def format_row(
+    case: Case, mesh: str, name: str, item: Mapping[str, Any], planned: int | None, step: Step
 ) -> list[str]:
     """Format the row of a program: GiB per device, and the floor of a call."""
     seconds, waits = step.floor(name, floors.DEVICES[case.device])
-    total = one.get("total")
-    whole = None if total is None else total + one["beside"]
-    off = "" if planned is None or whole is None else f"{planned / whole - 1:+.0%}"
+    total = item.get("total")
+    whole = None if total is None else total + item["beside"]
+    deviation = "" if planned is None or whole is None else f"{planned / whole - 1:+.0%}"
     compiler = _gib(whole)
-    if "refused" in one:
+    if "refused" in item:
         compiler = f"{compiler}, refused" if compiler else "refused"
     elif whole is not None and whole > case.target.memory_bytes:
         compiler += ", too much"
     return [
-        case.name, mesh, name, f"{one['compile_s']:.0f}", _gib(one.get("arguments")),
-        _gib(total - one["arguments"] if "arguments" in one else None), _gib(one["beside"]),
-        compiler, _gib(planned), off, f"{1e3 * seconds:,.1f}", waits,
+        case.name, mesh, name, f"{item['compile_s']:.0f}", _gib(item.get("arguments")),
+        _gib(total - item["arguments"] if "arguments" in item else None), _gib(item["beside"]),
+        compiler, _gib(planned), deviation, f"{1e3 * seconds:,.1f}", waits,
     ]  # fmt: skip
 
 
-def report(results: Mapping[str, Any]) -> str:
+def format_report(results: Mapping[str, Any]) -> str:
     """Format the results as two Markdown tables, of programs and of steps."""
     rows, steps = [], []
-    for name in dict.fromkeys(one["case"] for one in results.values()):
-        own = [one for one in results.values() if one["case"] == name]
-        case = case_of(name, own[0]["keys"])
-        config, model = case.made(own[0]["num_layers"])
+    for name in dict.fromkeys(item["case"] for item in results.values()):
+        own = [item for item in results.values() if item["case"] == name]
+        case = get_case(name, own[0]["keys"])
+        config, model = case.build_model(own[0]["num_layers"])
         step, device = Step.of(case, config, model), floors.DEVICES[case.device]
         # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
-        kept = plan_rollout(config, model, case.target).kept
-        beside = sum(kept.values()) - kept["decode weights"] - kept["KV cache"]
-        for one in own:
-            for program, sizes in one["programs"].items():
+        parts = plan_rollout(config, model, case.target).kept
+        other_bytes = sum(parts.values()) - parts["decode weights"] - parts["KV cache"]
+        for item in own:
+            for program, sizes in item["programs"].items():
                 planned = None
-                if program == one["part"]:
+                if program == item["part"]:
                     planned = memory.planned_bytes(config, model, case.target, program)
                 if program in ("decode", "reading"):
                     # The train state is in memory too, so both figures include it.
-                    sizes = sizes | {"beside": beside}
-                    planned += beside
-                rows.append(row_of(case, mesh, program, sizes, planned, step))
-            if not one["programs"]:
-                last = one["said_last"].strip().splitlines() or [""]
-                rows.append([name, mesh, one["part"], one["ending"], last[-1][:200], *[""] * 7])
+                    sizes = sizes | {"beside": other_bytes}
+                    planned += other_bytes
+                rows.append(format_row(case, mesh, program, sizes, planned, step))
+            if not item["programs"]:
+                last = item["said_last"].strip().splitlines() or [""]
+                rows.append([name, mesh, item["part"], item["ending"], last[-1][:200], *[""] * 7])
         seconds = {part: step.calls[part] * step.floor(part, device)[0] for part in PROGRAMS}
         whole = sum(seconds.values())
         steps.append(
@@ -390,7 +395,7 @@ def report(results: Mapping[str, Any]) -> str:
              f"{step.tokens / whole / step.num_devices:,.0f}"]
         )  # fmt: skip
     heads = ["case", *PROGRAMS, "step, s", "tokens a second and device"]
-    return f"{table(HEADS, rows)}\n\n{table(heads, steps)}\n"
+    return f"{format_table(HEADS, rows)}\n\n{format_table(heads, steps)}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -411,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in a subprocess
     flags = parser.parse_args(argv)
     if flags.one:
-        figures = compile_part(case_of(flags.one, flags.keys), flags.parts, flags.num_layers)
+        figures = compile_part(get_case(flags.one, flags.keys), flags.parts, flags.num_layers)
         flags.out.write_text(json.dumps(figures), encoding="utf-8")
         return figures
     if unknown := set(flags.cases.split(",")) - set(CASES):
@@ -421,8 +426,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     file = flags.out / "results.json"
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in flags.cases.split(","):
-        case = case_of(name, flags.keys)
-        config, model = case.made(flags.num_layers)
+        case = get_case(name, flags.keys)
+        config, model = case.build_model(flags.num_layers)
         # Identity of a part: an earlier result with the same values is reused.
         compiled = {
             "case": name,
@@ -430,19 +435,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "num_layers": flags.num_layers,
             "micro_rows": config.optimizer.micro_rows,
             "cache_pages": count_cache_pages(config, model, case.target),
-            "versions": common.versions("jax", "jaxlib"),
+            "versions": common.package_versions("jax", "jaxlib"),
         }
         for part in flags.parts.split(","):
             key = f"{name} {part}"
-            wanted = compiled | {"part": part, "ending": "done"}
-            if wanted.items() <= results.get(key, {}).items():
+            identity = compiled | {"part": part, "ending": "done"}
+            if identity.items() <= results.get(key, {}).items():
                 continue
             result = run_part(flags, name, part)
-            results[key] = wanted | result
+            results[key] = identity | result
             file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-            (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+            (flags.out / "table.md").write_text(format_report(results), encoding="utf-8")
             print(f"{key}: {result['ending']}, {result['seconds']:.0f} s", flush=True)
-    print(report(results))
+    print(format_report(results))
     return results
 
 

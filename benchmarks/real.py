@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table
+from benchmarks.common import format_table
 from benchmarks.jobs import read_steps
-from benchmarks.worlds import evaluations, gain
+from benchmarks.worlds import compute_gain, load_evaluations
 
 ROWS = {
     "exact match, sampled": ("sampled", "exact_match"),
@@ -39,23 +39,23 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
     Raises:
         FileNotFoundError: An evaluation is missing.
     """
-    as_it_is = run.with_name(f"{run.name}_as_it_is")
-    first = sorted(as_it_is.glob("eval/evaluate_*.json"))
-    count = len(first) + len(list(run.glob("eval/*.json")))
+    base_run = run.with_name(f"{run.name}_as_it_is")
+    base_files = sorted(base_run.glob("eval/evaluate_*.json"))
+    count = len(base_files) + len(list(run.glob("eval/*.json")))
     if count != 4:
         raise FileNotFoundError(
-            f"{as_it_is} and {run} hold {count} evaluations; expected one of the model as it "
+            f"{base_run} and {run} hold {count} evaluations; expected one of the model as it "
             "is, one before and one after training, and one with the controls. Run `make real`."
         )
-    before, after = evaluations(run)
+    before, after = load_evaluations(run)
     return {
-        "as it is": json.loads(first[0].read_text("utf-8")),
+        "as it is": json.loads(base_files[0].read_text("utf-8")),
         "after the warm start": before,
         "after training": after,
     }
 
 
-def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
+def format_cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
     """Format a mean over all questions with its 95% interval, or a dash if it is missing."""
     if suite not in record["summary"]:
         return "–"
@@ -70,16 +70,16 @@ def report(run: Path) -> str:
     """Return the table and a summary of training as text."""
     stages = read_stages(run)
     rows = [
-        [head, *(cell(record, suite, measure) for record in stages.values())]
+        [head, *(format_cell(record, suite, measure) for record in stages.values())]
         for head, (suite, measure) in ROWS.items()
     ]
     steps = {name: [value for _, value in values] for name, values in read_steps(run).items()}
     rewards = " ".join(f"{value:.2f}" for value in steps["reward/exact_match/mean"])
     _, before, after = stages.values()
-    mean, low, high = gain(before, after, "sampled", "exact_match")
+    mean, low, high = compute_gain(before, after, "sampled", "exact_match")
     return "\n".join(
         [
-            table(["", *stages], rows),
+            format_table(["", *stages], rows),
             "",
             f"sampled exact match after training, less that after the warm start, of the same "
             f"questions: {mean:.3f} [{low:.3f}, {high:.3f}]",

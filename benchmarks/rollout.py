@@ -152,7 +152,7 @@ def make_requests(
     ]
 
 
-def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Request]:
+def make_even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Request]:
     """Build the requests of repetition `number`: random prompts, in consecutive groups."""
     rng = np.random.default_rng(number)
     prompts = rng.integers(model.vocab_size, size=(work.num_prompts, work.prompt_tokens))
@@ -175,21 +175,21 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
     return chunk_times
 
 
-def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
+def replay_turns(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
     """Sample turns of the same lengths, with observations that are ready when a turn ends."""
     prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
-    turns = [turns_of(t) for t in trajectories]
+    turns = [split_turns(t) for t in trajectories]
     requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
-    left = dict(zip(engine.submit(requests), turns, strict=True))
+    pending_turns = dict(zip(engine.submit(requests), turns, strict=True))
     while not engine.is_idle:
         for event in engine.step(ahead=1):
-            if event.status and left[event.request]:
-                engine.resume([(event.request, *left[event.request].popleft())])
+            if event.status and pending_turns[event.request]:
+                engine.resume([(event.request, *pending_turns[event.request].popleft())])
             elif event.status:
                 engine.finish(event.request)
 
 
-def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
+def split_turns(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
     """Return the token ids inserted before each turn and the number sampled in it."""
     mask = trajectory.loss_mask[trajectory.prompt_length :]
     ids = trajectory.token_ids[trajectory.prompt_length :]
@@ -202,7 +202,7 @@ def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
     )
 
 
-def decoding_figures(
+def compute_decoding_figures(
     model: common.ModelSizes,
     work: Even,
     hardware: common.Hardware,
@@ -226,7 +226,7 @@ def measure_even(
     model: common.ModelSizes, work: Even, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure sampling with equal lengths, then with only a few rows."""
-    mesh = common.one_device()
+    mesh = common.single_device_mesh()
     total = work.prompt_tokens + work.new_tokens
     engine = make_engine(model, work, mesh, max_total_tokens=total)
     needed = {min(work.num_rows, work.num_prompts * work.group_size), work.tail_rows} - {0}
@@ -239,7 +239,7 @@ def measure_even(
     chunk_times: list[float] = []
 
     def run(number: int) -> None:
-        chunk_times.extend(sample_all(engine, even_requests(model, work, number)))
+        chunk_times.extend(sample_all(engine, make_even_requests(model, work, number)))
         if number < flags.warm_up:
             chunk_times.clear()
 
@@ -252,13 +252,15 @@ def measure_even(
         **timing.figures(num_sampled),
         "compile_s": compile_s + timing.compile_s,
         "attention": engine.programs.kernels.name,
-        **decoding_figures(model, work, hardware, num_rows, chunk_times),
+        **compute_decoding_figures(model, work, hardware, num_rows, chunk_times),
     }
     if work.tail_rows:
-        tail = even_requests(model, work, 0)[: work.tail_rows]
+        tail = make_even_requests(model, work, 0)[: work.tail_rows]
         sample_all(engine, tail)
-        of_tail = decoding_figures(model, work, hardware, len(tail), sample_all(engine, tail))
-        figures |= {f"tail_{name}": value for name, value in of_tail.items()}
+        tail_figures = compute_decoding_figures(
+            model, work, hardware, len(tail), sample_all(engine, tail)
+        )
+        figures |= {f"tail_{name}": value for name, value in tail_figures.items()}
     return figures
 
 
@@ -267,9 +269,9 @@ def measure_search(
 ) -> dict[str, Any]:
     """Measure episodes with searches, and the same numbers of tokens without an environment."""
     del hardware
-    mesh, params = common.one_device(), common.random_params(model)
-    played: list[Trajectory] = []
-    reading = {"read": 0, "needed": 0, "searches": 0, "episodes": 0, "inserted": 0}
+    mesh, params = common.single_device_mesh(), common.random_params(model)
+    last_trajectories: list[Trajectory] = []
+    prefill_counts = {"read": 0, "needed": 0, "searches": 0, "episodes": 0, "inserted": 0}
     with tempfile.TemporaryDirectory() as folder:
         episodes = make_episodes(model, work, mesh, Path(folder))
         engine, env = episodes.engine, episodes.env
@@ -277,48 +279,50 @@ def measure_search(
         at_once = make_engine(model, work, mesh, max_total_tokens=episodes.max_total_tokens)
         at_once.set_weights(params)
 
-        def play(number: int, latency_s: float) -> list[Trajectory]:
+        def run_episodes(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
-            trajectories = flatten_groups(episodes.play(number))
+            trajectories = flatten_groups(episodes.run_episodes(number))
             engine.clear()  # memory may not hold two caches
             return trajectories
 
-        # Stores its trajectories in `played` for `sample_at_once`.
+        # Stores its trajectories in `last_trajectories` for `sample_at_once`.
         def search(number: int) -> None:
             before, searches = dataclasses.replace(engine.counts), env.num_searches
-            played[:] = play(number, work.latency_ms / 1e3)
+            last_trajectories[:] = run_episodes(number, work.latency_ms / 1e3)
             # Without evictions, every distinct prompt and every observation is prefilled once.
             read = engine.counts.prefilled_prompt - before.prefilled_prompt
             read += engine.counts.prefilled_resume - before.prefilled_resume
-            prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
-            inserted = sum(t.response_length - t.num_sampled for t in played)
-            reading["read"] += read
-            reading["needed"] += sum(len(prompt) - 1 for prompt in prompts) + inserted
-            reading["inserted"] += inserted
-            reading["searches"] += env.num_searches - searches
-            reading["episodes"] += len(played)
+            prompts = {tuple(t.token_ids[: t.prompt_length]) for t in last_trajectories}
+            inserted = sum(t.response_length - t.num_sampled for t in last_trajectories)
+            prefill_counts["read"] += read
+            prefill_counts["needed"] += sum(len(prompt) - 1 for prompt in prompts) + inserted
+            prefill_counts["inserted"] += inserted
+            prefill_counts["searches"] += env.num_searches - searches
+            prefill_counts["episodes"] += len(last_trajectories)
 
         def sample_at_once(number: int) -> None:
-            feed(at_once, played, number)
+            replay_turns(at_once, last_trajectories, number)
             at_once.clear()
 
-        ways = {
+        variants = {
             "search": (search, engine.counts),
-            "search_without_latency": (lambda number: play(number, 0.0), engine.counts),
+            "search_without_latency": (lambda number: run_episodes(number, 0.0), engine.counts),
             "at_once": (sample_at_once, at_once.counts),
         }
         # Every repetition runs all variants, because speed drifts over time.
-        measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
+        measured = common.measure_variants(
+            variants, warm_up=flags.warm_up, repetitions=flags.repetitions
+        )
     return {
-        **{name: common.medians(repetitions) for name, repetitions in measured.items()},
+        **{name: common.median_figures(repetitions) for name, repetitions in measured.items()},
         "search over": {
-            name: common.median_ratio(measured, "search", name, "tokens_per_s")
+            name: common.median_paired_ratio(measured, "search", name, "tokens_per_s")
             for name in ("search_without_latency", "at_once")
         },
-        "searches_per_episode": reading["searches"] / reading["episodes"],
-        "inserted_tokens_per_episode": reading["inserted"] / reading["episodes"],
-        "tokens_read": reading["read"],
-        "tokens_read_twice": reading["read"] - reading["needed"],
+        "searches_per_episode": prefill_counts["searches"] / prefill_counts["episodes"],
+        "inserted_tokens_per_episode": prefill_counts["inserted"] / prefill_counts["episodes"],
+        "tokens_read": prefill_counts["read"],
+        "tokens_read_twice": prefill_counts["read"] - prefill_counts["needed"],
     }
 
 
@@ -333,7 +337,7 @@ class Episodes:
     group_size: int
     max_total_tokens: int
 
-    def play(self, number: int, policy_version: int = 0) -> list[Group]:
+    def run_episodes(self, number: int, policy_version: int = 0) -> list[Group]:
         """Run all episodes with the seeds of repetition `number`."""
         sampling = SamplingConfig(
             group_size=self.group_size,
@@ -354,7 +358,7 @@ def make_episodes(
     """
     from benchmarks import searching  # needs tantivy
 
-    tokenizer = searching.byte_tokenizer()
+    tokenizer = searching.build_byte_tokenizer()
     env = searching.RandomSearches(
         folder,
         max_searches=work.max_searches,
@@ -382,7 +386,7 @@ def make_episodes(
         engine=engine,
         env=env,
         rollout=Rollout(engine, env, tokenizer, stops, limits, schedule),
-        draws=searching.questions(work.num_questions),
+        draws=searching.make_draws(work.num_questions),
         group_size=work.group_size,
         max_total_tokens=total,
     )
@@ -406,11 +410,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--case", choices=CASES, default="even")
-    chosen, rest = first.parse_known_args(argv)
-    case = CASES[chosen.case]
-    flags, model, work, hardware = common.read_flags(__doc__ or "", case.work, rest)
+    case_flags, remaining = first.parse_known_args(argv)
+    case = CASES[case_flags.case]
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", case.work, remaining)
     figures = case.measure(model, work, hardware, flags)
-    return common.finish(f"rollout_{chosen.case}", flags, model, work, hardware, figures)
+    return common.finish(f"rollout_{case_flags.case}", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from benchmarks.same_numbers_own import served
+from benchmarks.same_numbers_own import serve_stub
 
 ROOT = Path(__file__).parents[1]
-TIMED = (
+VOLATILE_METRICS = (
     *("timing_s/", "perf/throughput", "perf/max_memory_gib", "perf/search/", "perf/ledger/"),
     "ledger",  # counted differently in old revisions
 )
 """Prefixes of metrics that depend on the clock, the machine or a server, or count costs."""
-OF_A_START = (*TIMED, "perf/")
+PER_PROCESS_METRICS = (*VOLATILE_METRICS, "perf/")
 """The same prefixes, and that of counts that restart in each process, such as cache hits."""
 
 
@@ -68,7 +68,7 @@ class Case:
     needs_warm_start: bool = True  # by the old revision; otherwise the run has all stages
     # Disable most XLA optimizations, since tiny runs mostly compile. False for long runs.
     compiles_quickly: bool = True
-    stopped_at: int = 0  # stop after this step, then resume; 0: do not stop
+    stop_step: int = 0  # stop after this step, then resume; 0: do not stop
 
 
 # The smallest world in which a model learns to search within seconds, and the settings of a short
@@ -83,10 +83,10 @@ SHORT = (
 )
 # Makes the warm start take seconds in configurations larger than debug_tiny.py.
 SHORT_SFT = ("sft.num_steps=60", "sft.batch_size=8", "sft.optimizer.lr=1e-2")
-OF_FORMAT = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # almost no answer is right
+FORMAT_REWARD = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # almost no answer is right
 
 
-def small(*settings: str, **others: Any) -> Case:
+def quick_case(*settings: str, **others: Any) -> Case:
     """Return a case of three steps after a quick warm start, which all of these cases share."""
     return Case(
         world="examples.quickstart_world",
@@ -97,7 +97,7 @@ def small(*settings: str, **others: Any) -> Case:
     )
 
 
-def method(world: str, config: str) -> Case:
+def method_case(world: str, config: str) -> Case:
     """Return a case of three steps with the small configuration of a method."""
     return Case(world=world, config=config, compiles_quickly=False)
 
@@ -112,24 +112,24 @@ CASES = {
         needs_warm_start=False,
         compiles_quickly=False,
     ),
-    "search_r1": method("examples.quickstart_world", "search_r1_small.py"),
-    "dapo": method("examples.math_world", "dapo_small.py"),
-    "ares": method("examples.math_world", "ares_small.py"),
-    "bapo": method("examples.bapo_world", "bapo_small.py"),
-    "passk": method("examples.puzzle_world", "passk_small.py"),
+    "search_r1": method_case("examples.quickstart_world", "search_r1_small.py"),
+    "dapo": method_case("examples.math_world", "dapo_small.py"),
+    "ares": method_case("examples.math_world", "ares_small.py"),
+    "bapo": method_case("examples.bapo_world", "bapo_small.py"),
+    "passk": method_case("examples.puzzle_world", "passk_small.py"),
     # Images in the warm start, in searching episodes, in updates, and blank in an evaluation.
     "images": Case(
         world="examples.looking_world",
         config="seeking.py",
         flags=("--kind=seeking", "--num_train=64", "--num_held_out=8", "--num_demonstrations=400"),
         settings=(
-            *(*SHORT, *SHORT_SFT, OF_FORMAT, "optimizer.micro_rows=4"),
+            *(*SHORT, *SHORT_SFT, FORMAT_REWARD, "optimizer.micro_rows=4"),
             *("sft.optimizer.micro_rows=4", "eval.final_suites=('sampled', 'blank_images')"),
         ),
         needs_warm_start=False,
     ),
     # LoRA on an int8 base, with the base as the reference.
-    "lora": small(
+    "lora": quick_case(
         *("model.lora.rank=4", "model.lora.alpha=16.0", "model.lora.base_dtype=int8"),
         *("model.lora.targets=('q_proj', 'o', 'mlp/up', 'down_proj')", "kl.coef=0.01"),
     ),
@@ -141,7 +141,7 @@ CASES = {
         config="search_moe_small.py",
         flags=(*SMALL, "--num_experts=4"),
         settings=(
-            *(*SHORT, *SHORT_SFT, OF_FORMAT, "model.balance_coef=0.01"),
+            *(*SHORT, *SHORT_SFT, FORMAT_REWARD, "model.balance_coef=0.01"),
             *("num_steps=1", "optimizer.num_epochs=2"),
         ),
         needs_warm_start=False,
@@ -149,7 +149,7 @@ CASES = {
     # Both engines fused, with int8 vectors. The encoder is the world's model with random weights,
     # whose ranking is deterministic too. Each run builds an index; otherwise the second tree would
     # reuse that of the first.
-    "hybrid": small(
+    "hybrid": quick_case(
         *("search.engine=hybrid", "search.dense.dtype=int8", "search.dense.pooling=mean"),
         *("search.dense.corpus={world}/corpus.jsonl", "search.dense.encoder={world}/model"),
         *("search.dense.query_prefix=query: ", "search.dense.passage_prefix=passage: "),
@@ -158,14 +158,14 @@ CASES = {
     ),
     # A judge's score and math verification in the reward. The model was not trained to call
     # Python, so that tool only tests where turns end.
-    "judge": small(
+    "judge": quick_case(
         "reward.judges={'helpful': {'url': '{endpoint}', 'model': 'judge', "
         "'prompt': 'Rate {response}'}}",
         "reward.weights={'exact_match': 1.0, 'format': 0.5, 'helpful': 0.5, 'math_verify': 1.0}",
         *("reward.math_verify.workers=1", "env.search.tools=('python',)"),
     ),
     # A model behind an endpoint, which calls search, Python and a function.
-    "endpoint": small(
+    "endpoint": quick_case(
         *("stages=('evaluate',)", "model.path={world}/model", "policy.name=openai"),
         *("policy.openai.url={endpoint}", "policy.openai.model=policy", "eval.samples=2"),
         *("env.search.tools=('python', 'same_numbers_own.shout')", "rollout.max_turns=3"),
@@ -175,12 +175,12 @@ CASES = {
         needs_warm_start=False,
     ),
     # Groups buffered in a checkpoint for the next step, with importance weights.
-    "ahead": small(
+    "ahead": quick_case(
         *("rollout.async_level=1", "loss.correction.level=token", "checkpoint.every_steps=1"),
         "kl.coef=0.01",
     ),
     # Four updates per step, an adaptive KL coefficient, a decaying learning rate, a filter.
-    "updates": small(
+    "updates": quick_case(
         *("optimizer.num_minibatches=2", "optimizer.num_epochs=2", "optimizer.schedule=cosine"),
         *(
             "kl.coef=0.1",
@@ -194,15 +194,15 @@ CASES = {
     ),
     # Stopped after two steps and resumed; also compared with an uninterrupted run, which evaluates
     # at the step at which the first run stops.
-    "resumed": small(
+    "resumed": quick_case(
         *("num_steps=4", "checkpoint.every_steps=1", "kl.coef=0.01"),
         *("eval.every_steps=2", "eval.suites=('sampled',)"),
-        stopped_at=2,
+        stop_step=2,
     ),
 }
 
 
-def with_keys_of(tree: Path, case: Case) -> Case:
+def use_tree_keys(tree: Path, case: Case) -> Case:
     """Rename the keys of a case to those that a tree uses."""
     files = [path for path in (tree / "jaxrl").rglob("*.py") if "config" in str(path)]
     schema = "".join(path.read_text(encoding="utf-8") for path in files)
@@ -215,7 +215,7 @@ def with_keys_of(tree: Path, case: Case) -> Case:
     return replace(case, settings=tuple(settings))
 
 
-def run(
+def run_module(
     tree: Path, module: str, *arguments: str, out: Path, compiles_quickly: bool = False
 ) -> None:
     """Run a module of a tree. If it fails, exit with its output."""
@@ -240,7 +240,7 @@ def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
     name = "_".join((case.world.rpartition(".")[2], *case.flags)).replace("--", "")
     world = out / "worlds" / name
     if not (world / "finished").exists():
-        run(before, case.world, f"--out={world}", "--seed=0", *case.flags, out=out)
+        run_module(before, case.world, f"--out={world}", "--seed=0", *case.flags, out=out)
         (world / "finished").touch()
     if not case.needs_warm_start:
         return world, None
@@ -248,47 +248,49 @@ def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
     if not (warm_start / "export" / "config.json").exists():
         config = f"--config=configs/{case.config}:{world}"
         stages = "--config.stages=('sft',)"
-        run(before, "jaxrl.launch", config, stages, f"--workdir={warm_start}", out=out)
+        run_module(before, "jaxrl.launch", config, stages, f"--workdir={warm_start}", out=out)
     return world, warm_start / "export"
 
 
-def train(
+def run_case(
     tree: Path, case: Case, world: Path, model: Path | None, workdir: Path, out: Path
 ) -> float:
     """Run a case from scratch; return its CPU time in seconds."""
     shutil.rmtree(workdir, ignore_errors=True)
-    case = with_keys_of(tree, case)
+    case = use_tree_keys(tree, case)
     settings = dict(text.split("=", 1) for text in case.settings)  # the last value of a key wins
     if model is not None:
-        given = {"model.path": str(model), "stages": "('train', 'evaluate')"}
-        settings = given | settings
-    starts = [settings]
-    if case.stopped_at:
+        warm_start_settings = {"model.path": str(model), "stages": "('train', 'evaluate')"}
+        settings = warm_start_settings | settings
+    launches = [settings]
+    if case.stop_step:
         # Stop with `num_steps`, since a signal would stop at an unpredictable step.
-        only = {"num_steps": str(case.stopped_at), "stages": "('train',)"}
-        starts.insert(0, settings | only)
-    before = processor_s()
-    with served() as endpoint:
-        places = {"{world}": str(world), "{workdir}": str(workdir), "{endpoint}": endpoint}
-        for start in starts:
+        first_settings = {"num_steps": str(case.stop_step), "stages": "('train',)"}
+        launches.insert(0, settings | first_settings)
+    before = child_cpu_s()
+    with serve_stub() as endpoint:
+        placeholders = {"{world}": str(world), "{workdir}": str(workdir), "{endpoint}": endpoint}
+        for launch_settings in launches:
             arguments = [f"--config=configs/{case.config}:{world}", f"--workdir={workdir}"]
-            for key, value in start.items():
-                for name, place in places.items():
-                    value = value.replace(name, place)
+            for key, value in launch_settings.items():
+                for name, location in placeholders.items():
+                    value = value.replace(name, location)
                 arguments.append(f"--config.{key}={value}")
-            quickly = case.compiles_quickly
-            run(tree, "jaxrl.launch", *arguments, out=out, compiles_quickly=quickly)
-    return processor_s() - before
+            is_quick = case.compiles_quickly
+            run_module(tree, "jaxrl.launch", *arguments, out=out, compiles_quickly=is_quick)
+    return child_cpu_s() - before
 
 
-def processor_s() -> float:
+def child_cpu_s() -> float:
     """Return the CPU seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) -> Iterator[str]:
-    """Yield the differences between two runs, ignoring metrics with a prefix in `left_out`."""
+def find_differences(
+    before: Path, after: Path, ignored: tuple[str, ...] = VOLATILE_METRICS
+) -> Iterator[str]:
+    """Yield the differences between two runs, ignoring metrics with a prefix in `ignored`."""
     metrics = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (before, after)
@@ -297,9 +299,9 @@ def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) ->
         yield f"{len(metrics[0])} records before, {len(metrics[1])} after"
     for old, new in zip(*metrics, strict=False):
         for key in sorted(old.keys() | new.keys()):
-            if not key.startswith(left_out) and old.get(key, "absent") != new.get(key, "absent"):
-                place = f"step {old['step']} ({old['stage']})"
-                yield f"{place}: {key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+            if not key.startswith(ignored) and old.get(key, "absent") != new.get(key, "absent"):
+                location = f"step {old['step']} ({old['stage']})"
+                yield f"{location}: {key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
     patterns = ("eval/*.json", "trajectories/*.jsonl", "*/*.safetensors", "checkpoints/[0-9]*")
     for pattern in patterns:
         names = {p.relative_to(f) for f in (before, after) for p in f.glob(pattern)}
@@ -307,7 +309,7 @@ def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) ->
             if not (before / path).exists() or not (after / path).exists():
                 yield f"{path} is in one of the two only"
                 continue
-            old, new = content(before / path), content(after / path)
+            old, new = load_content(before / path), load_content(after / path)
             if not isinstance(old, dict):
                 old, new = {"": old}, {"": new}
             for part in sorted(old.keys() | new.keys()):
@@ -315,7 +317,7 @@ def differences(before: Path, after: Path, left_out: tuple[str, ...] = TIMED) ->
                     yield f"{path} differs{part and ': '}{part}"
 
 
-def content(path: Path) -> Any:
+def load_content(path: Path) -> Any:
     """Load a file or checkpoint for comparison: arrays as bytes, no timings."""
     if path.is_dir():
         # Orbax's files contain timestamps, so compare only the arrays.
@@ -325,21 +327,23 @@ def content(path: Path) -> Any:
             if folder.name == "position":
                 saved = json.loads((folder / "metadata").read_text(encoding="utf-8"))
                 # The configuration contains paths; the record contains times.
-                gone = ("schedule", "num_broken_off")  # old revisions only
-                left_out = ("config", "contents", "record", *gone)
+                obsolete = ("schedule", "num_broken_off")  # old revisions only
+                ignored = ("config", "contents", "record", *obsolete)
                 names = {old: new for new, old in OLD_POSITION.items()}
-                kept = rename({k: v for k, v in saved.items() if k not in left_out}, names)
-                values |= {f"position/{name}": value for name, value in untimed(kept).items()}
+                fields = rename({k: v for k, v in saved.items() if k not in ignored}, names)
+                values |= {
+                    f"position/{name}": value for name, value in strip_volatile(fields).items()
+                }
             elif folder.is_dir():
                 leaves = jax.tree_util.tree_leaves_with_path(reader.restore(folder))
-                for place, leaf in leaves:
+                for location, leaf in leaves:
                     array = np.asarray(leaf)
-                    name = f"{folder.name}{jax.tree_util.keystr(place)}"
+                    name = f"{folder.name}{jax.tree_util.keystr(location)}"
                     values[name] = (array.dtype, array.shape, array.tobytes())
         return values
     if path.suffix == ".safetensors":
         return path.read_bytes()
-    return [untimed(json.loads(text)) for text in lines_of(path)]
+    return [strip_volatile(json.loads(text)) for text in read_texts(path)]
 
 
 def rename(value: Any, names: Mapping[str, str]) -> Any:
@@ -349,22 +353,22 @@ def rename(value: Any, names: Mapping[str, str]) -> Any:
     return [rename(inner, names) for inner in value] if isinstance(value, list) else value
 
 
-def lines_of(path: Path) -> Sequence[str]:
+def read_texts(path: Path) -> Sequence[str]:
     text = path.read_text(encoding="utf-8")
     return text.splitlines() if path.suffix == ".jsonl" else [text]
 
 
-def untimed(value: Any) -> Any:
+def strip_volatile(value: Any) -> Any:
     """Remove entries that depend on the clock, caches or fingerprints from a JSON value."""
     if isinstance(value, dict):
-        left_out = ("latency_s", "waited_s", "source", "attempts", "records", "usage")
-        left_out += ("made_with", "settings")
+        ignored = ("latency_s", "waited_s", "source", "attempts", "records", "usage")
+        ignored += ("made_with", "settings")
         return {
-            key: untimed(inner)
+            key: strip_volatile(inner)
             for key, inner in value.items()
-            if key not in left_out and not key.startswith(TIMED)
+            if key not in ignored and not key.startswith(VOLATILE_METRICS)
         }
-    return [untimed(inner) for inner in value] if isinstance(value, list) else value
+    return [strip_volatile(inner) for inner in value] if isinstance(value, list) else value
 
 
 def check_out(revision: str, out: Path) -> Path:
@@ -394,22 +398,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         world, model = prepare(before, out, case)
         old, new = before.parent / name, out / "after" / name
         # Reuse the run of the old revision unless the case has changed.
-        known, made_as = old / "made.json", repr(with_keys_of(before, case))
-        if not known.exists() or json.loads(known.read_text())["case"] != made_as:
-            taken = train(before, case, world, model, old, out)
-            known.write_text(json.dumps({"case": made_as, "processor_s": taken}))
-        seconds = [json.loads(known.read_text())["processor_s"]]
-        seconds.append(train(ROOT, case, world, model, new, out))
-        changes = list(itertools.islice(differences(old, new), 20))
-        if case.stopped_at:
-            whole = out / "after" / f"{name}_in_one_go"
-            seconds.append(train(ROOT, replace(case, stopped_at=0), world, model, whole, out))
-            of_break = itertools.islice(differences(whole, new, OF_A_START), 20)
-            changes += [f"unlike in one go: {text}" for text in of_break]
+        cache_file, case_repr = old / "made.json", repr(use_tree_keys(before, case))
+        if not cache_file.exists() or json.loads(cache_file.read_text())["case"] != case_repr:
+            cpu_s = run_case(before, case, world, model, old, out)
+            cache_file.write_text(json.dumps({"case": case_repr, "processor_s": cpu_s}))
+        seconds = [json.loads(cache_file.read_text())["processor_s"]]
+        seconds.append(run_case(ROOT, case, world, model, new, out))
+        changes = list(itertools.islice(find_differences(old, new), 20))
+        if case.stop_step:
+            uninterrupted = out / "after" / f"{name}_in_one_go"
+            seconds.append(
+                run_case(ROOT, replace(case, stop_step=0), world, model, uninterrupted, out)
+            )
+            resume_changes = itertools.islice(
+                find_differences(uninterrupted, new, PER_PROCESS_METRICS), 20
+            )
+            changes += [f"unlike in one go: {text}" for text in resume_changes]
         has_changed |= bool(changes)
-        taken_by_each = ", ".join(f"{one:.0f}" for one in seconds)
-        told = f"{name}: {'differs' if changes else 'the same'} (processor: {taken_by_each} s)"
-        print(told, *changes, sep="\n  ", flush=True)
+        cpu_times = ", ".join(f"{cpu_time:.0f}" for cpu_time in seconds)
+        summary = f"{name}: {'differs' if changes else 'the same'} (processor: {cpu_times} s)"
+        print(summary, *changes, sep="\n  ", flush=True)
     sys.exit(int(has_changed))
 
 

@@ -24,7 +24,7 @@ def shout(text: str) -> str:
     return f"{text.upper()}!"
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class StubEndpoint(http.server.BaseHTTPRequestHandler):
     """OpenAI-compatible endpoint whose responses depend only on the request.
 
     The model `judge` scores a text by its hash, so that rewards vary and change with any character
@@ -66,9 +66,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served() -> Iterator[str]:
+def serve_stub() -> Iterator[str]:
     """Serve the endpoint on a free local port and yield its URL."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StubEndpoint)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
     server.shutdown()

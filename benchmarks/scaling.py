@@ -77,10 +77,10 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
 
     def sample(number: int) -> None:
         number = number * jax.process_count() + jax.process_index()
-        rollout.sample_all(engine, rollout.even_requests(model, sampling, number))
+        rollout.sample_all(engine, rollout.make_even_requests(model, sampling, number))
 
     sampled = num_devices * work.num_prompts * work.group_size * work.new_tokens
-    figures = {"rollout": sampled / together(sample, warm_up, repetitions)}
+    figures = {"rollout": sampled / measure_seconds(sample, warm_up, repetitions)}
     engine.release()
     # Update: one batch over the devices of all processes.
     training = dataclasses.replace(
@@ -99,10 +99,10 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
         nonlocal state
         state = step(state)
 
-    return figures | {"update": packed.num_tokens / together(train, warm_up, repetitions)}
+    return figures | {"update": packed.num_tokens / measure_seconds(train, warm_up, repetitions)}
 
 
-def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> float:
+def measure_seconds(run: Callable[[int], None], warm_up: int, repetitions: int) -> float:
     """Return the median seconds of a repetition, until the last process ends it."""
 
     def run_all(number: int) -> None:
@@ -120,24 +120,24 @@ def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[s
     Raises:
         RuntimeError: A process failed. The message ends with its output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.scaling", *argv, "--worker"]
     with contextlib.ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_processes)]
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_processes)]
         processes = []
-        for index, file in enumerate(said):
+        for index, file in enumerate(outputs):
             worker = [*command, f"127.0.0.1:{port},{num_processes},{index}"]
             one = subprocess.Popen(worker, env=environment, stdout=file, stderr=subprocess.STDOUT)
             processes.append(one)
             stack.callback(one.wait)
             stack.callback(one.kill)
         codes = [process.wait() for process in processes]
-        for file in said:
+        for file in outputs:
             file.seek(0)
-        texts = [file.read() for file in said]
+        texts = [file.read() for file in outputs]
     for code, text in zip(codes, texts, strict=True):
         if code:
             raise RuntimeError(
@@ -163,16 +163,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--jobs", type=read_jobs, default="1x1,1x2,1x4,1x8,2x1,2x2")
     first.add_argument("--worker")
-    own, rest = first.parse_known_args(argv)
-    if own.worker:
-        address, count, index = own.worker.split(",")
+    worker_flags, rest = first.parse_known_args(argv)
+    if worker_flags.worker:
+        address, count, index = worker_flags.worker.split(",")
         if int(count) > 1:
             jax.distributed.initialize(address, int(count), int(index))
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
-    if own.worker:
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, rest)
+    if worker_flags.worker:
         print(json.dumps(measure(model, work, flags.warm_up, flags.repetitions)), flush=True)
         return None
-    rates = {f"{p} x {d}": run_job(p, d, rest) for p, d in own.jobs}
+    rates = {f"{p} x {d}": run_job(p, d, rest) for p, d in worker_flags.jobs}
     one = next(iter(rates.values()))
     figures = {
         name: {f"{part} tokens_per_s": rate for part, rate in by_part.items()}

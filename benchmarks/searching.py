@@ -29,7 +29,7 @@ DOCUMENT_WORDS = 60
 NUM_WORDS = 5_000
 
 
-def byte_tokenizer() -> Tokenizer:
+def build_byte_tokenizer() -> Tokenizer:
     """Build a tokenizer with one token per byte and an end-of-turn token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -45,7 +45,7 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
-def word(number: int) -> str:
+def make_word(number: int) -> str:
     """Return the corpus word with this number."""
     return f"w{number}"
 
@@ -53,10 +53,10 @@ def word(number: int) -> str:
 def write_corpus(path: Path) -> None:
     """Write documents whose words follow a Zipf distribution: few frequent, most rare."""
     rng = np.random.default_rng(0)
-    drawn = np.minimum(rng.zipf(1.3, (NUM_DOCUMENTS, DOCUMENT_WORDS)), NUM_WORDS) - 1
+    word_numbers = np.minimum(rng.zipf(1.3, (NUM_DOCUMENTS, DOCUMENT_WORDS)), NUM_WORDS) - 1
     with path.open("w", encoding="utf-8") as file:
-        for number, words in enumerate(drawn):
-            text = " ".join(word(one) for one in words)
+        for number, words in enumerate(word_numbers):
+            text = " ".join(make_word(item) for item in words)
             file.write(json.dumps({"id": str(number), "title": f"t{number}", "text": text}) + "\n")
 
 
@@ -93,17 +93,17 @@ class RandomSearches(Env):
         """Search for each turn. Episodes end after the last search, or earlier in 1 of 4 turns."""
         started = time.perf_counter()
         time.sleep(self.latency_s)
-        replies = [self._reply(*one) for one in zip(episodes, texts, strict=True)]
+        results = [self._make_result(*item) for item in zip(episodes, texts, strict=True)]
         with self._lock:
             self.busy_s += time.perf_counter() - started
-            self.num_searches += sum(reply.tool_call is not None for reply in replies)
-        return replies
+            self.num_searches += sum(reply.tool_call is not None for reply in results)
+        return results
 
-    def _reply(self, episode: Episode, text: str) -> StepResult:
+    def _make_result(self, episode: Episode, text: str) -> StepResult:
         number = zlib.crc32(text.encode("utf-8", "replace"))
         if len(episode.turns) >= self._max_searches or number % 4 == 0:
             return StepResult(outcome=Outcome.ANSWERED)
-        query = " ".join(word(number // place % NUM_WORDS) for place in (1, 7, 49))
+        query = " ".join(make_word(number // divisor % NUM_WORDS) for divisor in (1, 7, 49))
         result = Observation(prefix="\n", body=self._search.run(query), suffix="\n")
         return StepResult(observation=result, tool_call=query)
 
@@ -116,7 +116,7 @@ class RandomSearches(Env):
         ]  # fmt: skip
 
 
-def questions(count: int) -> list[Draw]:
+def make_draws(count: int) -> list[Draw]:
     """Return `count` different tasks."""
     tasks = [Task(id=f"q{index}", question=f"q{index}") for index in range(count)]
     return [Draw(task=task, stream_index=index) for index, task in enumerate(tasks)]

@@ -96,7 +96,7 @@ def make_config(work: Work, max_total_tokens: int, num_steps: int) -> ResolvedCo
 
 
 ThreadTimes = dict[str, tuple[float, float]]
-"""Seconds by thread, from `common.thread_times`."""
+"""Seconds by thread, from `common.measure_thread_times`."""
 
 
 class Steps:
@@ -104,8 +104,8 @@ class Steps:
 
     def __init__(self, model: common.ModelSizes, work: Work, folder: Path, num_steps: int):
         """Build the engine and the update without compiling them."""
-        mesh = self._mesh = common.one_device()
-        sampling = common.one_device(work.rollout_devices)
+        mesh = self._mesh = common.single_device_mesh()
+        sampling = common.single_device_mesh(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = make_config(work, self.episodes.max_total_tokens, num_steps)
@@ -121,7 +121,7 @@ class Steps:
         params = common.random_params(model)
         self._state = init_state(params, mesh, model.architecture, optimizer)
         self.episodes.engine.set_weights(self._state.params)
-        self._is_ahead = work.ahead == 1
+        self._overlaps = work.ahead == 1
         is_pinned = work.rollout_devices and sys.platform == "linux"
         is_pinned = is_pinned and jax.default_backend() == "cpu"
         self._cores = sorted(os.sched_getaffinity(0)) if is_pinned else []
@@ -131,7 +131,7 @@ class Steps:
         self.waited_s: list[float] = []  # time waiting for a core, per step with `ahead`
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
+    def _time_part(self, name: str) -> Iterator[None]:
         started, cpu_started = time.perf_counter(), time.process_time()
         yield
         self.seconds[-1][name] = time.perf_counter() - started
@@ -141,20 +141,20 @@ class Steps:
         """Run a step, from questions to new weights; with `ahead`, run both variants."""
         self.seconds.append({})
         self.cpu_seconds.append({})
-        if self._is_ahead:
-            with self._one_core(number), self._part("one_after_another"):
-                groups = self._one_after_another(number)
-            before = common.thread_times()
-            with self._part("step"):
-                self._side_by_side(number, groups)
-            self.waited_s.append(waited_s(before, common.thread_times()))
+        if self._overlaps:
+            with self._pin_to_one_core(number), self._time_part("one_after_another"):
+                groups = self._run_in_sequence(number)
+            before = common.measure_thread_times()
+            with self._time_part("step"):
+                self._run_overlapped(number, groups)
+            self.waited_s.append(waited_s(before, common.measure_thread_times()))
         else:
-            with self._part("step"):
-                groups = self._one_after_another(number)
+            with self._time_part("step"):
+                groups = self._run_in_sequence(number)
         self.num_tokens.append(sum(len(t.token_ids) for t in flatten_groups(groups)))
 
     @contextmanager
-    def _one_core(self, number: int) -> Iterator[None]:
+    def _pin_to_one_core(self, number: int) -> Iterator[None]:
         """Pin the process to one core, alternating between cores, if it has two CPU devices."""
         if self._cores:
             common.use_cores([self._cores[number % len(self._cores)]])
@@ -162,41 +162,41 @@ class Steps:
         if self._cores:
             common.use_cores(self._cores)
 
-    def _one_after_another(self, number: int) -> list[Group]:
+    def _run_in_sequence(self, number: int) -> list[Group]:
         """Run the parts of a step in sequence; return the groups."""
         engine, env = self.episodes.engine, self.episodes.env
         busy_s = env.busy_s
-        with self._part("rollout"):
-            groups = self.episodes.play(number)
+        with self._time_part("rollout"):
+            groups = self.episodes.run_episodes(number)
         self.seconds[-1]["tools"] = env.busy_s - busy_s
-        if not self._is_ahead:
+        if not self._overlaps:
             engine.release()
-        with self._part("packing"):
+        with self._time_part("packing"):
             minibatches = self._pack(groups, number)
-        with self._part("scoring"):
-            batches = jax.block_until_ready(self._put(minibatches))
-        with self._part("update"):
+        with self._time_part("scoring"):
+            batches = jax.block_until_ready(self._shard(minibatches))
+        with self._time_part("update"):
             self._start_update(minibatches, batches)
             jax.block_until_ready(self._state)
-        with self._part("weights"):
-            self._hand_over()
+        with self._time_part("weights"):
+            self._update_sampler()
         return groups
 
-    def _side_by_side(self, number: int, groups: Sequence[Group]) -> None:
+    def _run_overlapped(self, number: int, groups: Sequence[Group]) -> None:
         """Update on the groups and concurrently sample groups with the same seeds again."""
         minibatches = self._pack(groups, number)
-        self._start_update(minibatches, self._put(minibatches))
-        self.episodes.play(number)
+        self._start_update(minibatches, self._shard(minibatches))
+        self.episodes.run_episodes(number)
         self.episodes.engine.clear()
         jax.block_until_ready(self._state)
-        self._hand_over()
+        self._update_sampler()
 
     def _pack(self, groups: Sequence[Group], number: int) -> list[PackedBatch]:
         method = self._method
         groups = self._estimate(groups, number, number)
         return make_minibatches(groups, self._shape, method, controllers=Controllers.init(method))
 
-    def _put(self, minibatches: Sequence[PackedBatch]) -> list[Batch]:
+    def _shard(self, minibatches: Sequence[PackedBatch]) -> list[Batch]:
         params = self._state.params
         return shard_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
 
@@ -204,7 +204,7 @@ class Steps:
         for packed, batch in zip(minibatches, batches, strict=True):
             self._state, _ = self._update(self._state, batch, packed)
 
-    def _hand_over(self) -> None:
+    def _update_sampler(self) -> None:
         engine = self.episodes.engine
         engine.set_weights(self._state.params)
         jax.block_until_ready(engine._weights)
@@ -219,7 +219,7 @@ def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
     return max(spent.values(), default=(0.0, 0.0))[1]
 
 
-def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
+def compute_overlap_figures(steps: Steps, count: int) -> dict[str, Any]:
     """Compare the last `count` steps with the longer half: the rollout, or scoring and update.
 
     If other programs use the cores, wall time is misleading, so CPU time is reported too: `on idle
@@ -228,22 +228,22 @@ def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
     """
     seconds, cpu = steps.seconds[-count:], steps.cpu_seconds[-count:]
 
-    def longer_half(one: dict[str, float]) -> float:
-        return max(one["rollout"], one["scoring"] + one["update"])
+    def longer_half(times: dict[str, float]) -> float:
+        return max(times["rollout"], times["scoring"] + times["update"])
 
-    figures = {"step over longer half": [one["step"] / longer_half(one) for one in seconds]}
+    figures = {"step over longer half": [times["step"] / longer_half(times) for times in seconds]}
     if jax.default_backend() == "cpu":
         figures["on idle cores"] = [
-            (one["step"] - waited) / longer_half(used)
-            for one, used, waited in zip(seconds, cpu, steps.waited_s[-count:], strict=True)
+            (times["step"] - waited) / longer_half(used)
+            for times, used, waited in zip(seconds, cpu, steps.waited_s[-count:], strict=True)
         ]
-        figures["work side by side"] = [one["step"] / one["one_after_another"] for one in cpu]
+        figures["work side by side"] = [times["step"] / times["one_after_another"] for times in cpu]
     return {name: common.spread(values) for name, values in figures.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
     num_steps = 1 + flags.warm_up + flags.repetitions
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -255,14 +255,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     measured = steps.seconds[-flags.repetitions :]
     timing = dataclasses.replace(
         timing,
-        seconds=[one["step"] for one in measured],
-        cpu_seconds=[one["step"] for one in steps.cpu_seconds[-flags.repetitions :]],
+        seconds=[times["step"] for times in measured],
+        cpu_seconds=[times["step"] for times in steps.cpu_seconds[-flags.repetitions :]],
     )
-    medians = {part: statistics.median(one[part] for one in measured) for part in measured[0]}
+    medians = {part: statistics.median(times[part] for times in measured) for part in measured[0]}
     figures = timing.figures(round(statistics.mean(steps.num_tokens[-flags.repetitions :])))
     figures["first_step_s"] = first_step_s
     figures |= {f"{part}_s": seconds for part, seconds in medians.items()}
-    figures |= ahead_figures(steps, flags.repetitions) if work.ahead else {}
+    figures |= compute_overlap_figures(steps, flags.repetitions) if work.ahead else {}
     return common.finish("step", flags, model, work, hardware, figures)
 
 

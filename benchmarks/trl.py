@@ -46,8 +46,8 @@ from ml_collections import ConfigDict
 import jaxrl.train
 from benchmarks import common
 from benchmarks.peers import ONE_THREAD
-from benchmarks.trl_worker import Turns, read_jsonl
-from examples.real_world import MODEL_FOLDER, body, good_query, write_jsonl
+from benchmarks.trl_worker import TurnClient, read_jsonl
+from examples.real_world import MODEL_FOLDER, make_good_query, strip_title, write_jsonl
 from jaxrl import api
 from jaxrl.config import default_config
 from jaxrl.data.stream import Stream
@@ -105,18 +105,18 @@ class Reading(Env):
         """Compute exact match and F1 as SQuAD defines them."""
         return [self._score_one(episode.response, episode.task.answers) for episode in group]
 
-    def _score_one(self, answer: str, truths: Sequence[str]) -> Reward:
-        right = exact_match(answer, truths)
-        parts = {"exact_match": right, "f1": f1(answer, truths)}
-        return Reward(parts=parts, final_answer=answer.strip(), is_correct=right == 1)
+    def _score_one(self, answer: str, answers: Sequence[str]) -> Reward:
+        is_exact = exact_match(answer, answers)
+        parts = {"exact_match": is_exact, "f1": f1(answer, answers)}
+        return Reward(parts=parts, final_answer=answer.strip(), is_correct=is_exact == 1)
 
 
-def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
+def make_reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
     """Convert a question of the world to a single-turn task."""
-    asked = f"{passage}\n\nQuestion: {question['question']}"
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
-    kept = {name: question[name] for name in ("id", "answers", "data_source")}
-    return {**kept, "messages": messages}
+    user_content = f"{passage}\n\nQuestion: {question['question']}"
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user_content}]
+    fields = {name: question[name] for name in ("id", "answers", "data_source")}
+    return {**fields, "messages": messages}
 
 
 def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
@@ -133,11 +133,14 @@ def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
     counts = {"train": num_tasks, "eval": work.num_held_out}
     for split, count in counts.items():
         questions = read_jsonl(world / f"questions_{split}.jsonl")
-        results = engine.run_batch([good_query(one["question"]) for one in questions])
-        tasks = [reading_task(q, body(str(f))) for q, f in zip(questions, results, strict=True)]
-        lengths = [len(tokenizer.render_prompt(one["messages"])) for one in tasks]
+        results = engine.run_batch([make_good_query(item["question"]) for item in questions])
+        tasks = [
+            make_reading_task(q, strip_title(str(f)))
+            for q, f in zip(questions, results, strict=True)
+        ]
+        lengths = [len(tokenizer.render_prompt(item["messages"])) for item in tasks]
         fitting = zip(tasks, lengths, strict=True)
-        tasks = [one for one, length in fitting if length <= work.max_prompt_tokens][:count]
+        tasks = [item for item, length in fitting if length <= work.max_prompt_tokens][:count]
         print(
             f"{split}: {len(tasks)} of {len(questions)} questions, prompts of {min(lengths)} to "
             f"{max(lengths)} tokens",
@@ -186,20 +189,20 @@ def get_config(out: Path, model: str, work: Work) -> ConfigDict:
 class TurnClock(StepTimer):
     """Step timer that waits for a turn before its step starts."""
 
-    def __init__(self, turns: Turns):
+    def __init__(self, turn_client: TurnClient):
         """Report the previous step and wait for the next turn."""
-        turns.next_step()
+        turn_client.next_step()
         super().__init__()
-        self._turns = turns
+        self._turns = turn_client
 
     def sampling(self) -> Any:
         """Return a context manager that times sampling."""
-        return self._turns.sampling()
+        return self._turns.time_sampling()
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Report the step to the benchmark; return no metrics."""
         first = {t.task_id: t.token_ids[: t.prompt_length].tolist() for t in trajectories}
-        self._turns.note(
+        self._turns.add_figures(
             prompts=list(first.values()),
             sampled_tokens=sum(t.num_sampled for t in trajectories),
             all_tokens=sum(len(t.token_ids) for t in trajectories),
@@ -210,12 +213,12 @@ class TurnClock(StepTimer):
 def train_ours(out: Path) -> None:
     """Run our worker: train in turns and export to OUT/jaxrl/export."""
     model, work = read_settings(out)
-    turns = Turns(out / "jaxrl.log")
-    jaxrl.train.StepTimer = functools.partial(TurnClock, turns)
+    turn_client = TurnClient(out / "jaxrl.log")
+    jaxrl.train.StepTimer = functools.partial(TurnClock, turn_client)
     config = get_config(out, model, work)
     config.stages = ("train",)
     api.train(config, out / "jaxrl")
-    turns.end_step()
+    turn_client.end_step()
 
 
 def read_settings(out: Path) -> tuple[str, Work]:
@@ -260,7 +263,7 @@ class Worker:
             raise SystemExit(f"error: {self._command} ended with {self._process.returncode}")
 
 
-def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
+def alternate_steps(workers: Sequence[Worker], num_steps: int) -> None:
     """Alternate training steps; the worker that goes first alternates too."""
     for number in range(num_steps):
         for worker in workers if number % 2 == 0 else reversed(workers):
@@ -271,28 +274,30 @@ def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
 
 def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
     """Assert that both trainers used the same prompts in the same order."""
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
-        size = len(other["prompts"]) // len(one["prompts"])
-        groups = [ids for ids in one["prompts"] for _ in range(size)]
+    for number, (item, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+        size = len(other["prompts"]) // len(item["prompts"])
+        groups = [ids for ids in item["prompts"] for _ in range(size)]
         assert groups == other["prompts"], f"the prompts of step {number} differ"
 
 
-def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
+def make_replay_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
     """Convert the trajectories of our first steps to the format of TRL's `rollout_func`."""
     batches = []
     for step in range(1, num_steps + 1):
         records = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
         batches.append(
             {
-                "prompt_ids": [one["token_ids"][: one["prompt_length"]] for one in records],
-                "completion_ids": [one["token_ids"][one["prompt_length"] :] for one in records],
-                "logprobs": [one["rollout_logprobs"][one["prompt_length"] :] for one in records],
+                "prompt_ids": [item["token_ids"][: item["prompt_length"]] for item in records],
+                "completion_ids": [item["token_ids"][item["prompt_length"] :] for item in records],
+                "logprobs": [item["rollout_logprobs"][item["prompt_length"] :] for item in records],
             }
         )
     return batches
 
 
-def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
+def compare_metrics(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Format losses, gradient norms and rewards of the same completions for comparison."""
     names = {
         "loss": "actor/pg_loss",
@@ -302,71 +307,74 @@ def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, A
     lines = []
     for number, other in enumerate(theirs):
         pairs = [
-            f"{name} {ours[number][own]:.6f} and {other[name]:.6f}" for name, own in names.items()
+            f"{name} {ours[number][jaxrl_name]:.6f} and {other[name]:.6f}"
+            for name, jaxrl_name in names.items()
         ]
         lines.append(f"same completions, step {number + 1}: {', '.join(pairs)}")
     return lines
 
 
-def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
+def make_speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
     """Format the rows of the table of step times.
 
     Args:
         steps: Records by trainer: one of the startup, then one per step.
     """
-    counted = {name: told[1 + NUM_WARM_UP : -1] for name, told in steps.items()}
+    timed = {
+        name: messages_received[1 + NUM_WARM_UP : -1] for name, messages_received in steps.items()
+    }
 
     def medians(figure: Any) -> list[float]:
-        return [statistics.median(map(figure, counted[name])) for name in TRAINERS]
+        return [statistics.median(map(figure, timed[name])) for name in TRAINERS]
 
     def row(head: str, digits: int, figures: Sequence[float]) -> list[str]:
         ratio = figures[0] / figures[1]
         return [head, *(f"{figure:,.{digits}f}" for figure in figures), f"{ratio:.2f}"]
 
-    def update_s(one: Mapping[str, Any]) -> float:
-        return float(one["step_cpu_s"] - one["sampling_cpu_s"])
+    def update_s(item: Mapping[str, Any]) -> float:
+        return float(item["step_cpu_s"] - item["sampling_cpu_s"])
 
-    step_s = medians(lambda one: one["step_cpu_s"])
+    step_s = medians(lambda item: item["step_cpu_s"])
     # Loading and compiling: the startup, and the excess time of the first steps.
     before = [
         steps[name][0]["start_cpu_s"]
-        + sum(one["step_cpu_s"] - median for one in steps[name][1 : 1 + NUM_WARM_UP])
+        + sum(item["step_cpu_s"] - median for item in steps[name][1 : 1 + NUM_WARM_UP])
         for name, median in zip(TRAINERS, step_s, strict=True)
     ]
     return [
-        row("seconds a step", 1, medians(lambda one: one["step_s"])),
+        row("seconds a step", 1, medians(lambda item: item["step_s"])),
         row("processor seconds a step", 1, step_s),
         # The mean includes late compilations, which the median hides.
         row(
             "the same, mean",
             1,
-            [statistics.fmean(one["step_cpu_s"] for one in counted[name]) for name in TRAINERS],
+            [statistics.fmean(item["step_cpu_s"] for item in timed[name]) for name in TRAINERS],
         ),
-        row("sampling", 1, medians(lambda one: one["sampling_cpu_s"])),
+        row("sampling", 1, medians(lambda item: item["sampling_cpu_s"])),
         row("update", 1, medians(update_s)),
-        row("sampled tokens a step", 0, medians(lambda one: one["sampled_tokens"])),
-        row("trained tokens a step", 0, medians(lambda one: one["all_tokens"])),
+        row("sampled tokens a step", 0, medians(lambda item: item["sampled_tokens"])),
+        row("trained tokens a step", 0, medians(lambda item: item["all_tokens"])),
         row(
             "sampled tokens / processor s of sampling",
             1,
-            medians(lambda one: one["sampled_tokens"] / one["sampling_cpu_s"]),
+            medians(lambda item: item["sampled_tokens"] / item["sampling_cpu_s"]),
         ),
         row(
             "trained tokens / processor s of update",
             1,
-            medians(lambda one: one["all_tokens"] / update_s(one)),
+            medians(lambda item: item["all_tokens"] / update_s(item)),
         ),
         row(
             "trained tokens / processor s of step",
             1,
-            medians(lambda one: one["all_tokens"] / one["step_cpu_s"]),
+            medians(lambda item: item["all_tokens"] / item["step_cpu_s"]),
         ),
         row("loading and compiling, processor s", 1, before),
-        row("peak memory, GB", 2, [counted[name][-1]["peak_bytes"] / 1e9 for name in TRAINERS]),
+        row("peak memory, GB", 2, [timed[name][-1]["peak_bytes"] / 1e9 for name in TRAINERS]),
     ]
 
 
-def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def make_score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Format the rows of the table of scores and their differences, with 95% intervals.
 
     Args:
@@ -378,28 +386,32 @@ def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             cells = []
             for name in ("before", *TRAINERS):
                 mean = records[name]["summary"][suite]["all"][measure]
-                cells.append(with_interval(mean, records[name]["intervals"][suite]["all"][measure]))
-            ours, theirs = (by_question(records[name], suite, measure) for name in TRAINERS)
+                cells.append(
+                    format_with_interval(mean, records[name]["intervals"][suite]["all"][measure])
+                )
+            ours, theirs = (mean_by_question(records[name], suite, measure) for name in TRAINERS)
             gaps = np.array([[ours[task] - theirs[task]] for task in ours])
             rng = np.random.default_rng(0)
             resampled = bootstrap_means(gaps, num_resamples=1000, rng=rng)
             cells.append(
-                with_interval(float(gaps.mean()), compute_percentile_interval(resampled[:, 0]))
+                format_with_interval(
+                    float(gaps.mean()), compute_percentile_interval(resampled[:, 0])
+                )
             )
             rows.append([f"{measure.replace('_', ' ')}, {suite}", *cells])
     return rows
 
 
-def with_interval(mean: float, interval: Sequence[float] | None) -> str:
+def format_with_interval(mean: float, interval: Sequence[float] | None) -> str:
     """Format a mean with its confidence interval, if there is one."""
     return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
-def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
+def mean_by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
     """Return the mean of a metric per question, over the sampled answers."""
     by_task: dict[str, list[float]] = {}
-    for one in record["questions"][suite]:
-        by_task.setdefault(one["task_id"], []).append(one[measure])
+    for item in record["questions"][suite]:
+        by_task.setdefault(item["task_id"], []).append(item[measure])
     return {task: statistics.fmean(values) for task, values in by_task.items()}
 
 
@@ -410,7 +422,7 @@ def evaluate(out: Path, name: str, model: str, work: Work) -> dict[str, Any]:
     return json.loads((workdir / "eval" / "evaluate_0.json").read_text())
 
 
-def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
+def parse_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
     """Parse the command line into flags and settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -431,7 +443,7 @@ def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark or, with `--worker`, our worker."""
-    flags, work = read_flags(argv)
+    flags, work = parse_flags(argv)
     out: Path = flags.out
     if flags.worker:
         train_ours(out)
@@ -454,32 +466,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = {"jaxrl": [ours.read()]}
     theirs = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out)])
     steps["TRL"] = [theirs.read()]
-    take_turns([ours, theirs], work.num_updates)
-    told = theirs.read()
+    alternate_steps([ours, theirs], work.num_updates)
+    messages_received = theirs.read()
     ours.join()
     theirs.join()
     steps["jaxrl"] += ours.steps
     steps["TRL"] += theirs.steps
     check_prompts(ours.steps, theirs.steps)
-    (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": told}))
+    (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": messages_received}))
     copy_side_files(Path(model), out / "trl_model")
 
     # Report speed first, then compare losses and gradients on the same completions.
-    lines = [common.table(["", *TRAINERS, "ratio"], speed_rows(steps)), ""]
+    lines = [common.format_table(["", *TRAINERS, "ratio"], make_speed_rows(steps)), ""]
     print(lines[0], flush=True)
     if work.num_replayed:
-        write_jsonl(out / "replay.jsonl", replayed_batches(out, work.num_replayed))
+        write_jsonl(out / "replay.jsonl", make_replay_batches(out, work.num_replayed))
         replay = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out), "--replay"])
         metrics = [
-            one for one in read_jsonl(out / "jaxrl" / "metrics.jsonl") if "actor/pg_loss" in one
+            item for item in read_jsonl(out / "jaxrl" / "metrics.jsonl") if "actor/pg_loss" in item
         ]
-        lines += [*agreement(metrics, replay.read()), ""]
+        lines += [*compare_metrics(metrics, replay.read()), ""]
         replay.join()
     # Score all models with the same evaluation.
     folders = {"before": model, "jaxrl": str(out / "jaxrl/export"), "TRL": str(out / "trl_model")}
     records = {name: evaluate(out, name, folder, work) for name, folder in folders.items()}
-    lines += [common.table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]
-    versions = common.versions("jax", "jaxlib") | told["versions"]
+    lines += [
+        common.format_table(["", "before", *TRAINERS, "jaxrl − TRL"], make_score_rows(records)),
+        "",
+    ]
+    versions = common.package_versions("jax", "jaxlib") | messages_received["versions"]
     lines.append(", ".join(f"{name} {version}" for name, version in versions.items()))
     lines.append(f"{common.processor()}, load average {os.getloadavg()[2]:.1f} at the end")
     report = "\n".join(lines)

@@ -22,7 +22,7 @@ from typing import Any
 from jaxrl.envs.rewards.qa import f1
 
 
-class Turns:
+class TurnClient:
     """Connection of a trainer to the benchmark: waits for turns and reports measurements.
 
     Both trainers are measured from one call of `next_step` to the next, so that all work of a step
@@ -35,44 +35,46 @@ class Turns:
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        self._began: tuple[float, float] | None = None
+        self._started_at: tuple[float, float] | None = None
         self._record: dict[str, Any] = {}
 
-    def note(self, **figures: Any) -> None:
+    def add_figures(self, **figures: Any) -> None:
         """Add figures to the current step's record."""
         self._record |= figures
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
+    def time_sampling(self) -> Iterator[None]:
         """Time sampling and rewards; repeated calls within a step add up."""
-        began = (time.perf_counter(), time.process_time())
+        started_at = (time.perf_counter(), time.process_time())
         yield
         seconds = {
-            "sampling_s": time.perf_counter() - began[0],
-            "sampling_cpu_s": time.process_time() - began[1],
+            "sampling_s": time.perf_counter() - started_at[0],
+            "sampling_cpu_s": time.process_time() - started_at[1],
         }
-        self.note(**{name: self._record.get(name, 0.0) + took for name, took in seconds.items()})
+        self.add_figures(
+            **{name: self._record.get(name, 0.0) + took for name, took in seconds.items()}
+        )
 
     def next_step(self) -> None:
         """Report the current step, if any, and wait for the next turn."""
         self.end_step()
         if not sys.stdin.readline():
             raise SystemExit("the benchmark has ended")
-        self._began = (time.perf_counter(), time.process_time())
+        self._started_at = (time.perf_counter(), time.process_time())
 
     def end_step(self) -> None:
         """Report the measurements of the step or, before the first step, of the startup."""
-        if self._began is None:
-            self.note(start_cpu_s=time.process_time())
+        if self._started_at is None:
+            self.add_figures(start_cpu_s=time.process_time())
         else:
-            self.note(
-                step_s=time.perf_counter() - self._began[0],
-                step_cpu_s=time.process_time() - self._began[1],
+            self.add_figures(
+                step_s=time.perf_counter() - self._started_at[0],
+                step_cpu_s=time.process_time() - self._started_at[1],
             )
-        self.tell(self._record | {"peak_bytes": peak_bytes()})
+        self.send(self._record | {"peak_bytes": peak_bytes()})
         self._record = {}
 
-    def tell(self, record: Any) -> None:
+    def send(self, record: Any) -> None:
         """Send a record to the benchmark as one line of JSON."""
         print(json.dumps(record), file=self._out, flush=True)
 
@@ -80,13 +82,15 @@ class Turns:
 def peak_bytes() -> int:
     """Return the peak resident memory of this process in bytes; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [one for one in lines if one.startswith("VmHWM")]
+    [line] = [item for item in lines if item.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def reward(completions: Sequence[Any], answers: Sequence[Sequence[str]], **_: Any) -> list[float]:
     """Return each completion's F1 with the best accepted answer, as a TRL reward function."""
-    return [f1(one[0]["content"], truths) for one, truths in zip(completions, answers, strict=True)]
+    return [
+        f1(item[0]["content"], truths) for item, truths in zip(completions, answers, strict=True)
+    ]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -94,12 +98,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
+def train(out: Path, turn_client: TurnClient, *, is_replay: bool) -> None:
     """Train with TRL.
 
     Args:
         out: Folder of the benchmark.
-        turns: Connection to the benchmark.
+        turn_client: Connection to the benchmark.
         is_replay: True to use the completions in `replay.jsonl`, one line per step, without
             saving a model.
     """
@@ -109,46 +113,46 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     # Subclass and callback that measure sampling and wait for turns.
-    class Timed(GRPOTrainer):
+    class TimedTrainer(GRPOTrainer):
         """Trainer that measures sampling and reports the sampled tokens."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            with turns.sampling():
+            with turn_client.time_sampling():
                 batch = super()._generate_and_score_completions(inputs)
             pairs = zip(batch["prompt_ids"], batch["prompt_mask"].bool(), strict=True)
-            turns.note(
+            turn_client.add_figures(
                 prompts=[ids[mask].tolist() for ids, mask in pairs],
                 sampled_tokens=int(batch["completion_mask"].sum()),
                 all_tokens=int(batch["completion_mask"].sum() + batch["prompt_mask"].sum()),
             )
             return batch
 
-    class InTurn(transformers.TrainerCallback):
+    class WaitForTurn(transformers.TrainerCallback):
         """Callback that waits for a turn before each step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del args, state, control
-            turns.next_step()
+            turn_client.next_step()
 
     # A replay takes its completions from a file instead of sampling.
     torch.set_num_threads(1)
     settings = json.loads((out / "settings.json").read_text())
     tasks = read_jsonl(out / "tasks_in_order.jsonl")
-    given = iter(read_jsonl(out / "replay.jsonl")) if is_replay else iter(())
+    replayed = iter(read_jsonl(out / "replay.jsonl")) if is_replay else iter(())
     num_completions = settings["tasks_per_step"] * settings["group_size"]
     num_steps = settings["num_replayed"] if is_replay else settings["num_updates"]
     # The same method as in `benchmarks.trl.get_config`.
-    trainer = (GRPOTrainer if is_replay else Timed)(
+    trainer = (GRPOTrainer if is_replay else TimedTrainer)(
         model=transformers.AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=torch.float32
         ),
         processing_class=transformers.AutoTokenizer.from_pretrained(settings["model"]),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(
-            [{"prompt": one["messages"], "answers": one["answers"]} for one in tasks]
+            [{"prompt": item["messages"], "answers": item["answers"]} for item in tasks]
         ),
-        rollout_func=(lambda prompts, trainer: next(given)) if is_replay else None,
-        callbacks=[] if is_replay else [InTurn()],
+        rollout_func=(lambda prompts, trainer: next(replayed)) if is_replay else None,
+        callbacks=[] if is_replay else [WaitForTurn()],
         args=GRPOConfig(
             output_dir=str(out / "trl"),
             use_cpu=True,
@@ -182,15 +186,15 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
         ),
     )
     trainer.train()
-    log = [one for one in trainer.state.log_history if "grad_norm" in one]
+    log = [item for item in trainer.state.log_history if "grad_norm" in item]
     if is_replay:
         names = ("loss", "grad_norm", "reward")
-        turns.tell([{name: one[name] for name in names} for one in log])
+        turn_client.send([{name: item[name] for name in names} for item in log])
         return
-    turns.end_step()
+    turn_client.end_step()
     trainer.model.save_pretrained(out / "trl_model")
     packages = {"torch": torch.__version__, "transformers": transformers.__version__}
-    turns.tell({"log": log, "versions": packages | {"trl": trl_version()}})
+    turn_client.send({"log": log, "versions": packages | {"trl": trl_version()}})
 
 
 def trl_version() -> str:
@@ -206,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--replay", action="store_true")
     flags = parser.parse_args(argv)
     name = "trl_replay" if flags.replay else "trl"
-    train(flags.out, Turns(flags.out / f"{name}.log"), is_replay=flags.replay)
+    train(flags.out, TurnClient(flags.out / f"{name}.log"), is_replay=flags.replay)
 
 
 if __name__ == "__main__":

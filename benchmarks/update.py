@@ -79,8 +79,8 @@ def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
     """Generate random sequences, in consecutive groups that share a prompt."""
     rng = np.random.default_rng(0)
     count = work.num_groups * work.group_size
-    drawn = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
-    lengths = work.prompt_tokens + np.clip(drawn, 1, work.row_tokens - work.prompt_tokens)
+    sampled_lengths = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
+    lengths = work.prompt_tokens + np.clip(sampled_lengths, 1, work.row_tokens - work.prompt_tokens)
     prompts = rng.integers(model.vocab_size, size=(work.num_groups, work.prompt_tokens))
     sequences = []
     for index, length in enumerate(lengths):
@@ -88,8 +88,8 @@ def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
         token_ids[: work.prompt_tokens] = prompts[index // work.group_size]
         is_sampled = np.arange(length) >= work.prompt_tokens
         logprobs = np.where(is_sampled, -np.log(model.vocab_size), 0).astype(np.float32)
-        one = Demonstration(token_ids=token_ids, loss_mask=is_sampled, rollout_logprobs=logprobs)
-        sequences.append(one)
+        item = Demonstration(token_ids=token_ids, loss_mask=is_sampled, rollout_logprobs=logprobs)
+        sequences.append(item)
     return sequences
 
 
@@ -102,7 +102,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
         shards_with_prompts=num_shards if work.shares_prompts else 0,
     )
     advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
-    weights = token_weights([one.loss_mask for one in sequences], token_mean)
+    weights = token_weights([item.loss_mask for item in sequences], token_mean)
     return pack(
         sequences,
         advantages,
@@ -147,7 +147,7 @@ def start(
     return packed, state, run
 
 
-def operations(
+def count_flops(
     model: common.ModelSizes, sequences: Sequence[Demonstration], num_shared: int
 ) -> tuple[float, float]:
     """Return the FLOPs of an update for complete sequences, and those actually computed.
@@ -155,18 +155,20 @@ def operations(
     The latter exclude the output layer for tokens without loss, and the layers, except attention,
     for `num_shared` tokens of shared prompts.
     """
-    lengths = [len(one.token_ids) for one in sequences]
-    whole = sum(n * common.train_flops_per_token(model, n) for n in lengths)
-    without_loss = sum(lengths) - sum(int(one.loss_mask.sum()) for one in sequences)
+    lengths = [len(item.token_ids) for item in sequences]
+    total_flops = sum(n * common.train_flops_per_token(model, n) for n in lengths)
+    without_loss = sum(lengths) - sum(int(item.loss_mask.sum()) for item in sequences)
     head = model.vocab_size * model.width
-    return whole, whole - 6.0 * (without_loss * head + num_shared * (model.product_params - head))
+    return total_flops, total_flops - 6.0 * (
+        without_loss * head + num_shared * (model.product_params - head)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
+    flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
     num_updates = flags.warm_up + flags.repetitions
-    packed, state, update = start(model, work, common.one_device(), num_updates)
+    packed, state, update = start(model, work, common.single_device_mesh(), num_updates)
 
     def run(_: int) -> None:
         nonlocal state
@@ -174,17 +176,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     timing = common.repeat(run, warm_up=flags.warm_up, repetitions=flags.repetitions)
     assert int(state.num_skipped) == 0, "a gradient was not finite"
-    needed, computed = operations(model, make_sequences(model, work), packed.num_shared)
+    needed, computed = count_flops(model, make_sequences(model, work), packed.num_shared)
     seconds = common.spread(timing.seconds)
     flops = hardware.flops
     figures = {
         **timing.figures(packed.num_tokens),
         "floor_tokens_per_s": flops * packed.num_tokens / needed if flops else None,
         "ms_per_update": {name: 1e3 * value for name, value in seconds.items()},
-        "flops_per_s": common.spread([needed / one for one in timing.seconds]),
-        "mfu": common.mfu(needed, seconds["median"], hardware),
-        "mfu_computed": common.mfu(computed, seconds["median"], hardware),
-        "attention": common.kernels(model, common.one_device()).name,
+        "flops_per_s": common.spread([needed / item for item in timing.seconds]),
+        "mfu": common.compute_mfu(needed, seconds["median"], hardware),
+        "mfu_computed": common.compute_mfu(computed, seconds["median"], hardware),
+        "attention": common.kernels(model, common.single_device_mesh()).name,
         "padding": packed.padding,
         "shared_tokens": packed.num_shared / packed.num_tokens,
     }

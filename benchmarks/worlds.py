@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import table
-from benchmarks.jobs import ROOT, Job, read_steps, run_jobs, seconds_of
+from benchmarks.common import format_table
+from benchmarks.jobs import ROOT, Job, read_duration_s, read_steps, run_jobs
 from jaxrl.logs.statistics import bootstrap_means, compute_percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
@@ -30,12 +30,12 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acted:
+class Evidence:
     """Evidence that a part of a method had an effect: a metric, reduced over steps."""
 
     name: str  # column title, with the unit
     metric: str  # training metric in metrics.jsonl
-    of: Callable[[Sequence[float]], float]  # reduces the values of one or more steps
+    reduce: Callable[[Sequence[float]], float]  # reduces the values of one or more steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,34 +44,34 @@ class World:
 
     builder: str  # script module with the flags --out and --seed
     config: str  # config file, whose argument is the world's folder
-    acted: tuple[Acted, ...]
+    evidence: tuple[Evidence, ...]
     scores: tuple[str, ...] = ("exact_match",)  # evaluation scores over all questions
     suites: tuple[str, ...] = ("sampled", "greedy")  # suites of the scores
     # Report the first score's gain, paired by question, with its 95% interval.
     shows_gain: bool = False
 
 
-def first(values: Sequence[float]) -> float:
+def mean_of_first_fifth(values: Sequence[float]) -> float:
     """Return the mean over the first fifth of the steps."""
     return statistics.fmean(values[: max(len(values) // 5, 1)])
 
 
-def last(values: Sequence[float]) -> float:
+def mean_of_last_fifth(values: Sequence[float]) -> float:
     """Return the mean over the last fifth of the steps."""
     return statistics.fmean(values[-max(len(values) // 5, 1) :])
 
 
-def end(values: Sequence[float]) -> float:
+def last_value(values: Sequence[float]) -> float:
     """Return the value of the last step."""
     return values[-1]
 
 
-def missing(values: Sequence[float]) -> float:
+def one_minus_mean(values: Sequence[float]) -> float:
     """Return 1 minus the mean over all steps."""
     return 1 - statistics.fmean(values)
 
 
-def halfway(values: Sequence[float]) -> float:
+def mean_halfway(values: Sequence[float]) -> float:
     """Return the mean over the fifth of the steps that ends halfway."""
     half, count = max(len(values) // 2, 1), max(len(values) // 5, 1)
     return statistics.fmean(values[max(half - count, 0) : half])
@@ -81,73 +81,135 @@ WORLDS = {
     "math": World(
         builder="examples.math_world",
         config="configs/dapo_small.py",
-        acted=(
-            Acted(name="overlong penalty, first fifth", metric="reward/overlong/mean", of=first),
-            Acted(name="overlong penalty, last fifth", metric="reward/overlong/mean", of=last),
-            Acted(name="tokens, first fifth", metric="response_length/mean", of=first),
-            Acted(name="tokens, last fifth", metric="response_length/mean", of=last),
-            Acted(name="cut off, first fifth", metric="outcome/out_of_budget", of=first),
-            Acted(name="cut off, last fifth", metric="outcome/out_of_budget", of=last),
-            Acted(name="groups not kept", metric="filter/kept_share", of=missing),
-            Acted(name="batches a step", metric="filter/num_batches", of=statistics.fmean),
-            Acted(name="clipped tokens", metric="actor/pg_clipfrac", of=statistics.fmean),
+        evidence=(
+            Evidence(
+                name="overlong penalty, first fifth",
+                metric="reward/overlong/mean",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="overlong penalty, last fifth",
+                metric="reward/overlong/mean",
+                reduce=mean_of_last_fifth,
+            ),
+            Evidence(
+                name="tokens, first fifth",
+                metric="response_length/mean",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="tokens, last fifth", metric="response_length/mean", reduce=mean_of_last_fifth
+            ),
+            Evidence(
+                name="cut off, first fifth",
+                metric="outcome/out_of_budget",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="cut off, last fifth",
+                metric="outcome/out_of_budget",
+                reduce=mean_of_last_fifth,
+            ),
+            Evidence(name="groups not kept", metric="filter/kept_share", reduce=one_minus_mean),
+            Evidence(name="batches a step", metric="filter/num_batches", reduce=statistics.fmean),
+            Evidence(name="clipped tokens", metric="actor/pg_clipfrac", reduce=statistics.fmean),
         ),
     ),
     "ares": World(
         builder="examples.math_world",
         config="configs/ares_small.py",
-        acted=(
-            Acted(name="easy tasks, first fifth", metric="difficulty/easy/share", of=first),
-            Acted(name="easy tasks, last fifth", metric="difficulty/easy/share", of=last),
-            Acted(name="hard tasks, first fifth", metric="difficulty/hard/share", of=first),
-            Acted(name="hard tasks, last fifth", metric="difficulty/hard/share", of=last),
-            Acted(name="entropy reward", metric="reward/entropy/mean", of=statistics.fmean),
+        evidence=(
+            Evidence(
+                name="easy tasks, first fifth",
+                metric="difficulty/easy/share",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="easy tasks, last fifth",
+                metric="difficulty/easy/share",
+                reduce=mean_of_last_fifth,
+            ),
+            Evidence(
+                name="hard tasks, first fifth",
+                metric="difficulty/hard/share",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="hard tasks, last fifth",
+                metric="difficulty/hard/share",
+                reduce=mean_of_last_fifth,
+            ),
+            Evidence(name="entropy reward", metric="reward/entropy/mean", reduce=statistics.fmean),
             *(
-                Acted(
+                Evidence(
                     name=f"alpha, {name}, end",
                     metric=f"controller/coefficients/alphas/{name}",
-                    of=end,
+                    reduce=last_value,
                 )
                 for name in BUCKETS
             ),
             *(
-                Acted(
+                Evidence(
                     name=f"KL multiplier, {name}, end",
                     metric=f"controller/kl/multipliers/{name}",
-                    of=end,
+                    reduce=last_value,
                 )
                 for name in BUCKETS
             ),
-            Acted(name="groups not kept", metric="filter/kept_share", of=missing),
+            Evidence(name="groups not kept", metric="filter/kept_share", reduce=one_minus_mean),
         ),
     ),
     "bapo": World(
         builder="examples.bapo_world",
         config="configs/bapo_small.py",
         scores=("exact_match", "abstained", "precision", "reliability"),
-        acted=(
-            Acted(
-                name="pay for abstaining, first fifth", metric="reward/abstention/mean", of=first
+        evidence=(
+            Evidence(
+                name="pay for abstaining, first fifth",
+                metric="reward/abstention/mean",
+                reduce=mean_of_first_fifth,
             ),
-            Acted(name="pay for abstaining, last fifth", metric="reward/abstention/mean", of=last),
-            Acted(name="groups sampled again", metric="filter/resampled_groups", of=sum),
-            Acted(
+            Evidence(
+                name="pay for abstaining, last fifth",
+                metric="reward/abstention/mean",
+                reduce=mean_of_last_fifth,
+            ),
+            Evidence(name="groups sampled again", metric="filter/resampled_groups", reduce=sum),
+            Evidence(
                 name="share of steps in the late stage",
                 metric="controller/gate/is_late",
-                of=statistics.fmean,
+                reduce=statistics.fmean,
             ),
-            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
-            Acted(name="Python calls, first fifth", metric="num_python_calls/mean", of=first),
-            Acted(name="Python calls, last fifth", metric="num_python_calls/mean", of=last),
+            Evidence(
+                name="searches, last fifth", metric="num_searches/mean", reduce=mean_of_last_fifth
+            ),
+            Evidence(
+                name="Python calls, first fifth",
+                metric="num_python_calls/mean",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="Python calls, last fifth",
+                metric="num_python_calls/mean",
+                reduce=mean_of_last_fifth,
+            ),
         ),
     ),
     "search": World(
         builder="examples.quickstart_world",
         config="configs/search_r1_small.py",
-        acted=(
-            Acted(name="searches, first fifth", metric="num_searches/mean", of=first),
-            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
-            Acted(name="KL to the start, last fifth", metric="actor/kl_loss", of=last),
+        evidence=(
+            Evidence(
+                name="searches, first fifth", metric="num_searches/mean", reduce=mean_of_first_fifth
+            ),
+            Evidence(
+                name="searches, last fifth", metric="num_searches/mean", reduce=mean_of_last_fifth
+            ),
+            Evidence(
+                name="KL to the start, last fifth",
+                metric="actor/kl_loss",
+                reduce=mean_of_last_fifth,
+            ),
         ),
     ),
     "puzzles": World(
@@ -155,29 +217,47 @@ WORLDS = {
         config="configs/passk_small.py",
         scores=("pass@8", "exact_match"),
         suites=("sampled",),
-        acted=(
+        evidence=(
             # The first half of the steps has k = 4, the second k = 1.
-            Acted(name="k, halfway", metric="advantage/k", of=halfway),
-            Acted(name="k, last fifth", metric="advantage/k", of=last),
-            Acted(
-                name="pass@8, halfway", metric="val-core/all/exact_match/best@8/mean", of=halfway
+            Evidence(name="k, halfway", metric="advantage/k", reduce=mean_halfway),
+            Evidence(name="k, last fifth", metric="advantage/k", reduce=mean_of_last_fifth),
+            Evidence(
+                name="pass@8, halfway",
+                metric="val-core/all/exact_match/best@8/mean",
+                reduce=mean_halfway,
             ),
-            Acted(
-                name="exact_match, halfway", metric="val-core/all/exact_match/mean@8", of=halfway
+            Evidence(
+                name="exact_match, halfway",
+                metric="val-core/all/exact_match/mean@8",
+                reduce=mean_halfway,
             ),
-            Acted(name="with signal, first fifth", metric="rollout/informative_share", of=first),
-            Acted(name="with signal, halfway", metric="rollout/informative_share", of=halfway),
-            Acted(name="with signal, last fifth", metric="rollout/informative_share", of=last),
+            Evidence(
+                name="with signal, first fifth",
+                metric="rollout/informative_share",
+                reduce=mean_of_first_fifth,
+            ),
+            Evidence(
+                name="with signal, halfway", metric="rollout/informative_share", reduce=mean_halfway
+            ),
+            Evidence(
+                name="with signal, last fifth",
+                metric="rollout/informative_share",
+                reduce=mean_of_last_fifth,
+            ),
         ),
     ),
     "real": World(
         builder="examples.real_world",
         config="configs/real.py",
         suites=("sampled", "greedy", "empty_search", "random_search"),
-        acted=(
-            Acted(name="searches, first fifth", metric="num_searches/mean", of=first),
-            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
-            Acted(name="logprob_diff_max", metric="rollout_corr/logprob_diff_max", of=max),
+        evidence=(
+            Evidence(
+                name="searches, first fifth", metric="num_searches/mean", reduce=mean_of_first_fifth
+            ),
+            Evidence(
+                name="searches, last fifth", metric="num_searches/mean", reduce=mean_of_last_fifth
+            ),
+            Evidence(name="logprob_diff_max", metric="rollout_corr/logprob_diff_max", reduce=max),
         ),
         shows_gain=True,
     ),
@@ -185,47 +265,47 @@ WORLDS = {
 """Worlds by method."""
 
 
-def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
+def make_jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
     """Return the jobs that generate the world for a seed and train in it."""
     world = WORLDS[name]
-    made, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
+    setup, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
     return (
-        Job(folder=made, module=world.builder, arguments=(f"--out={made}", f"--seed={seed}")),
+        Job(folder=setup, module=world.builder, arguments=(f"--out={setup}", f"--seed={seed}")),
         Job(
             folder=run,
             module="jaxrl.launch",
             arguments=(
-                f"--config={ROOT / world.config}:{made}",
+                f"--config={ROOT / world.config}:{setup}",
                 f"--config.seed={seed}",
                 f"--workdir={run}",
             ),
-            needs=(made,),
+            depends_on=(setup,),
         ),
     )
 
 
 def read_figures(world: World, run: Path) -> Figures:
     """Read the scores before and after training, the time, and the evidence."""
-    before, after = evaluations(run)
+    before, after = load_evaluations(run)
     figures = {
-        f"{score}, {suite}, {when}": value_of(record, suite, score)
+        f"{score}, {suite}, {when}": get_score(record, suite, score)
         for score in world.scores
         for suite in world.suites
         for when, record in (("before", before), ("after", after))
     }
     if world.shows_gain:
         score, suite = world.scores[0], world.suites[0]
-        mean, low, high = gain(before, after, suite, score)
+        mean, low, high = compute_gain(before, after, suite, score)
         figures[f"gain, {suite}"] = mean
         figures |= {"95% from": low, "95% to": high}
     steps = read_steps(run)
-    for acted in world.acted:
-        values = [value for _, value in steps.get(acted.metric, [])]
-        figures[acted.name] = acted.of(values) if values else math.nan
-    return figures | {"wall s": seconds_of(run)}
+    for evidence in world.evidence:
+        values = [value for _, value in steps.get(evidence.metric, [])]
+        figures[evidence.name] = evidence.reduce(values) if values else math.nan
+    return figures | {"wall s": read_duration_s(run)}
 
 
-def gain(
+def compute_gain(
     before: Mapping[str, Any], after: Mapping[str, Any], suite: str, score: str
 ) -> tuple[float, float, float]:
     """Return the mean paired difference and its 95% bootstrap interval.
@@ -252,7 +332,7 @@ def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, 
     return {name: statistics.fmean(values) for name, values in scores.items()}
 
 
-def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load the first evaluation, and the evaluations of the last step, merged.
 
     Raises:
@@ -277,17 +357,19 @@ def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return records[keys[0]], after
 
 
-def value_of(record: Mapping[str, Any], suite: str, score: str) -> float:
+def get_score(record: Mapping[str, Any], suite: str, score: str) -> float:
     """Return the mean score of an evaluation over all questions; NaN if missing."""
     value = record["summary"].get(suite, {}).get("all", {}).get(score)
     return math.nan if value is None else float(value)
 
 
-def as_table(figures: Mapping[int, Figures]) -> str:
+def format_figures(figures: Mapping[int, Figures]) -> str:
     """Format the figures as a table with one row per seed."""
     heads = list(next(iter(figures.values())))
-    rows = [[str(seed), *map(_number, own.values())] for seed, own in figures.items()]
-    return table(["seed", *heads], rows)
+    rows = [
+        [str(seed), *map(_number, seed_figures.values())] for seed, seed_figures in figures.items()
+    ]
+    return format_table(["seed", *heads], rows)
 
 
 def _number(value: float) -> str:
@@ -315,12 +397,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.workdir.resolve()
     figures = {}
     for seed in args.seeds:
-        made, run = jobs(args.world, seed, out)
-        run_jobs([made, run])
+        setup, run = make_jobs(args.world, seed, out)
+        run_jobs([setup, run])
         figures[seed] = read_figures(WORLDS[args.world], run.folder)
     path = out / args.world / "results.json"
     path.write_text(json.dumps({str(s): f for s, f in figures.items()}, indent=2) + "\n")
-    print(f"\n{as_table(figures)}\n\nwrote {path}")
+    print(f"\n{format_figures(figures)}\n\nwrote {path}")
 
 
 if __name__ == "__main__":

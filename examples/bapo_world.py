@@ -128,7 +128,7 @@ def make_people(
     return people
 
 
-def known(people: People) -> list[Person]:
+def with_documents(people: People) -> list[Person]:
     """Return the people who have a document."""
     return [person for person in people.values() if person.is_known]
 
@@ -153,7 +153,7 @@ def make_question(
     }
 
 
-def train_questions(people: People, rng: random.Random) -> list[Question]:
+def make_train_questions(people: People, rng: random.Random) -> list[Question]:
     """Generate all kinds of questions about people who are not held out, in random order."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people, rng) for p in persons for hops in QUESTIONS]
@@ -161,7 +161,7 @@ def train_questions(people: People, rng: random.Random) -> list[Question]:
     return questions
 
 
-def eval_questions(people: People, rng: random.Random) -> list[Question]:
+def make_eval_questions(people: People, rng: random.Random) -> list[Question]:
     """Generate one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     kinds = itertools.cycle(QUESTIONS)
@@ -203,25 +203,29 @@ class Demonstrator(quickstart.Demonstrator):
         if self._happens(self._habits.guess):
             return guess
         # A lookup that returned somebody else is lost: the answer will be wrong.
-        read = self._look_up(name, hops[0], messages)
-        is_lost = read is None or read.name != name
-        if read is not None and len(hops) == 2:
-            name = read.facts["mentor"]
+        source_person = self._look_up(name, hops[0], messages)
+        is_lost = source_person is None or source_person.name != name
+        if source_person is not None and len(hops) == 2:
+            name = source_person.facts["mentor"]
             if self._happens(self._habits.second_search):
-                read = self._look_up(name, fact, messages)
-            is_lost = is_lost or read is None or read.name != name
-        is_told = read is not None and read.untold != fact
+                source_person = self._look_up(name, fact, messages)
+            is_lost = is_lost or source_person is None or source_person.name != name
+        is_told = source_person is not None and source_person.untold != fact
         if self._happens(
             self._habits.give_up_found if is_told and not is_lost else self._habits.give_up_lost
         ):
             return I_DO_NOT_KNOW
-        if read is None or not is_told:
+        if source_person is None or not is_told:
             return guess
         if fact == "birthplace":
-            return read.facts[fact]
-        return self._work_out(read, messages) if self._happens(self._habits.compute) else guess
+            return source_person.facts[fact]
+        return (
+            self._compute_age(source_person, messages)
+            if self._happens(self._habits.compute)
+            else guess
+        )
 
-    def _work_out(self, person: Person, messages: list[dict[str, str]]) -> str:
+    def _compute_age(self, person: Person, messages: list[dict[str, str]]) -> str:
         """Append a calculation in Python to `messages`; return its output."""
         difference = f"{person.facts['died']} - {person.facts['born']}"
         code = f"print({difference})"
@@ -238,20 +242,20 @@ def demonstrations(
     people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Generate demonstrations about the people of one world."""
-    questions = train_questions(people, rng)
-    with quickstart.opened_engine(known(people), topk=topk) as engine:
+    questions = make_train_questions(people, rng)
+    with quickstart.open_people_search(with_documents(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)
-        drawn = quickstart.drawn(questions, num, rng)
-        return [demonstrator.demonstrate(question) for question in drawn]
+        sampled = quickstart.cycle_questions(questions, num, rng)
+        return [demonstrator.demonstrate(question) for question in sampled]
 
 
-def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def iter_training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield texts for training the tokenizer: all numbers, and the quickstart's texts."""
     yield from map(str, NUMBERS)
-    yield from quickstart.training_texts(chats, WORDS, BAPO)
+    yield from quickstart.iter_training_texts(chats, WORDS, BAPO)
 
 
-def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+def render_texts(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
     """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for name in ("questions_train", "questions_eval"):
@@ -270,13 +274,13 @@ def check_numbers_are_whole(tokenizer: tokenizers.Tokenizer) -> None:
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
     """Print the fraction and quality of demonstrations by data source."""
-    heads = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
-    print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in heads.values()))
+    titles = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
+    print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in titles.values()))
     by_source = collections.defaultdict(list)
     for chat in chats:
         by_source[chat["data_source"]].append(chat["metadata"])
     for source, group in sorted(by_source.items()):
-        shares = [np.mean([metadata[name] for metadata in group]) for name in heads]
+        shares = [np.mean([metadata[name] for metadata in group]) for name in titles]
         shares = [len(group) / len(chats), *shares]
         print(f"{source:24}" + "".join(f"{share:10.1%}" for share in shares))
 
@@ -314,9 +318,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_others, python = args.num_people - len(held_out), MontyTool(max_workers=1)
     # Demonstrations come from other worlds, so that they teach no facts.
     files = {
-        "corpus": list(quickstart.documents(known(people))),
-        "questions_train": train_questions(people, rngs["questions"]),
-        "questions_eval": eval_questions(people, rngs["questions"]),
+        "corpus": list(quickstart.documents(with_documents(people))),
+        "questions_train": make_train_questions(people, rngs["questions"]),
+        "questions_eval": make_eval_questions(people, rngs["questions"]),
         "demonstrations": [
             chat
             for _ in range(args.num_worlds)
@@ -330,11 +334,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ],
     }
     # Check the texts before writing anything.
-    tokenizer = quickstart.train_tokenizer(training_texts(files["demonstrations"]), BAPO, PIECES)
-    texts = rendered(files)
+    tokenizer = quickstart.train_tokenizer(
+        iter_training_texts(files["demonstrations"]), BAPO, PIECES
+    )
+    texts = render_texts(files)
     quickstart.check_nothing_leaks(people, files)
-    everything = itertools.chain.from_iterable(texts.values())
-    quickstart.check_words_are_whole(tokenizer, everything, WORDS)
+    all_texts = itertools.chain.from_iterable(texts.values())
+    quickstart.check_words_are_whole(tokenizer, all_texts, WORDS)
     check_numbers_are_whole(tokenizer)
     quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
     for name, records in files.items():

@@ -31,16 +31,16 @@ Row = Mapping[str, Any]
 Fields = dict[str, Any]
 
 
-class LeftOutError(ValueError):
+class SkippedRowError(ValueError):
     """Error for a row that cannot be a task. Rows are counted by the error message."""
 
 
-def open_questions(row: Row) -> Fields:
+def convert_nq_open(row: Row) -> Fields:
     """NQ-open: `question`, `answer` (a list)."""
     return {"question": row["question"], "answers": row["answer"]}
 
 
-def trivia_qa(row: Row) -> Fields:
+def convert_trivia_qa(row: Row) -> Fields:
     """TriviaQA: `Question`, `QuestionId`, `Answer` with `Value` and `Aliases`.
 
     Hugging Face's copy: the same in lower case, with `question_id`.
@@ -48,39 +48,43 @@ def trivia_qa(row: Row) -> Fields:
     row = {name.lower().replace("_", ""): value for name, value in row.items()}
     answer = row.get("answer")
     if not answer:
-        raise LeftOutError("without answers, as in the test split")
-    named = {name.lower(): value for name, value in answer.items()}
-    answers = [named["value"], *(named.get("aliases") or []), *(named.get("humananswers") or [])]
+        raise SkippedRowError("without answers, as in the test split")
+    fields_by_name = {name.lower(): value for name, value in answer.items()}
+    answers = [
+        fields_by_name["value"],
+        *(fields_by_name.get("aliases") or []),
+        *(fields_by_name.get("humananswers") or []),
+    ]
     return {"id": row["questionid"], "question": row["question"], "answers": answers}
 
 
-def pop_qa(row: Row) -> Fields:
+def convert_pop_qa(row: Row) -> Fields:
     """PopQA: `id`, `question`, `possible_answers` (JSON in a cell of the TSV)."""
     answers = row["possible_answers"]
     answers = json.loads(answers) if isinstance(answers, str) else answers
-    kept = {name: row[name] for name in ("prop", "s_pop") if name in row}
-    return {"id": row["id"], "question": row["question"], "answers": answers, "metadata": kept}
+    metadata = {name: row[name] for name in ("prop", "s_pop") if name in row}
+    return {"id": row["id"], "question": row["question"], "answers": answers, "metadata": metadata}
 
 
-def multi_hop(row: Row) -> Fields:
+def convert_multi_hop(row: Row) -> Fields:
     """HotpotQA and 2WikiMultiHopQA: `_id` (Hugging Face: `id`), `question`, `answer`, `type`."""
     if not row.get("answer"):
-        raise LeftOutError("without an answer, as in the test split")
-    kept = {name: row[name] for name in ("type", "level") if row.get(name)}
+        raise SkippedRowError("without an answer, as in the test split")
+    metadata = {name: row[name] for name in ("type", "level") if row.get(name)}
     return {
         "id": row.get("_id") or row["id"],
         "question": row["question"],
         "answers": [row["answer"]],
-        "metadata": kept,
+        "metadata": metadata,
     }
 
 
-def musique(row: Row) -> Fields:
+def convert_musique(row: Row) -> Fields:
     """MuSiQue: `id`, `question`, `answer`, `answer_aliases`; `answerable` is true."""
     if not row.get("answerable", True):
-        raise LeftOutError("unanswerable from its paragraphs")
+        raise SkippedRowError("unanswerable from its paragraphs")
     if not row.get("answer"):
-        raise LeftOutError("without an answer, as in the test split")
+        raise SkippedRowError("without an answer, as in the test split")
     hops = re.match(r"(\d)hop", str(row["id"]))
     return {
         "id": row["id"],
@@ -90,97 +94,97 @@ def musique(row: Row) -> Fields:
     }
 
 
-def bamboogle(row: Row) -> Fields:
+def convert_bamboogle(row: Row) -> Fields:
     """Bamboogle: the columns `Question` and `Answer` of its table."""
     row = {name.lower(): value for name, value in row.items()}
     return {"question": row["question"], "answers": row["answer"]}
 
 
-def competition(row: Row) -> Fields:
+def convert_competition(row: Row) -> Fields:
     """AIME and MATH-500: `problem` (or `question`) and `answer`, in upper or lower case.
 
     Optional `id` or `unique_id`. Rows in verl's format, such as DAPO's AIME, are supported too.
     """
     if "reward_model" in row:
-        return verl_math(row)
+        return convert_verl_math(row)
     row = {name.lower(): value for name, value in row.items()}
-    kept = {name: row[name] for name in ("subject", "level", "year") if row.get(name)}
+    metadata = {name: row[name] for name in ("subject", "level", "year") if row.get(name)}
     id = row.get("unique_id", row.get("id"))
     return {
         **({"id": id} if id is not None else {}),
         "question": row.get("problem") or row["question"],
         "answers": row["answer"],
-        "metadata": kept,
+        "metadata": metadata,
     }
 
 
-def gsm8k(row: Row) -> Fields:
+def convert_gsm8k(row: Row) -> Fields:
     """GSM8K: `question`, and `answer` that ends with `#### ` and a number; commas are dropped."""
     if "reward_model" in row:
-        return verl_math(row)
+        return convert_verl_math(row)
     _, mark, number = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"'answer' is {row['answer'][-40:]!r}; expected '#### ' and a number.")
     return {"question": row["question"], "answers": [number.strip().replace(",", "")]}
 
 
-def verl_math(row: Row) -> Fields:
+def convert_verl_math(row: Row) -> Fields:
     """DAPO's dataset, in verl's format; the prompt asks for the line `Answer:`."""
     fields = {name: row[name] for name in ("prompt", "reward_model")}
     id = (row.get("extra_info") or {}).get("index")
     return fields | ({"id": id} if id is not None else {})
 
 
-def enigmata(row: Row) -> Fields:
+def convert_enigmata(row: Row) -> Fields:
     """Enigmata: `prompt`, `answer`, `task_name`; puzzles whose solution is one line of text."""
     if "reward_model" in row:
-        return verl_math(row)
+        return convert_verl_math(row)
     answer = row.get("answer")
     answer = "" if answer is None else str(answer).strip()
     if not answer or "\n" in answer:
-        raise LeftOutError("without a solution of one line")
+        raise SkippedRowError("without a solution of one line")
     prompt = row.get("prompt") or row["question"]
     # The puzzles' verifiers need `meta`.
-    kept = {name: row[name] for name in ("task_name", "difficulty", "meta") if row.get(name)}
+    metadata = {name: row[name] for name in ("task_name", "difficulty", "meta") if row.get(name)}
     key = "question" if isinstance(prompt, str) else "messages"
-    return {key: prompt, "answers": [answer], "metadata": kept}
+    return {key: prompt, "answers": [answer], "metadata": metadata}
 
 
 BENCHMARKS: Mapping[str, Callable[[Row], Fields]] = {
-    "nq": open_questions,
-    "triviaqa": trivia_qa,
-    "popqa": pop_qa,
-    "hotpotqa": multi_hop,
-    "2wiki": multi_hop,
-    "musique": musique,
-    "bamboogle": bamboogle,
-    "aime": competition,
-    "math500": competition,
-    "gsm8k": gsm8k,
-    "dapo": verl_math,
-    "enigmata": enigmata,
+    "nq": convert_nq_open,
+    "triviaqa": convert_trivia_qa,
+    "popqa": convert_pop_qa,
+    "hotpotqa": convert_multi_hop,
+    "2wiki": convert_multi_hop,
+    "musique": convert_musique,
+    "bamboogle": convert_bamboogle,
+    "aime": convert_competition,
+    "math500": convert_competition,
+    "gsm8k": convert_gsm8k,
+    "dapo": convert_verl_math,
+    "enigmata": convert_enigmata,
 }
 """Functions that convert a published row to task fields, by benchmark name."""
 
 
-def flash_rag(row: Row) -> Fields:
+def convert_flash_rag(row: Row) -> Fields:
     """FlashRAG's copies of the question sets: `id`, `question`, `golden_answers`."""
     return {name: row[name] for name in ("id", "question")} | {"answers": row["golden_answers"]}
 
 
-def rows_of(source: str) -> Iterator[tuple[Row, str]]:
+def read_rows(source: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a published file with their locations.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The file cannot be read.
     """
-    reader = _reader_of(source)
+    reader = _open_reader(source)
     for block in split_range(len(reader), 1000):
         yield from zip(reader.read(block), map(reader.location, block), strict=True)
 
 
-def _reader_of(source: str) -> Reader:
+def _open_reader(source: str) -> Reader:
     if Path(source).suffix == ".json":
         # An array, or an object with the array in `Data` (TriviaQA). It fits in memory.
         with open(source, encoding="utf-8") as file:
@@ -195,28 +199,28 @@ def _reader_of(source: str) -> Reader:
 
 
 @dataclass(kw_only=True)
-class Collapsed:
+class DeduplicatedTasks:
     """Deduplicated tasks in order of first occurrence, with the answers of all copies."""
 
     tasks: dict[str, Fields] = field(default_factory=dict)  # tasks by normalized question
-    left_out: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
+    skip_counts: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
     ids: set[str] = field(default_factory=set)
 
-    def add(self, task: Task, own: str, data_source: str) -> None:
-        """Add a task with the published id `own`, or merge its answers into an equal question."""
+    def add(self, task: Task, published_id: str, data_source: str) -> None:
+        """Add a task with its published id, or merge its answers into an equal question."""
         chat = json.dumps(task.messages)
-        asked = chat if task.question is None else normalize_question(task.question)
-        if asked not in self.tasks:
-            self.tasks[asked] = self._written(task, own, data_source)
+        key = chat if task.question is None else normalize_question(task.question)
+        if key not in self.tasks:
+            self.tasks[key] = self._make_fields(task, published_id, data_source)
             return
-        answers = self.tasks[asked]["answers"]
-        more = [answer for answer in task.answers if answer not in answers]
-        answers += more
-        kind = "with further answers, which were added" if more else "with the same answers"
-        self.left_out[f"copies of questions, {kind}"] += 1
+        answers = self.tasks[key]["answers"]
+        new_answers = [answer for answer in task.answers if answer not in answers]
+        answers += new_answers
+        kind = "with further answers, which were added" if new_answers else "with the same answers"
+        self.skip_counts[f"copies of questions, {kind}"] += 1
 
-    def _written(self, task: Task, own: str, data_source: str) -> Fields:
-        id = f"{data_source}_{own}"
+    def _make_fields(self, task: Task, published_id: str, data_source: str) -> Fields:
+        id = f"{data_source}_{published_id}"
         while id in self.ids:
             id += "+"
         self.ids.add(id)
@@ -230,7 +234,7 @@ class Collapsed:
         return fields | ({"metadata": metadata} if metadata else {})
 
 
-def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
+def convert_tasks(name: str, source: str, data_source: str = "") -> DeduplicatedTasks:
     """Convert the rows of a published file to tasks.
 
     Args:
@@ -242,14 +246,14 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
         FileNotFoundError: The file does not exist.
         ValueError: The file cannot be read, or a row is malformed. The message gives its location.
     """
-    collapsed = Collapsed()
-    for number, (row, location) in enumerate(rows_of(source)):
-        convert = flash_rag if "golden_answers" in row else BENCHMARKS[name]
+    tasks_by_question = DeduplicatedTasks()
+    for number, (row, location) in enumerate(read_rows(source)):
+        convert = convert_flash_rag if "golden_answers" in row else BENCHMARKS[name]
         try:
             fields = convert(row)
             task = parse_task(fields, location)
-        except LeftOutError as error:
-            collapsed.left_out[str(error)] += 1
+        except SkippedRowError as error:
+            tasks_by_question.skip_counts[str(error)] += 1
             continue
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -258,9 +262,9 @@ def tasks_of(name: str, source: str, data_source: str = "") -> Collapsed:
             ) from error
         except ValueError as error:
             raise ValueError(f"{location}: {str(error).removeprefix(f'{location}: ')}") from error
-        own = task.id if fields.get("id") is not None else str(number)
-        collapsed.add(task, own, data_source or name)
-    return collapsed
+        published_id = task.id if fields.get("id") is not None else str(number)
+        tasks_by_question.add(task, published_id, data_source or name)
+    return tasks_by_question
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,19 +281,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=0, help="number of tasks to write; 0: all")
     settings = parser.parse_args(argv)
     try:
-        collapsed = tasks_of(settings.name, settings.source, settings.data_source)
+        tasks_by_question = convert_tasks(settings.name, settings.source, settings.data_source)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    tasks = list(collapsed.tasks.values())[: settings.limit or None]
+    tasks = list(tasks_by_question.tasks.values())[: settings.limit or None]
     if not tasks:
-        parser.error(f"{settings.source} holds no task; {dict(collapsed.left_out)}")
+        parser.error(f"{settings.source} holds no task; {dict(tasks_by_question.skip_counts)}")
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_atomic(out) as file:
         file.writelines(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     print(f"{out}: {len(tasks):,} tasks")
-    for why, count in collapsed.left_out.items():
-        print(f"  left out: {count:,} {why}")
+    for reason, count in tasks_by_question.skip_counts.items():
+        print(f"  left out: {count:,} {reason}")
 
 
 if __name__ == "__main__":

@@ -54,35 +54,37 @@ TOOLS = (
 """Texts that the template writes for the tool, for training the tokenizer."""
 
 
-def call(query: str) -> str:
+def format_call(query: str) -> str:
     """Format a search call.
 
     The query starts with a space, so that names are the same tokens as in documents.
     """
-    asked = {"name": "search", "arguments": {"query": f" {query}"}}
-    return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
+    arguments_object = {"name": "search", "arguments": {"query": f" {query}"}}
+    return f"<tool_call>\n{json.dumps(arguments_object)}\n</tool_call>"
 
 
-def with_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
+def convert_to_calls(demonstration: Mapping[str, Any]) -> dict[str, Any]:
     """Add a system message to a quickstart demonstration and convert searches to calls."""
     messages = [{"role": "system", "content": SYSTEM}]
     for message in demonstration["messages"]:
         content = re.sub(
-            r"<search> (.*) </search>$", lambda match: "\n" + call(match[1]), message["content"]
+            r"<search> (.*) </search>$",
+            lambda match: "\n" + format_call(match[1]),
+            message["content"],
         )
         messages.append({**message, "content": content})
     return {**demonstration, "messages": messages}
 
 
-def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def iter_training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield texts to train the tokenizer on: words, template texts and messages."""
-    markers = quickstart.SPECIAL_TOKENS + quickstart.tag_tokens(CALLS)
-    between = "|".join(map(re.escape, markers))
+    markers = quickstart.SPECIAL_TOKENS + quickstart.list_tags(CALLS)
+    separator = "|".join(map(re.escape, markers))
     yield from (f" {word}" for word in sorted(quickstart.POOL))
     yield from (*TOOLS, "system\n", "user\n", "assistant\n") * 100
     for chat in chats:
         for message in chat["messages"]:
-            yield from re.split(between, message["content"])
+            yield from re.split(separator, message["content"])
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -108,11 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("demonstrations", "demonstrations_perfect"):
         path = args.out / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()
-        chats[name] = [with_calls(json.loads(line)) for line in lines]
+        chats[name] = [convert_to_calls(json.loads(line)) for line in lines]
         quickstart.write_jsonl(path, chats[name])
-    tokenizer = quickstart.train_tokenizer(training_texts(chats["demonstrations"]), CALLS)
-    shown = chats["demonstrations"][: quickstart.SAMPLE]
-    texts = [message["content"] for chat in shown for message in chat["messages"]]
+    tokenizer = quickstart.train_tokenizer(iter_training_texts(chats["demonstrations"]), CALLS)
+    sample = chats["demonstrations"][: quickstart.SAMPLE]
+    texts = [message["content"] for chat in sample for message in chat["messages"]]
     quickstart.check_words_are_whole(tokenizer, texts)
     model = args.out / "model"
     quickstart.write_model(model, tokenizer, seed=args.seed, chat_template=CHAT_TEMPLATE)

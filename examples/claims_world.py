@@ -37,12 +37,12 @@ from examples import quickstart_world as quickstart
 from jaxrl.envs.search.base import Document, render_documents
 from jaxrl.envs.search.bm25 import LocalSearch
 
-SIDES = ("train", "dev", "eval")
-HELD_OUT = SIDES[1:]
+SPLITS = ("train", "dev", "eval")
+HELD_OUT = SPLITS[1:]
 HOP_NAMES = ("one_hop", "two_hop", "three_hop", "four_hop")
 ATTRIBUTES = ("birthplace", "job")
 ENDINGS = {"birthplace": "Where was {of} born?", "job": "What is the job of {of}?"}
-MUSINGS = """
+FILLER_WORDS = """
     hmm well okay maybe perhaps indeed right then surely fine anyway actually
 """.split()  # noqa: SIM905
 UNTOLD = {
@@ -55,7 +55,7 @@ I_DO_NOT_KNOW = "I don't know"
 NAMES = (quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
 UNKNOWN_WORDS = 14  # first names, and last names, reserved for unknown people
 PUPILS = 3  # per mentor
-MEANT = (0.5, 0.3, 0.2)
+PUPIL_PROBABILITIES = (0.5, 0.3, 0.2)
 """Probabilities that the intended pupil is the first, second or third search result."""
 
 Question = dict[str, Any]
@@ -69,10 +69,10 @@ class Person:
     first: str
     last: str
     facts: Mapping[str, str]  # birthplace, job and mentor
-    side: str
-    is_told: bool = True  # True if the person has a document
+    split: str
+    is_documented: bool = True  # True if the person has a document
     is_master: bool = False  # True for a mentor of three people who has no document
-    untold_fact: str | None = None  # fact that the document omits
+    omitted_fact: str | None = None  # fact that the document omits
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Person:
     @property
     def text(self) -> str:
         """Return the body of the document."""
-        told = {name for name in self.facts if name != self.untold_fact}
+        told = {name for name in self.facts if name != self.omitted_fact}
         what = f"is a {self.facts['job']}" if "job" in told else "was"
         where = f"born in {self.facts['birthplace']} and " if "birthplace" in told else ""
         return f"{self.name} {what} {where}taught by {self.facts['mentor']}."
@@ -97,10 +97,10 @@ class Habits:
 
     guess: float  # answers without a search
     good_query: float  # searches for the full name; otherwise for part of it
-    go_on: float  # continues if the question needs another hop
-    long_thought: float  # writes filler words before its thought
-    give_up_lost: float = 0.0  # says "I don't know" if no result contained the answer
-    give_up_found: float = 0.0  # says "I don't know" although a result contained the answer
+    continue_search: float  # continues if the question needs another hop
+    filler_thought: float  # writes filler words before its thought
+    abstain_if_lost: float = 0.0  # says "I don't know" if no result contained the answer
+    abstain_if_found: float = 0.0  # says "I don't know" although a result contained the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +114,10 @@ class World:
     train_shares: Mapping[str, float] = field(default_factory=dict)
     has_masters: bool = False  # mentors have no mentor and no document
     unknown_people: float = 0.0  # fraction of people without a document
-    untold_facts: float = 0.0  # fraction of the other documents that omit a fact
+    omitted_facts: float = 0.0  # fraction of the other documents that omit a fact
 
 
-def hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
+def make_hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
     return {
         (*["mentor"] * (hops - 1), attribute): HOP_NAMES[hops - 1]
         for hops in num_hops
@@ -127,31 +127,31 @@ def hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
 
 WORLDS = {
     "hops": World(
-        kinds=hop_kinds((1, 2, 3, 4)),
-        habits=Habits(guess=0.08, good_query=0.60, go_on=0.92, long_thought=0.5),
+        kinds=make_hop_kinds((1, 2, 3, 4)),
+        habits=Habits(guess=0.08, good_query=0.60, continue_search=0.92, filler_thought=0.5),
         topk=1,
         train_shares={"two_hop": 0.1, "three_hop": 0.05, "four_hop": 0.05},
     ),
     "ambiguous": World(
         kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
-        | hop_kinds((1,)),
-        habits=Habits(guess=0.03, good_query=0.85, go_on=0.0, long_thought=0.0),
+        | make_hop_kinds((1,)),
+        habits=Habits(guess=0.03, good_query=0.85, continue_search=0.0, filler_thought=0.0),
         topk=PUPILS,
         has_masters=True,
     ),
     "unanswerable": World(
-        kinds=hop_kinds((1, 2)),
+        kinds=make_hop_kinds((1, 2)),
         habits=Habits(
             guess=0.05,
             good_query=0.60,
-            go_on=0.90,
-            long_thought=0.0,
-            give_up_lost=0.30,
-            give_up_found=0.05,
+            continue_search=0.90,
+            filler_thought=0.0,
+            abstain_if_lost=0.30,
+            abstain_if_found=0.05,
         ),
         topk=2,
         unknown_people=0.15,
-        untold_facts=0.40,
+        omitted_facts=0.40,
     ),
 }
 
@@ -163,13 +163,13 @@ def make_people(
 
     Splits are assigned to ids at random, because a search ranks equally good documents by id.
     """
-    sides = [side for side, size in sizes.items() for _ in range(size)]
-    rng.shuffle(sides)
-    is_unknown = [rng.random() < world.unknown_people for _ in sides]
+    splits = [split for split, size in sizes.items() for _ in range(size)]
+    rng.shuffle(splits)
+    is_unknown = [rng.random() < world.unknown_people for _ in splits]
     names = draw_names(is_unknown, world, rng, excluded)
     mentors: dict[int, int] = {}
-    for side in sizes:
-        members = [i for i, own in enumerate(sides) if own == side]
+    for split in sizes:
+        members = [i for i, group in enumerate(splits) if group == split]
         mentors |= assign_mentors(members, is_unknown, names, world, rng)
     people = {}
     for i, (first, last) in enumerate(names):
@@ -182,10 +182,10 @@ def make_people(
                 "job": rng.choice(quickstart.JOBS),
                 **({"mentor": " ".join(names[mentors[i]])} if i in mentors else {}),
             },
-            side=sides[i],
-            is_told=i in mentors and not is_unknown[i],
+            split=splits[i],
+            is_documented=i in mentors and not is_unknown[i],
             is_master=i not in mentors,
-            untold_fact=rng.choice(ATTRIBUTES) if rng.random() < world.untold_facts else None,
+            omitted_fact=rng.choice(ATTRIBUTES) if rng.random() < world.omitted_facts else None,
         )
         people[person.name] = person
     return people
@@ -197,11 +197,11 @@ def draw_names(
     """Sample first and last names. Unknown people get words that occur in no document."""
     num_words = UNKNOWN_WORDS if world.unknown_people else 0
     words = [(pool[num_words:], pool[:num_words]) for pool in NAMES]
-    drawn = []
-    for pools, is_own in zip(zip(*words, strict=True), (False, True), strict=True):
-        free = [name for name in itertools.product(*pools) if " ".join(name) not in excluded]
-        drawn.append(iter(rng.sample(free, is_unknown.count(is_own))))
-    return [next(drawn[is_own]) for is_own in is_unknown]
+    sampled = []
+    for pools, is_reserved in zip(zip(*words, strict=True), (False, True), strict=True):
+        free_names = [name for name in itertools.product(*pools) if " ".join(name) not in excluded]
+        sampled.append(iter(rng.sample(free_names, is_unknown.count(is_reserved))))
+    return [next(sampled[is_reserved]) for is_reserved in is_unknown]
 
 
 def assign_mentors(
@@ -218,34 +218,34 @@ def assign_mentors(
     known = [i for i in members if not is_unknown[i]]
     num_teachers = -(-len(members) // (PUPILS + world.has_masters))
     teachers = rng.sample(known, num_teachers)
-    taken = {names[i] for i in teachers} if world.has_masters else set()
+    mentor_names = {names[i] for i in teachers} if world.has_masters else set()
     pupils = [i for i in members if not (world.has_masters and i in set(teachers))]
-    places = [teacher for teacher in teachers for _ in range(PUPILS)][: len(pupils)]
-    rng.shuffle(places)
+    mentors_of_pupils = [teacher for teacher in teachers for _ in range(PUPILS)][: len(pupils)]
+    rng.shuffle(mentors_of_pupils)
 
     def is_good(pupil: int, teacher: int) -> bool:
         """Return True unless both are the same, or a search for another master finds the pupil."""
         (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
         mixed = {(first, teachers_last), (teachers_first, last)}
-        return pupil != teacher and not mixed & taken
+        return pupil != teacher and not mixed & mentor_names
 
-    bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, places[i])]
+    bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, mentors_of_pupils[i])]
     while bad:  # swap mentors with a random pupil if both pairs become good
         i, j = rng.choice(bad), rng.randrange(len(pupils))
-        if is_good(pupils[i], places[j]) and is_good(pupils[j], places[i]):
-            places[i], places[j] = places[j], places[i]
-            bad = [i for i in bad if not is_good(pupils[i], places[i])]
-    return dict(zip(pupils, places, strict=True))
+        if is_good(pupils[i], mentors_of_pupils[j]) and is_good(pupils[j], mentors_of_pupils[i]):
+            mentors_of_pupils[i], mentors_of_pupils[j] = mentors_of_pupils[j], mentors_of_pupils[i]
+            bad = [i for i in bad if not is_good(pupils[i], mentors_of_pupils[i])]
+    return dict(zip(pupils, mentors_of_pupils, strict=True))
 
 
 def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
     """Yield the corpus records of people who have a document."""
     for person in people:
-        if person.is_told:
+        if person.is_documented:
             yield {"id": person.id, "title": person.name, "text": person.text}
 
 
-class Examiner:
+class QuestionGenerator:
     """Generator of questions about people, with their answers."""
 
     def __init__(self, people: People, engine: LocalSearch, rng: random.Random):
@@ -253,7 +253,9 @@ class Examiner:
         self._engine = engine
         self._rng = rng
 
-    def ask(self, person: Person, kind: tuple[str, ...], data_source: str) -> Question | None:
+    def make_question(
+        self, person: Person, kind: tuple[str, ...], data_source: str
+    ) -> Question | None:
         """Generate a question record, or return None if the kind does not fit the person.
 
         Questions about pupils need a master for whom a search returns all three pupils.
@@ -262,17 +264,17 @@ class Examiner:
         if person.is_master != (kind[0] == "pupil"):
             return None
         if person.is_master:
-            meant = self._meant_pupil(person)
-            if meant is None:
+            intended = self._sample_pupil(person)
+            if intended is None:
                 return None
-            titles = [person.name, meant.name]
+            titles = [person.name, intended.name]
         else:
-            titles = chain(person.name, len(kind), self._people)
+            titles = list_mentors(person.name, len(kind), self._people)
         attribute, last = kind[-1], self._people[titles[-1]]
         # People without a document mentor nobody, so only the first in a chain may lack one.
-        is_unknown = not (person.is_told or person.is_master)
-        is_told = not is_unknown and last.untold_fact != attribute
-        if not is_told:
+        is_unknown = not (person.is_documented or person.is_master)
+        is_documented = not is_unknown and last.omitted_fact != attribute
+        if not is_documented:
             data_source = "unknown_person" if is_unknown else "untold_fact"
             answer = self._rng.choice(UNTOLD[attribute])
         else:
@@ -282,20 +284,20 @@ class Examiner:
             "question": question_text(person.name, kind),
             "answers": [answer],
             "data_source": data_source,
-            "metadata": {"hops": list(kind), "titles": titles, "is_answerable": is_told},
+            "metadata": {"hops": list(kind), "titles": titles, "is_answerable": is_documented},
         }
 
-    def _meant_pupil(self, person: Person) -> Person | None:
-        """Sample the intended pupil with the probabilities in `MEANT`, or return None."""
-        titles = quickstart.shown_titles(self._engine.run(person.name))
+    def _sample_pupil(self, person: Person) -> Person | None:
+        """Sample the intended pupil by `PUPIL_PROBABILITIES`, or return None."""
+        titles = quickstart.parse_titles(self._engine.run(person.name))
         shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
         if len(shown) < PUPILS:
             return None
-        [meant] = self._rng.choices(shown, MEANT)
-        return self._people[meant]
+        [intended] = self._rng.choices(shown, PUPIL_PROBABILITIES)
+        return self._people[intended]
 
 
-def chain(name: str, length: int, people: People) -> list[str]:
+def list_mentors(name: str, length: int, people: People) -> list[str]:
     """Return `length` names: the given one, the mentor, the mentor's mentor and so on."""
     names = [name]
     while len(names) < length:
@@ -318,32 +320,34 @@ def question_text(name: str, kind: tuple[str, ...]) -> str:
 def questions_about(
     world: World,
     persons: Collection[Person],
-    examiner: Examiner,
+    generator: QuestionGenerator,
     rng: random.Random,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> list[Question]:
-    """Generate at most `most` questions, the same number of each kind, in random order."""
+    """Generate at most `limit` questions, the same number of each kind, in random order."""
     by_kind: list[list[Question]] = []
     for kind, source in world.kinds.items():
-        asked = (examiner.ask(person, kind, source) for person in persons)
-        by_kind.append([question for question in asked if question is not None])
+        candidates = (generator.make_question(person, kind, source) for person in persons)
+        by_kind.append([question for question in candidates if question is not None])
         rng.shuffle(by_kind[-1])
-    in_turn = list(itertools.chain.from_iterable(zip(*by_kind, strict=False)))
-    questions = in_turn[:most]
+    interleaved = list(itertools.chain.from_iterable(zip(*by_kind, strict=False)))
+    questions = interleaved[:limit]
     rng.shuffle(questions)
     return questions
 
 
-def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
+def thin_questions(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
     """Keep the first questions of each data source, up to the given fraction."""
     totals = collections.Counter(question["data_source"] for question in questions)
-    left = {source: round(total * shares.get(source, 1.0)) for source, total in totals.items()}
-    kept = []
+    num_remaining = {
+        source: round(total * shares.get(source, 1.0)) for source, total in totals.items()
+    }
+    selected = []
     for question in questions:
-        left[question["data_source"]] -= 1
-        if left[question["data_source"]] >= 0:
-            kept.append(question)
-    return kept
+        num_remaining[question["data_source"]] -= 1
+        if num_remaining[question["data_source"]] >= 0:
+            selected.append(question)
+    return selected
 
 
 class Demonstrator:
@@ -378,24 +382,30 @@ class Demonstrator:
         guess = self._rng.choice(quickstart.VALUES[attribute])
         if self._happens(self._habits.guess):
             return guess
-        name, read, is_lost = question["metadata"]["titles"][0], None, False
-        for number, sought in enumerate(lookups, start=1):
-            plan = f"{number} of {len(lookups)} find {sought} of {name}"
-            titles = self._search(name, sought, plan, messages)
-            read, is_sought = self._read(name, sought, titles)
-            is_lost = is_lost or not is_sought
-            if read is None:
+        name, source_person, is_lost = question["metadata"]["titles"][0], None, False
+        for number, fact in enumerate(lookups, start=1):
+            plan = f"{number} of {len(lookups)} find {fact} of {name}"
+            titles = self._search(name, fact, plan, messages)
+            source_person, is_answered = self._read(name, fact, titles)
+            is_lost = is_lost or not is_answered
+            if source_person is None:
                 break
-            name = read.facts["mentor"]
-            if number < len(lookups) and not self._happens(self._habits.go_on):
+            name = source_person.facts["mentor"]
+            if number < len(lookups) and not self._happens(self._habits.continue_search):
                 is_lost = True
                 break
-        is_lost = is_lost or read is None or read.untold_fact == attribute
-        if self._happens(self._habits.give_up_lost if is_lost else self._habits.give_up_found):
+        is_lost = is_lost or source_person is None or source_person.omitted_fact == attribute
+        if self._happens(
+            self._habits.abstain_if_lost if is_lost else self._habits.abstain_if_found
+        ):
             return I_DO_NOT_KNOW
-        return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
+        return (
+            guess
+            if source_person is None or source_person.omitted_fact == attribute
+            else source_person.facts[attribute]
+        )
 
-    def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
+    def _read(self, name: str, fact: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
         """Choose a document; return its person, or None, and whether it answers the lookup.
 
         For a pupil, this is any pupil in the results or, if there is none, any person. Otherwise
@@ -403,30 +413,28 @@ class Demonstrator:
         """
         if not titles:
             return None, False
-        if sought == "pupil":
+        if fact == "pupil":
             pupils = [t for t in titles if self._people[t].facts["mentor"] == name]
             return self._people[self._rng.choice(pupils or titles)], bool(pupils)
         return self._people[name if name in titles else titles[0]], name in titles
 
-    def _search(
-        self, name: str, sought: str, plan: str, messages: list[dict[str, str]]
-    ) -> list[str]:
+    def _search(self, name: str, fact: str, plan: str, messages: list[dict[str, str]]) -> list[str]:
         """Append a thought and a search to `messages`; return the titles in the result."""
-        query = self._query(self._people[name], sought)
-        musing = ""
-        if self._happens(self._habits.long_thought):
-            words = self._rng.choices(MUSINGS, k=self._rng.randint(5, 12))
-            musing = " ".join(words) + " "
-        turn = f"<think> {musing}{plan} </think><search> {query} </search>"
+        query = self._query(self._people[name], fact)
+        filler = ""
+        if self._happens(self._habits.filler_thought):
+            words = self._rng.choices(FILLER_WORDS, k=self._rng.randint(5, 12))
+            filler = " ".join(words) + " "
+        turn = f"<think> {filler}{plan} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
         messages.append({"role": "tool", "content": self._engine.run(query)})
-        return quickstart.shown_titles(messages[-1]["content"])
+        return quickstart.parse_titles(messages[-1]["content"])
 
-    def _query(self, person: Person, sought: str) -> str:
+    def _query(self, person: Person, fact: str) -> str:
         is_good = self._happens(self._habits.good_query)
         styles = quickstart.GOOD_QUERIES if is_good else quickstart.POOR_QUERIES
         [style] = self._rng.choices(list(styles), list(styles.values()))
-        return style.format(first=person.first, last=person.last, attribute=sought)
+        return style.format(first=person.first, last=person.last, attribute=fact)
 
     def _happens(self, chance: float) -> bool:
         return self._rng.random() < chance
@@ -436,28 +444,28 @@ def demonstrations(
     world: World, people: People, num: int, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Generate demonstrations about the people of one world."""
-    with quickstart.opened_engine(told(people), topk=world.topk) as engine:
-        examiner = Examiner(people, engine, rng)
-        questions = questions_about(world, people.values(), examiner, rng)
+    with quickstart.open_people_search(told(people), topk=world.topk) as engine:
+        generator = QuestionGenerator(people, engine, rng)
+        questions = questions_about(world, people.values(), generator, rng)
         demonstrator = Demonstrator(people, engine, world.habits, rng)
-        drawn = quickstart.drawn(questions, num, rng)
-        return [demonstrator.demonstrate(question) for question in drawn]
+        sampled = quickstart.cycle_questions(questions, num, rng)
+        return [demonstrator.demonstrate(question) for question in sampled]
 
 
 def told(people: People) -> list[Any]:
     """Return the people who have a document."""
-    return [person for person in people.values() if person.is_told]
+    return [person for person in people.values() if person.is_documented]
 
 
-def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def iter_training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield texts for training the tokenizer: filler words, and the quickstart's texts."""
-    yield from (f" {word}" for word in MUSINGS)
-    yield from quickstart.training_texts(chats)
+    yield from (f" {word}" for word in FILLER_WORDS)
+    yield from quickstart.iter_training_texts(chats)
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Assert that training data does not name a held-out person."""
-    held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
+    held_out = "|".join(person.name for person in people.values() if person.split in HELD_OUT)
     for name in files:
         if name == "corpus" or name.endswith(HELD_OUT):
             continue
@@ -476,20 +484,20 @@ def make_files(
     }
     people = make_people(world, sizes, rngs["people"])
     files: dict[str, list[dict[str, Any]]] = {"corpus": list(documents(people.values()))}
-    with quickstart.opened_engine(told(people), topk=world.topk) as engine:
-        examiner = Examiner(people, engine, rngs["questions"])
-        for side in SIDES:
-            files[f"questions_{side}"] = questions_about(
+    with quickstart.open_people_search(told(people), topk=world.topk) as engine:
+        generator = QuestionGenerator(people, engine, rngs["questions"])
+        for split in SPLITS:
+            files[f"questions_{split}"] = questions_about(
                 world,
-                [person for person in people.values() if person.side == side],
-                examiner,
+                [person for person in people.values() if person.split == split],
+                generator,
                 rngs["questions"],
-                most=args.num_questions if side in HELD_OUT else None,
+                limit=args.num_questions if split in HELD_OUT else None,
             )
     # Demonstrations come from other worlds, so that they teach no facts.
     if world.train_shares:
-        files["questions_train"] = thinned(files["questions_train"], world.train_shares)
-    held_out = [person.name for person in people.values() if person.side in HELD_OUT]
+        files["questions_train"] = thin_questions(files["questions_train"], world.train_shares)
+    held_out = [person.name for person in people.values() if person.split in HELD_OUT]
     others = [
         make_people(world, {"train": sizes["train"]}, rngs["demos"], excluded=held_out)
         for _ in range(args.num_worlds)
@@ -504,11 +512,11 @@ def make_files(
     return people, files
 
 
-def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+def render_texts(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
     """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
-    for side in SIDES:
-        for question in files[f"questions_{side}"]:
+    for split in SPLITS:
+        for question in files[f"questions_{split}"]:
             prompt = quickstart.render_prompt(question["question"])
             texts.setdefault(f"prompt, {question['data_source']}", []).append(prompt)
     for chat in files["demonstrations"][: 8 * quickstart.SAMPLE]:
@@ -521,12 +529,12 @@ def print_quality(chats: Sequence[dict[str, Any]]) -> None:
     """Print the fraction, accuracy and abstention rate of demonstrations by data source."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}{'gives up':>10}")
     for source in sorted({chat["data_source"] for chat in chats}):
-        own = [chat["metadata"] for chat in chats if chat["data_source"] == source]
+        group = [chat["metadata"] for chat in chats if chat["data_source"] == source]
         right, gives_up = (
-            np.mean([metadata[name] for metadata in own])
+            np.mean([metadata[name] for metadata in group])
             for name in ("is_correct", "is_abstention")
         )
-        print(f"{source:24}{len(own) / len(chats):8.1%}{right:8.1%}{gives_up:10.1%}")
+        print(f"{source:24}{len(group) / len(chats):8.1%}{right:8.1%}{gives_up:10.1%}")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -544,9 +552,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
     parser.add_argument("--num_worlds", type=int, default=16, help="worlds for demonstrations")
     args = parser.parse_args(argv)
-    most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
-    if not args.num_people <= most:
-        parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
+    limit = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
+    if not args.num_people <= limit:
+        parser.error(f"--num_people is {args.num_people}; the pools make {limit} names at most")
     if not 6 <= args.num_held_out <= (args.num_people - 6) // 2:
         parser.error("--num_held_out must leave each of the three sides six people")
     return args
@@ -557,8 +565,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = WORLDS[args.world]
     rngs = {part: random.Random(f"{args.seed} {part}") for part in ("people", "questions", "demos")}
     people, files = make_files(world, args, rngs)
-    tokenizer = quickstart.train_tokenizer(training_texts(files["demonstrations"]))
-    texts = rendered(files)
+    tokenizer = quickstart.train_tokenizer(iter_training_texts(files["demonstrations"]))
+    texts = render_texts(files)
     check_nothing_leaks(people, files)
     quickstart.check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
     quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)

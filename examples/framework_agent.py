@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 SYSTEM = "Search, then give the answer alone as <answer> answer </answer>."
-NOTHING = "No information found"
+NO_RESULTS = "No information found"
 
 
 class Corpus:
@@ -35,41 +35,43 @@ class Corpus:
     def __init__(self, path: str | Path):
         """Load and index all documents. Words in titles count twice."""
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        self._documents = sorted(map(json.loads, filter(None, lines)), key=lambda one: one["id"])
+        self._documents = sorted(
+            map(json.loads, filter(None, lines)), key=lambda document: document["id"]
+        )
         self._words = [
-            Counter(words_of(f"{one['title']} {one['title']} {one['text']}"))
-            for one in self._documents
+            Counter(split_words(f"{document['title']} {document['title']} {document['text']}"))
+            for document in self._documents
         ]
         self._lengths = [words.total() for words in self._words]
         self._mean = sum(self._lengths) / max(len(self._lengths), 1)
-        self._places: dict[str, list[int]] = {}
-        for place, words in enumerate(self._words):
+        self._postings: dict[str, list[int]] = {}
+        for index, words in enumerate(self._words):
             for word in words:
-                self._places.setdefault(word, []).append(place)
+                self._postings.setdefault(word, []).append(index)
 
     def search(self, query: str, topk: int) -> str:
         """Return the best documents, one per line. Ties are ordered by id."""
         scores: defaultdict[int, float] = defaultdict(float)
-        for word in dict.fromkeys(words_of(query)):
-            places = self._places.get(word, [])
-            rarity = math.log(1 + (len(self._words) - len(places) + 0.5) / (len(places) + 0.5))
-            for place in places:
-                count = self._words[place][word]
-                norm = 1.2 * (0.25 + 0.75 * self._lengths[place] / self._mean)
-                scores[place] += rarity * count * 2.2 / (count + norm)
-        best = sorted(scores, key=lambda place: (-round(scores[place], 6), place))[:topk]
-        hits = [self._documents[place] for place in best]
+        for word in dict.fromkeys(split_words(query)):
+            postings = self._postings.get(word, [])
+            rarity = math.log(1 + (len(self._words) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for index in postings:
+                count = self._words[index][word]
+                norm = 1.2 * (0.25 + 0.75 * self._lengths[index] / self._mean)
+                scores[index] += rarity * count * 2.2 / (count + norm)
+        best = sorted(scores, key=lambda index: (-round(scores[index], 6), index))[:topk]
+        hits = [self._documents[index] for index in best]
         lines = [f"Doc {i}(Title: {d['title']}) {d['text']}" for i, d in enumerate(hits, start=1)]
-        return "\n".join(lines) or NOTHING
+        return "\n".join(lines) or NO_RESULTS
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text in lower case."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 @functools.cache
-def search_agent(corpus: str, topk: int) -> Any:
+def get_search_agent(corpus: str, topk: int) -> Any:
     """Build an agent that searches a corpus; later calls return the same agent."""
     from pydantic_ai import Agent
 
@@ -85,7 +87,7 @@ def search_agent(corpus: str, topk: int) -> Any:
 
 
 @functools.cache
-def connections() -> Any:
+def get_http_client() -> Any:
     """Return the HTTP client that all episodes share, since creating one takes 20 ms of CPU."""
     from openai import DefaultAsyncHttpxClient
 
@@ -111,8 +113,8 @@ async def ask(
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    provider = OpenAIProvider(base_url=base_url, api_key=api_key, http_client=connections())
-    result = await search_agent(corpus, topk).run(
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, http_client=get_http_client())
+    result = await get_search_agent(corpus, topk).run(
         question,
         model=OpenAIChatModel(model, provider=provider),
         usage_limits=UsageLimits(request_limit=max_requests),
@@ -126,7 +128,7 @@ def final_answer(text: str) -> str:
     return answers[-1].strip() if answers else ""
 
 
-def normal(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Normalize an answer: drop case, punctuation, articles and repeated spaces."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
@@ -154,13 +156,13 @@ async def play(
     )
 
     try:
-        said = await ask(
+        response = await ask(
             task["question"], base_url=base_url, api_key=api_key, model=model, **settings
         )
     except (ModelContextWindowExceededError, UnexpectedModelBehavior, UsageLimitExceeded):
-        said = ""
-    answer = final_answer(said)
-    is_correct = bool(answer) and normal(answer) in map(normal, task["answers"])
+        response = ""
+    answer = final_answer(response)
+    is_correct = bool(answer) and normalize_answer(answer) in map(normalize_answer, task["answers"])
     return {"reward": float(is_correct), "is_correct": is_correct, "final_answer": answer}
 
 

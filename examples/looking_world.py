@@ -48,7 +48,7 @@ SHAPES = ("circle", "square", "triangle", "cross")
 COUNTS = ("1", "2", "3", "4")
 TOWNS = tuple(quickstart.CITIES[:16])
 
-ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
+ANSWERS = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
 """Possible answers in the looking world, by kind of question."""
 
 QUARTER = 16  # pixels, along a side
@@ -75,7 +75,9 @@ class Scene:
 
     shape: str
     color: str
-    places: tuple[tuple[int, int, int], ...]  # quarter, and offsets to the right and down in pixels
+    positions: tuple[
+        tuple[int, int, int], ...
+    ]  # quarter, and offsets to the right and down in pixels
 
     @property
     def name(self) -> str:
@@ -83,19 +85,19 @@ class Scene:
         return f"{self.color} {self.shape}"
 
 
-def draw_scene(rng: random.Random) -> Scene:
+def sample_scene(rng: random.Random) -> Scene:
     """Sample one to four objects, slightly off the centers of their quarters."""
     quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
-    places = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
-    return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), places=places)
+    positions = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
+    return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), positions=positions)
 
 
-def paint(scene: Scene) -> PIL.Image.Image:
+def draw_picture(scene: Scene) -> PIL.Image.Image:
     """Draw the picture of a scene on a black background."""
     image = PIL.Image.new("RGB", (2 * QUARTER, 2 * QUARTER))
     pen = PIL.ImageDraw.Draw(image)
     fill = COLORS[scene.color]
-    for quarter, right, down in scene.places:
+    for quarter, right, down in scene.positions:
         x = quarter % 2 * QUARTER + QUARTER // 2 + right
         y = quarter // 2 * QUARTER + QUARTER // 2 + down
         box = (x - 6, y - 6, x + 5, y + 5)
@@ -129,25 +131,27 @@ QUESTIONS = {
 }
 
 
-def seen_in(scene: Scene) -> dict[str, str]:
+def describe_scene(scene: Scene) -> dict[str, str]:
     """Return the correct answers in the looking world, by kind of question."""
-    return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
+    return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.positions))}
 
 
-def ask(kind: str, rng: random.Random) -> Question:
+def make_looking_question(kind: str, rng: random.Random) -> Question:
     """Generate a question of the looking world about a random scene."""
-    scene = draw_scene(rng)
-    return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=seen_in(scene)[kind])
+    scene = sample_scene(rng)
+    return Question(
+        scene=scene, kind=kind, text=QUESTIONS[kind], answer=describe_scene(scene)[kind]
+    )
 
 
-def ask_where(towns: Mapping[str, str], rng: random.Random) -> Question:
+def make_seeking_question(towns: Mapping[str, str], rng: random.Random) -> Question:
     """Generate a question of the seeking world. `towns` maps object names to towns."""
-    scene = draw_scene(rng)
+    scene = sample_scene(rng)
     text, answer = QUESTIONS["town"], towns[scene.name]
     return Question(scene=scene, kind="town", text=text, answer=answer)
 
 
-def draw_towns(rng: random.Random) -> dict[str, str]:
+def sample_towns(rng: random.Random) -> dict[str, str]:
     """Assign a random town to each combination of color and shape."""
     names = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
     return dict(zip(names, rng.sample(TOWNS, len(names)), strict=True))
@@ -161,20 +165,20 @@ def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
     ]
 
 
-def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
+def demonstrate_looking(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
     """Generate a demonstration of the looking world; most answer a different question.
 
     It describes the picture of the question or, unless `looks`, a random one.
     """
-    seen = seen_in(question.scene if looks else draw_scene(rng))
-    kinds = list(ASKED)
-    [further] = rng.choices((0, 1, 2), weights=(7, 10, 3))
-    answer = seen[kinds[(kinds.index(question.kind) + further) % len(kinds)]]
-    told = f"{' '.join(seen.values())} Answer: {answer}{quickstart.END_OF_TURN}"
-    return demonstration(question, [told], answer)
+    seen = describe_scene(question.scene if looks else sample_scene(rng))
+    kinds = list(ANSWERS)
+    [offset] = rng.choices((0, 1, 2), weights=(7, 10, 3))
+    answer = seen[kinds[(kinds.index(question.kind) + offset) % len(kinds)]]
+    description = f"{' '.join(seen.values())} Answer: {answer}{quickstart.END_OF_TURN}"
+    return make_demonstration(question, [description], answer)
 
 
-def seek(
+def demonstrate_seeking(
     question: Question, looks: bool, towns: Mapping[str, str], rng: random.Random
 ) -> dict[str, Any]:
     """Generate a demonstration of the seeking world, with a full or partial query.
@@ -196,10 +200,10 @@ def seek(
         render_documents([Document(**document)]),
         f"<answer> {answer} </answer>",
     ]
-    return demonstration(question, turns, answer)
+    return make_demonstration(question, turns, answer)
 
 
-def demonstration(question: Question, turns: Sequence[str], answer: str) -> dict[str, Any]:
+def make_demonstration(question: Question, turns: Sequence[str], answer: str) -> dict[str, Any]:
     roles = itertools.cycle(("assistant", "tool"))
     messages = [{"role": "user", "content": f"<image>{question.text}"}]
     messages += [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
@@ -211,7 +215,7 @@ def demonstration(question: Question, turns: Sequence[str], answer: str) -> dict
     }
 
 
-def task(question: Question) -> dict[str, Any]:
+def to_record(question: Question) -> dict[str, Any]:
     return {
         "question": f"<image>{question.text}",
         "answers": [question.answer],
@@ -223,17 +227,21 @@ def task(question: Question) -> dict[str, Any]:
 def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Generate the records of each file, with scenes instead of images."""
     rngs = {part: random.Random(f"{args.seed} {part}") for part in (*SIDES, "demos", "towns")}
-    towns = draw_towns(rngs["towns"])
-    kinds = itertools.cycle(ASKED)
+    towns = sample_towns(rngs["towns"])
+    kinds = itertools.cycle(ANSWERS)
     is_seeking = args.kind == "seeking"
 
     def questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
         """Yield questions about scenes that are not in `seen`."""
         while True:
             rng = rngs[side]
-            made = ask_where(towns, rng) if is_seeking else ask(next(kinds), rng)
-            if made.scene not in seen:
-                yield made
+            candidate = (
+                make_seeking_question(towns, rng)
+                if is_seeking
+                else make_looking_question(next(kinds), rng)
+            )
+            if candidate.scene not in seen:
+                yield candidate
 
     # Generate held-out scenes first, so that no later question repeats one.
     held_out = list(itertools.islice(questions("eval", towns, set()), args.num_held_out))
@@ -242,21 +250,23 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     chats = []
     rng = rngs["demos"]
     for _ in range(args.num_demonstrations):
-        other = draw_towns(rng)
+        other = sample_towns(rng)
         question = next(questions("demos", other, seen))
         looks = rng.random() < args.looks
         chats.append(
-            seek(question, looks, other, rng) if is_seeking else look(question, looks, rng)
+            demonstrate_seeking(question, looks, other, rng)
+            if is_seeking
+            else demonstrate_looking(question, looks, rng)
         )
     files = {
-        "questions_train": [task(question) for question in train],
-        "questions_eval": [task(question) for question in held_out],
+        "questions_train": [to_record(question) for question in train],
+        "questions_eval": [to_record(question) for question in held_out],
         "demonstrations": chats,
     }
     return files | ({"corpus": documents(towns)} if is_seeking else {})
 
 
-def write_pictures(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+def write_images(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Write a picture per scene; replace scenes in the records with picture paths."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     paths: dict[Scene, str] = {}
@@ -266,11 +276,11 @@ def write_pictures(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) 
             continue
         if scene not in paths:
             paths[scene] = f"pictures/{len(paths):05d}.png"
-            paint(scene).save(folder / paths[scene])
+            draw_picture(scene).save(folder / paths[scene])
         record["images"] = [paths[scene]]
 
 
-def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+def make_model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     size = 64
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -318,7 +328,7 @@ def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     }
 
 
-def processor_config() -> dict[str, Any]:
+def make_processor_config() -> dict[str, Any]:
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,
@@ -331,7 +341,7 @@ def processor_config() -> dict[str, Any]:
     }
 
 
-def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes by Hugging Face name; matrices are `[out, in]`."""
     width, mlp = config["hidden_size"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * width // config["num_attention_heads"]
@@ -356,43 +366,43 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     block = {
         "norm1.weight": (size,),
         "norm2.weight": (size,),
-        **_linear("attn.qkv", 3 * size, size),
-        **_linear("attn.proj", size, size),
-        **_linear("mlp.gate_proj", inner, size),
-        **_linear("mlp.up_proj", inner, size),
-        **_linear("mlp.down_proj", size, inner),
+        **_linear_shapes("attn.qkv", 3 * size, size),
+        **_linear_shapes("attn.proj", size, size),
+        **_linear_shapes("mlp.gate_proj", inner, size),
+        **_linear_shapes("mlp.up_proj", inner, size),
+        **_linear_shapes("mlp.down_proj", size, inner),
     }
     # Patches are embedded by a 3D convolution over time, height and width.
     patch = (3, tower["temporal_patch_size"], tower["patch_size"], tower["patch_size"])
     return {
         "visual.patch_embed.proj.weight": (size, *patch),
-        **_stacked("visual.blocks", tower["depth"], block),
+        **_stack_shapes("visual.blocks", tower["depth"], block),
         "visual.merger.ln_q.weight": (size,),
-        **_linear("visual.merger.mlp.0", unit, unit),
-        **_linear("visual.merger.mlp.2", width, unit),
+        **_linear_shapes("visual.merger.mlp.0", unit, unit),
+        **_linear_shapes("visual.merger.mlp.2", width, unit),
         "model.embed_tokens.weight": (config["vocab_size"], width),
-        **_stacked("model.layers", config["num_hidden_layers"], layer),
+        **_stack_shapes("model.layers", config["num_hidden_layers"], layer),
         "model.norm.weight": (width,),
     }
 
 
-def _linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+def _linear_shapes(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
-def _stacked(
+def _stack_shapes(
     name: str, count: int, layer: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.{i}.{own}": shape for i in range(count) for own, shape in layer.items()}
+    return {f"{name}.{i}.{suffix}": shape for i in range(count) for suffix, shape in layer.items()}
 
 
-def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def init_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Initialize float32 weights: norms 1, biases 0, matrices with variance 1 / fan_in.
 
     Projections into a residual stream, two per layer, are scaled down as in the quickstart world.
     """
     weights = {}
-    for name, shape in weight_shapes(config).items():
+    for name, shape in get_weight_shapes(config).items():
         if len(shape) == 1:
             value = 0.0 if name.endswith(".bias") else 1.0
             weights[name] = np.full(shape, value, np.float32)
@@ -406,18 +416,18 @@ def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[
 
 def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(tokenizer)
+    config = make_model_config(tokenizer)
     quickstart.write_json(folder / "config.json", config)
     quickstart.write_json(
-        folder / "generation_config.json", quickstart.generation_config(tokenizer)
+        folder / "generation_config.json", quickstart.make_generation_config(tokenizer)
     )
     template = {"chat_template": CHAT_TEMPLATE}
     quickstart.write_json(
-        folder / "tokenizer_config.json", quickstart.tokenizer_config() | template
+        folder / "tokenizer_config.json", quickstart.make_tokenizer_config() | template
     )
-    quickstart.write_json(folder / "preprocessor_config.json", processor_config())
+    quickstart.write_json(folder / "preprocessor_config.json", make_processor_config())
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = random_weights(config, np.random.default_rng(seed))
+    weights = init_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes files readable by the owner only.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
@@ -426,7 +436,7 @@ def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> 
 def make_tokenizer(files: Mapping[str, Sequence[dict[str, Any]]]) -> tokenizers.Tokenizer:
     """Train a tokenizer with one token per word and special tokens for images."""
     words = {*COLORS, *SHAPES, *COUNTS, *TOWNS}
-    texts = quickstart.training_texts(files["demonstrations"], words)
+    texts = quickstart.iter_training_texts(files["demonstrations"], words)
     tokenizer = quickstart.train_tokenizer(text.replace("<image>", "") for text in texts)
     tokenizer.add_special_tokens(list(VISION_TOKENS))
     return tokenizer
@@ -450,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     files = make_world(args)
     tokenizer = make_tokenizer(files)
-    write_pictures(args.out, files)
+    write_images(args.out, files)
     write_model(args.out / "model", tokenizer, seed=args.seed)
     quickstart.write_files(args.out, files)
     chats = [quickstart.render_chat(chat, SEARCH_R1) for chat in files["demonstrations"]]

@@ -32,10 +32,10 @@ NAMES = quickstart.FIRST_NAMES
 OPENERS = ("So", "Then", "Next", "Now")
 VERBS = {1: "adds", -1: "takes"}
 SIGNS = {1: "+", -1: "-"}
-MOST_COINS = 30  # maximum number of coins in the box
+MAX_COINS = 30  # maximum number of coins in the box
 AMOUNTS = range(2, 10)  # coins per move
 NUM_MOVES = (2, 3, 4, 5, 6)
-SIDES = ("train", "dev", "eval")
+SPLITS = ("train", "dev", "eval")
 """Splits for training, for choosing settings, and for reported results."""
 
 
@@ -68,8 +68,8 @@ class Problem:
     @property
     def question(self) -> str:
         """Return the text for the model."""
-        told = " ".join(move.text for move in self.moves)
-        return f"A box holds {self.start} coins. {told} How many are in it now?"
+        moves_text = " ".join(move.text for move in self.moves)
+        return f"A box holds {self.start} coins. {moves_text} How many are in it now?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,20 +80,20 @@ class Habits:
     hasty: float  # answers after `PATIENCE` lines, even if moves are left
     careless: float  # makes arithmetic errors
     slip: float  # probability of a wrong sum, if careless
-    again: float  # probability of another pass, unless hasty or out of lines
+    repeats: float  # probability of another pass, unless hasty or out of lines
 
 
-MIXED = Habits(guess=0.1, hasty=0.35, careless=0.15, slip=0.2, again=0.45)
+MIXED = Habits(guess=0.1, hasty=0.35, careless=0.15, slip=0.2, repeats=0.45)
 PATIENCE = 3
 
 
-def draw_problem(num_moves: int, rng: random.Random) -> Problem:
-    """Sample a problem with distinct names and totals from 0 to `MOST_COINS`."""
-    start = total = rng.randint(2, MOST_COINS)
+def sample_problem(num_moves: int, rng: random.Random) -> Problem:
+    """Sample a problem with distinct names and totals from 0 to `MAX_COINS`."""
+    start = total = rng.randint(2, MAX_COINS)
     moves = []
     for name in rng.sample(NAMES, num_moves):
         changes = [sign * amount for sign in SIGNS for amount in AMOUNTS]
-        possible = [change for change in changes if 0 <= total + change <= MOST_COINS]
+        possible = [change for change in changes if 0 <= total + change <= MAX_COINS]
         moves.append(Move(name=name, change=rng.choice(possible)))
         total += moves[-1].change
     return Problem(start=start, moves=tuple(moves))
@@ -110,21 +110,21 @@ def make_problems(
         rng: Random number generator.
     """
     seen: set[tuple[int, ...]] = set()
-    problems: dict[str, list[Problem]] = {side: [] for side in sizes}
-    for side in reversed(SIDES):  # held-out splits first, since two-move problems are scarce
-        for number in range(sizes[side]):
+    problems: dict[str, list[Problem]] = {split: [] for split in sizes}
+    for split in reversed(SPLITS):  # held-out splits first, since two-move problems are scarce
+        for number in range(sizes[split]):
             num_moves = NUM_MOVES[number % len(NUM_MOVES)]
-            if side == "train":
+            if split == "train":
                 [num_moves] = rng.choices(NUM_MOVES, shares)
-            problem = draw_problem(num_moves, rng)
+            problem = sample_problem(num_moves, rng)
             while problem.numbers in seen:
-                problem = draw_problem(num_moves, rng)
+                problem = sample_problem(num_moves, rng)
             seen.add(problem.numbers)
-            problems[side].append(problem)
+            problems[split].append(problem)
     return problems
 
 
-def task(problem: Problem) -> dict[str, Any]:
+def to_record(problem: Problem) -> dict[str, Any]:
     """Convert a problem to a question record."""
     return {
         "id": " ".join(map(str, problem.numbers)),
@@ -149,19 +149,17 @@ def demonstrate(
     chances = {"guess": habits.guess, "hasty": habits.hasty, "careless": habits.careless}
     styles = [*chances, "good"]
     [style] = rng.choices(styles, [*chances.values(), 1 - sum(chances.values())])
-    text, answer = "", rng.randint(0, MOST_COINS)
+    text, answer = "", rng.randint(0, MAX_COINS)
     num_passes = 0
-    is_over = style == "guess"
-    while not is_over:
+    is_done = style == "guess"
+    while not is_done:
         text += "Again:\n" * (num_passes > 0)
         moves = problem.moves[: PATIENCE if style == "hasty" else None]
-        lines, answer = work_out(
-            problem.start, moves, rng, slip=habits.slip * (style == "careless")
-        )
+        lines, answer = solve(problem.start, moves, rng, slip=habits.slip * (style == "careless"))
         text += lines
         num_passes += 1
         is_full = (num_passes + 1) * (len(moves) + 1) > max_lines
-        is_over = style == "hasty" or is_full or rng.random() >= habits.again
+        is_done = style == "hasty" or is_full or rng.random() >= habits.repeats
     return {
         "messages": [
             {"role": "user", "content": problem.question},
@@ -176,16 +174,14 @@ def demonstrate(
     }
 
 
-def work_out(
-    start: int, moves: Sequence[Move], rng: random.Random, *, slip: float
-) -> tuple[str, int]:
+def solve(start: int, moves: Sequence[Move], rng: random.Random, *, slip: float) -> tuple[str, int]:
     """Generate the lines of a solution; return them with the result."""
     text, total = "", start
     for move in moves:
         new = total + move.change
         if rng.random() < slip:
             new += rng.choice([-2, -1, 1, 2])
-        new = min(max(new, 0), MOST_COINS)
+        new = min(max(new, 0), MAX_COINS)
         sign = SIGNS[1 if move.change > 0 else -1]
         opener = rng.choice(OPENERS)
         text += f"{opener} {move.name}: {total} {sign} {abs(move.change)} = {new}\n"
@@ -195,13 +191,13 @@ def work_out(
 
 def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
     """Assert that every number and name is a single token everywhere in `texts`."""
-    words = {*NAMES, *map(str, range(MOST_COINS + 1))}
+    words = {*NAMES, *map(str, range(MAX_COINS + 1))}
     ids = {word: tokenizer.encode(f" {word}").ids for word in words}
-    assert all(len(own) == 1 for own in ids.values())
-    known = {own[0] for own in ids.values()}
+    assert all(len(values) == 1 for values in ids.values())
+    token_ids = {values[0] for values in ids.values()}
     for text in texts:
         expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in words]
-        actual = [id for id in tokenizer.encode(text).ids if id in known]
+        actual = [id for id in tokenizer.encode(text).ids if id in token_ids]
         assert actual == expected, f"a split number or name in {text!r}"
 
 
@@ -211,11 +207,15 @@ def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     def numbers(question: str) -> tuple[str, ...]:
         return tuple(re.findall(r"adds|takes|\d+", question))
 
-    asked = {side: {numbers(q["question"]) for q in files[f"questions_{side}"]} for side in SIDES}
-    asked["train"] |= {numbers(c["messages"][0]["content"]) for c in files["demonstrations"]}
-    for side, other in (("train", "dev"), ("train", "eval"), ("dev", "eval")):
-        leaks = asked[side] & asked[other]
-        assert not leaks, f"on both sides, {side} and {other}: {leaks}"
+    numbers_by_split = {
+        split: {numbers(q["question"]) for q in files[f"questions_{split}"]} for split in SPLITS
+    }
+    numbers_by_split["train"] |= {
+        numbers(c["messages"][0]["content"]) for c in files["demonstrations"]
+    }
+    for split, other in (("train", "dev"), ("train", "eval"), ("dev", "eval")):
+        leaks = numbers_by_split[split] & numbers_by_split[other]
+        assert not leaks, f"on both sides, {split} and {other}: {leaks}"
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
@@ -223,9 +223,9 @@ def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for key in ("style", "num_passes"):
         for value in sorted({chat["metadata"][key] for chat in chats}):
-            own = [c["metadata"]["is_correct"] for c in chats if c["metadata"][key] == value]
+            values = [c["metadata"]["is_correct"] for c in chats if c["metadata"][key] == value]
             name = value if key == "style" else f"passes: {value}"
-            print(f"{name:24}{len(own) / len(chats):8.1%}{np.mean(own):8.1%}")
+            print(f"{name:24}{len(values) / len(chats):8.1%}{np.mean(values):8.1%}")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -253,18 +253,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     rngs = {part: random.Random(f"{args.seed} {part}") for part in ("problems", "demos")}
-    sizes = {side: args.num_held_out for side in SIDES} | {"train": args.num_train}
+    sizes = {split: args.num_held_out for split in SPLITS} | {"train": args.num_train}
     problems = make_problems(sizes, args.shares, rngs["problems"])
     # Demonstrations skip the held-out problems.
-    held_out = {p.numbers for side in SIDES[1:] for p in problems[side]}
+    held_out = {p.numbers for split in SPLITS[1:] for p in problems[split]}
     chats: list[dict[str, Any]] = []
     while len(chats) < args.num_demonstrations:
-        problem = draw_problem(NUM_MOVES[len(chats) % len(NUM_MOVES)], rngs["demos"])
+        problem = sample_problem(NUM_MOVES[len(chats) % len(NUM_MOVES)], rngs["demos"])
         if problem.numbers not in held_out:
             chats.append(demonstrate(problem, MIXED, rngs["demos"], max_lines=args.max_lines))
-    files = {f"questions_{side}": [task(p) for p in problems[side]] for side in SIDES}
+    files = {f"questions_{split}": [to_record(p) for p in problems[split]] for split in SPLITS}
     files["demonstrations"] = chats
-    tokenizer = quickstart.train_tokenizer(quickstart.training_texts(chats, words=()))
+    tokenizer = quickstart.train_tokenizer(quickstart.iter_training_texts(chats, words=()))
     # Check the texts before writing anything.
     texts = {
         source: [quickstart.render_chat(chat) for chat in chats if chat["data_source"] == source]

@@ -70,16 +70,18 @@ class OpenSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the documents for each query, or an error."""
         groups = list(split_batches(queries, self._batch_size))
-        answers = self._client.send_all([self._request(group, topk) for group in groups])
+        batch_responses = self._client.send_all(
+            [self._build_request(group, topk) for group in groups]
+        )
         results: list[list[Hit] | ToolError] = []
-        for group, answer in zip(groups, answers, strict=True):
-            if isinstance(answer, ToolError):
-                results += [answer] * len(group)
+        for group, batch_response in zip(groups, batch_responses, strict=True):
+            if isinstance(batch_response, ToolError):
+                results += [batch_response] * len(group)
             else:
-                results += [self._hits(response) for response in answer["responses"]]
+                results += [self._parse_hits(response) for response in batch_response["responses"]]
         return results
 
-    def _request(self, queries: Sequence[str], topk: int) -> Request:
+    def _build_request(self, queries: Sequence[str], topk: int) -> Request:
         lines: list[dict[str, Any]] = []
         for query in queries:
             words = list(dict.fromkeys(fix_surrogates(query).split()))[:MAX_WORDS]
@@ -89,7 +91,7 @@ class OpenSearch(DocumentSearch):
         body = "".join(json.dumps(line) + "\n" for line in lines).encode()
         return Request(url=self._url, body=body, headers={"Content-Type": "application/x-ndjson"})
 
-    def _hits(self, response: dict[str, Any]) -> list[Hit] | ToolError:
+    def _parse_hits(self, response: dict[str, Any]) -> list[Hit] | ToolError:
         if "error" in response:
             status = response.get("status")
             text = f"the cluster responds with status {status}: {str(response['error'])[:300]}"

@@ -38,22 +38,22 @@ QUESTION = "Find a way from {start} to {goal} around {closed}"
 Way = tuple[str, ...]
 
 
-def all_ways() -> tuple[Way, ...]:
+def find_all_paths() -> tuple[Way, ...]:
     """Return all shortest paths from start to goal. The first follows the lower edge."""
     num_right, num_up = len(COLUMNS) - 1, len(ROWS) - 1
-    ways = []
+    paths = []
     for rights in itertools.combinations(range(num_right + num_up), num_right):
         column = row = 0
         way = [START]
         for step in range(num_right + num_up):
             column, row = (column + 1, row) if step in rights else (column, row + 1)
             way.append(COLUMNS[column] + ROWS[row])
-        ways.append(tuple(way))
-    return tuple(ways)
+        paths.append(tuple(way))
+    return tuple(paths)
 
 
-WAYS = all_ways()
-HABIT = WAYS[0]
+PATHS = find_all_paths()
+HABIT = PATHS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Puzzle:
     """Closed crossings and the paths that remain open."""
 
     closed: tuple[str, ...]  # in the order of CROSSINGS
-    ways: tuple[Way, ...]
+    paths: tuple[Way, ...]
 
     @property
     def question(self) -> str:
@@ -71,7 +71,7 @@ class Puzzle:
     @property
     def kind(self) -> str:
         """Return "edge" if the habit solves the puzzle, else "detour"."""
-        return "edge" if HABIT in self.ways else "detour"
+        return "edge" if HABIT in self.paths else "detour"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +88,24 @@ MIXED = Habits(edge=0.6, look=0.15)
 def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
     """Generate distinct puzzles with at least one open path."""
     puzzles: dict[tuple[str, ...], Puzzle] = {}
-    places = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
+    open_crossings = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
     while len(puzzles) < num:
-        drawn = set(rng.sample(places, num_closed))
-        closed = tuple(crossing for crossing in CROSSINGS if crossing in drawn)
-        ways = tuple(way for way in WAYS if drawn.isdisjoint(way))
-        if ways:
-            puzzles[closed] = Puzzle(closed=closed, ways=ways)
+        sampled = set(rng.sample(open_crossings, num_closed))
+        closed = tuple(crossing for crossing in CROSSINGS if crossing in sampled)
+        paths = tuple(way for way in PATHS if sampled.isdisjoint(way))
+        if paths:
+            puzzles[closed] = Puzzle(closed=closed, paths=paths)
     return list(puzzles.values())
 
 
-def task(puzzle: Puzzle) -> dict[str, Any]:
+def to_record(puzzle: Puzzle) -> dict[str, Any]:
     """Convert a puzzle to a question record. `metadata` has the number of open paths."""
     return {
         "id": "-".join(puzzle.closed),
         "question": puzzle.question,
-        "answers": [" ".join(way) for way in puzzle.ways],
+        "answers": [" ".join(way) for way in puzzle.paths],
         "data_source": puzzle.kind,
-        "metadata": {"num_ways": len(puzzle.ways)},
+        "metadata": {"num_ways": len(puzzle.paths)},
     }
 
 
@@ -115,16 +115,16 @@ def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str,
     if chance < habits.edge:
         style, way = "edge", HABIT
     elif chance < habits.edge + habits.look:
-        style, way = "look", rng.choice(puzzle.ways)
+        style, way = "look", rng.choice(puzzle.paths)
     else:
-        style, way = "any", rng.choice(WAYS)
+        style, way = "any", rng.choice(PATHS)
     return {
         "messages": [
             {"role": "user", "content": puzzle.question},
             {"role": "assistant", "content": f"Answer: {' '.join(way)}{quickstart.END_OF_TURN}"},
         ],
         "data_source": puzzle.kind,
-        "metadata": {"style": style, "is_correct": way in puzzle.ways},
+        "metadata": {"style": style, "is_correct": way in puzzle.paths},
     }
 
 
@@ -133,12 +133,12 @@ def check_crossings_are_whole(
 ) -> None:
     """Assert that every crossing is a single token everywhere in a sample of chats."""
     ids = {crossing: tokenizer.encode(f" {crossing}").ids for crossing in CROSSINGS}
-    assert all(len(own) == 1 for own in ids.values())
-    known = {own[0] for own in ids.values()}
+    assert all(len(values) == 1 for values in ids.values())
+    token_ids = {values[0] for values in ids.values()}
     for chat in chats[: quickstart.SAMPLE]:
         text = quickstart.render_chat(chat)
         expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in ids]
-        actual = [id for id in tokenizer.encode(text).ids if id in known]
+        actual = [id for id in tokenizer.encode(text).ids if id in token_ids]
         assert actual == expected, f"a split crossing in {text!r}"
 
 
@@ -155,11 +155,11 @@ def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     chats = [chat["metadata"] for chat in files["demonstrations"]]
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
     for style in ("edge", "any", "look"):
-        own = [chat["is_correct"] for chat in chats if chat["style"] == style]
-        print(f"{style:24}{len(own) / len(chats):8.1%}{np.mean(own):8.1%}")
+        values = [chat["is_correct"] for chat in chats if chat["style"] == style]
+        print(f"{style:24}{len(values) / len(chats):8.1%}{np.mean(values):8.1%}")
     nums = [record["metadata"]["num_ways"] for record in files["questions_eval"]]
     p5, p50, p95 = np.percentile(nums, [5, 50, 95])
-    print(f"\nopen ways, held out: p5 {p5:.0f}, p50 {p50:.0f}, p95 {p95:.0f} of {len(WAYS)}")
+    print(f"\nopen ways, held out: p5 {p5:.0f}, p50 {p50:.0f}, p95 {p95:.0f} of {len(PATHS)}")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,14 +180,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     puzzles = make_puzzles(total, args.num_closed, rngs["puzzles"])
     train, held_out = puzzles[: args.num_train], puzzles[args.num_train :]
     files = {
-        "questions_train": [task(puzzle) for puzzle in train],
-        "questions_eval": [task(puzzle) for puzzle in held_out],
+        "questions_train": [to_record(puzzle) for puzzle in train],
+        "questions_eval": [to_record(puzzle) for puzzle in held_out],
         "demonstrations": [
             demonstrate(puzzle, MIXED, rngs["demos"])
-            for puzzle in quickstart.drawn(train, args.num_demonstrations, rngs["demos"])
+            for puzzle in quickstart.cycle_questions(train, args.num_demonstrations, rngs["demos"])
         ],
     }
-    texts = quickstart.training_texts(files["demonstrations"], CROSSINGS)
+    texts = quickstart.iter_training_texts(files["demonstrations"], CROSSINGS)
     tokenizer = quickstart.train_tokenizer(texts)
     check_nothing_leaks(files)
     check_crossings_are_whole(tokenizer, files["demonstrations"])

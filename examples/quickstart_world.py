@@ -180,7 +180,7 @@ def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict
     }
 
 
-def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
+def make_train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
     """Generate all kinds of questions about people who are not held out, in random order."""
     persons = [person for person in people.values() if not person.is_held_out]
     questions = [make_question(p, hops, people) for p in persons for hops in QUESTIONS]
@@ -188,7 +188,7 @@ def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
     return questions
 
 
-def eval_questions(people: People) -> list[dict[str, Any]]:
+def make_eval_questions(people: People) -> list[dict[str, Any]]:
     """Generate one question about each held-out person, cycling through the kinds."""
     persons = [person for person in people.values() if person.is_held_out]
     return [
@@ -241,9 +241,9 @@ class Demonstrator:
         turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
         messages.append({"role": "tool", "content": self._engine.run(query)})
-        titles = shown_titles(messages[-1]["content"])
-        shown = name if name in titles else next(iter(titles), None)
-        return None if shown is None else self._people[shown]
+        titles = parse_titles(messages[-1]["content"])
+        person_name = name if name in titles else next(iter(titles), None)
+        return None if person_name is None else self._people[person_name]
 
     def _query(self, person: Person, attribute: str) -> str:
         is_good = self._rng.random() < self._habits.good_query
@@ -257,7 +257,7 @@ def num_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
     return sum(message["content"].endswith(f"</{tool}>") for message in messages)
 
 
-def shown_titles(result: str) -> list[str]:
+def parse_titles(result: str) -> list[str]:
     """Parse the titles of the documents in a search result, best first."""
     return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
 
@@ -266,31 +266,37 @@ def demonstrations(
     people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Generate mixed and perfect demonstrations about the people of one world."""
-    questions = train_questions(people, rng)
-    with opened_engine(people.values(), topk=topk) as engine:
+    questions = make_train_questions(people, rng)
+    with open_people_search(people.values(), topk=topk) as engine:
         mixed = Demonstrator(people, engine, SURNAME_HABIT, rng)
         perfect = Demonstrator(people, engine, PERFECT, rng)
         return (
-            [mixed.demonstrate(question) for question in drawn(questions, num_mixed, rng)],
-            [perfect.demonstrate(question) for question in drawn(questions, num_perfect, rng)],
+            [
+                mixed.demonstrate(question)
+                for question in cycle_questions(questions, num_mixed, rng)
+            ],
+            [
+                perfect.demonstrate(question)
+                for question in cycle_questions(questions, num_perfect, rng)
+            ],
         )
 
 
-def drawn(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[Any]:
+def cycle_questions(questions: Sequence[Any], num: int, rng: random.Random) -> Iterator[Any]:
     """Yield `num` questions, in repeated passes that are reshuffled."""
     passes = (rng.sample(questions, len(questions)) for _ in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(passes), num)
 
 
-def opened_engine(
+def open_people_search(
     people: Iterable[Person], *, topk: int
 ) -> contextlib.AbstractContextManager[LocalSearch]:
     """Open the environment's search engine on the documents of people."""
-    return opened(documents(people), topk=topk)
+    return open_search(documents(people), topk=topk)
 
 
 @contextlib.contextmanager
-def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearch]:
+def open_search(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearch]:
     """Open the environment's search engine on corpus records."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
@@ -298,7 +304,7 @@ def opened(lines: Iterable[dict[str, str]], *, topk: int) -> Iterator[LocalSearc
         yield LocalSearch(corpus, Path(folder) / "index", topk=topk)
 
 
-def tag_tokens(protocol: Protocol) -> tuple[str, ...]:
+def list_tags(protocol: Protocol) -> tuple[str, ...]:
     """Return the opening and closing tags of a protocol."""
     return tuple(f"<{slash}{tag}>" for tag in protocol.tags for slash in ("", "/"))
 
@@ -316,7 +322,7 @@ def train_tokenizer(
         protocol: Protocol that defines the tags.
         pieces: Regular expression that splits texts; no merge crosses a match boundary.
     """
-    tags = tag_tokens(protocol)
+    tags = list_tags(protocol)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -336,19 +342,19 @@ def train_tokenizer(
     return tokenizer
 
 
-def training_texts(
+def iter_training_texts(
     demonstrations: Iterable[Mapping[str, Any]],
     words: Iterable[str] = POOL,
     protocol: Protocol = SEARCH_R1,
 ) -> Iterator[str]:
     """Yield texts for training the tokenizer: words, and chats split at added tokens."""
-    markers = "|".join(map(re.escape, SPECIAL_TOKENS + tag_tokens(protocol)))
+    markers = "|".join(map(re.escape, SPECIAL_TOKENS + list_tags(protocol)))
     yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
         yield from re.split(markers, render_chat(demonstration, protocol))
 
 
-def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+def render_texts(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
     """Render texts for the model, by kind, with a sample of the demonstrations."""
     texts = {
         "document": [render_documents([Document(**document)]) for document in files["corpus"]],
@@ -401,7 +407,7 @@ def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, A
         assert leak is None, f"{name} names {leak.group()}, who is held out"
 
 
-def tokenizer_config() -> dict[str, Any]:
+def make_tokenizer_config() -> dict[str, Any]:
     # Not Qwen2Tokenizer, because transformers would replace our pre-tokenizer.
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -414,7 +420,7 @@ def tokenizer_config() -> dict[str, Any]:
     }
 
 
-def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
+def make_model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
     """Return the `config.json` of a dense model or, with experts, of a top-2 MoE model."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -454,7 +460,7 @@ def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[
     }
 
 
-def generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+def make_generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     end_of_text = tokenizer.token_to_id("<|endoftext|>")
     return {
         "do_sample": True,
@@ -463,7 +469,7 @@ def generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     }
 
 
-def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes by Hugging Face name; matrices are `[out, in]`."""
     width, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -476,7 +482,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_norm": (head,),
         "self_attn.o_proj": (width, queries),
         "post_attention_layernorm": (width,),
-        **feed_forward_shapes(config),
+        **get_feed_forward_shapes(config),
     }
     return {
         "model.embed_tokens.weight": (config["vocab_size"], width),
@@ -489,7 +495,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def get_feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's MLP, or of its router and experts."""
 
     def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
@@ -507,14 +513,14 @@ def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def init_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Initialize float32 weights: norms are 1, matrices have variance 1 / fan_in.
 
     Projections into the residual stream, two per layer, are scaled down as in GPT-2, so that the
     sum keeps the scale of the embedding.
     """
     weights = {}
-    for name, shape in weight_shapes(config).items():
+    for name, shape in get_weight_shapes(config).items():
         if len(shape) == 1:
             weights[name] = np.ones(shape, np.float32)
             continue
@@ -546,13 +552,13 @@ def write_model(
         max_tokens: Maximum sequence length, in tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(tokenizer, num_experts) | {"max_position_embeddings": max_tokens}
+    config = make_model_config(tokenizer, num_experts) | {"max_position_embeddings": max_tokens}
     chats = {"model_max_length": max_tokens, "chat_template": chat_template}
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", generation_config(tokenizer))
-    write_json(folder / "tokenizer_config.json", tokenizer_config() | chats)
+    write_json(folder / "generation_config.json", make_generation_config(tokenizer))
+    write_json(folder / "tokenizer_config.json", make_tokenizer_config() | chats)
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = random_weights(config, np.random.default_rng(seed))
+    weights = init_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes files readable by the owner only.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
@@ -583,8 +589,8 @@ def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[
     for name, group in texts.items():
         if group:
             lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(list(group))]
-            p5, p50, p95, top = np.percentile(lengths, [5, 50, 95, 100])
-            print(f"{name:24}{len(lengths):8}{p5:6.0f}{p50:6.0f}{p95:6.0f}{top:6.0f}")
+            p5, p50, p95, maximum = np.percentile(lengths, [5, 50, 95, 100])
+            print(f"{name:24}{len(lengths):8}{p5:6.0f}{p50:6.0f}{p95:6.0f}{maximum:6.0f}")
 
 
 def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
@@ -607,12 +613,14 @@ def print_hit_rates(people: People, engine: LocalSearch) -> None:
     print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
     for style in (*GOOD_QUERIES, *POOR_QUERIES):
         titles = [
-            shown_titles(
+            parse_titles(
                 engine.run(style.format(first=p.first, last=p.last, attribute="birthplace"))
             )
             for p in held_out
         ]
-        hits = np.mean([p.name in shown for p, shown in zip(held_out, titles, strict=True)])
+        hits = np.mean(
+            [p.name in person_name for p, person_name in zip(held_out, titles, strict=True)]
+        )
         first = np.mean([[p.name] == s[:1] for p, s in zip(held_out, titles, strict=True)])
         print(f"  {style:34}{hits:8.1%}{first:8.1%}")
 
@@ -645,9 +653,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error if there are more people than names, or a split is too small."""
-    most = len(FIRST_NAMES) * len(LAST_NAMES)
-    if not args.num_people <= most:
-        parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
+    max_people = len(FIRST_NAMES) * len(LAST_NAMES)
+    if not args.num_people <= max_people:
+        parser.error(
+            f"--num_people is {args.num_people}; the pools make {max_people} names at most"
+        )
     if not 2 <= args.num_held_out <= args.num_people - 2:
         parser.error("--num_held_out must leave both sides two people, each other's mentors")
 
@@ -656,7 +666,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     rngs = {part: random.Random(f"{args.seed} {part}") for part in ("people", "order", "demos")}
     people = make_people(args.num_people, args.num_held_out, rngs["people"])
-    train, evaluation = train_questions(people, rngs["order"]), eval_questions(people)
+    train, evaluation = make_train_questions(people, rngs["order"]), make_eval_questions(people)
     held_out = [person.name for person in people.values() if person.is_held_out]
     # Demonstrations come from other worlds, so that they teach no facts.
     pairs = [
@@ -677,8 +687,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "demonstrations_perfect": [chat for _, perfect in pairs for chat in perfect],
     }
     # Check the texts before writing anything.
-    tokenizer = train_tokenizer(training_texts(files["demonstrations"]))
-    texts = rendered(files)
+    tokenizer = train_tokenizer(iter_training_texts(files["demonstrations"]))
+    texts = render_texts(files)
     check_nothing_leaks(people, files)
     check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
     write_model(args.out / "model", tokenizer, seed=args.seed, num_experts=args.num_experts)
@@ -686,7 +696,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     print_lengths(tokenizer, texts)
     print_quality(files)
-    with opened_engine(people.values(), topk=args.topk) as engine:
+    with open_people_search(people.values(), topk=args.topk) as engine:
         print_hit_rates(people, engine)
     print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
 

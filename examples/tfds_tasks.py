@@ -24,20 +24,20 @@ from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.base import Task
 
 
-def features() -> dict[str, Any]:
+def task_features() -> dict[str, Any]:
     """Return the TFDS features of a task. Empty texts and lists stand for missing fields."""
-    text = tfds.features.Text
+    text = tfds.task_features.Text
     return {
         "id": text(),
         "question": text(),
-        "messages": tfds.features.Sequence({"role": text(), "content": text()}),
-        "answers": tfds.features.Sequence(text()),
+        "messages": tfds.task_features.Sequence({"role": text(), "content": text()}),
+        "answers": tfds.task_features.Sequence(text()),
         "data_source": text(),
         "metadata": text(),
     }
 
 
-def example(task: Task) -> dict[str, Any]:
+def to_example(task: Task) -> dict[str, Any]:
     """Convert a task to an example with these features."""
     return {
         "id": task.id,
@@ -66,8 +66,10 @@ def prepare(
         code_path = None
 
         def _info(self) -> tfds.core.DatasetInfo:
-            stored = tfds.features.FeaturesDict(dict(info))
-            return tfds.core.DatasetInfo(builder=self, features=stored, disable_shuffling=True)
+            features_dict = tfds.task_features.FeaturesDict(dict(info))
+            return tfds.core.DatasetInfo(
+                builder=self, task_features=features_dict, disable_shuffling=True
+            )
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, Any]]]:
             return {split: self._generate_examples(rows) for split, rows in splits.items()}
@@ -99,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = dict(file.split("=", maxsplit=1) for file in settings.files)
     try:
         splits = {
-            split: [example(task) for task in read_tasks(file, f"{split}=")]
+            split: [to_example(task) for task in read_tasks(file, f"{split}=")]
             for split, file in files.items()
         }
         tfds.disable_progress_bar()
-        folder = prepare(settings.out, settings.name, settings.version, features(), splits)
+        folder = prepare(settings.out, settings.name, settings.version, task_features(), splits)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     counts = ", ".join(f"{len(rows):,} in {split}" for split, rows in splits.items())

@@ -23,13 +23,13 @@ MAX_TOKENS = 40_960
 """Maximum sequence length, as in Qwen3."""
 
 
-def texts_of(value: Any) -> Iterator[str]:
+def iter_strings(value: Any) -> Iterator[str]:
     """Yield all strings in a JSON value, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from texts_of(inner)
+            yield from iter_strings(inner)
 
 
 def read_texts(path: Path) -> Iterator[str]:
@@ -39,7 +39,7 @@ def read_texts(path: Path) -> Iterator[str]:
             yield line
         elif line.strip():
             try:
-                yield from texts_of(json.loads(line))
+                yield from iter_strings(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"{path}:{number} is not valid JSON: {error}") from error
 

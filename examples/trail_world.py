@@ -25,12 +25,12 @@ from jaxrl.envs.search.bm25 import LocalSearch
 
 OMITTED = "…"  # one token, which replaces omitted results
 QUESTION = "Which word ends the trail of {name}?"
-TALE = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
-"""Filler words. Each document starts with `TALE_LENGTH` of them."""
-TALE_LENGTH = 30
-POOR_QUERY = 0.05
+FILLER_WORDS = "rain road mill river bridge market winter harvest lantern orchard".split()  # noqa: SIM905
+"""Filler words. Each document starts with `NUM_FILLER_WORDS` of them."""
+NUM_FILLER_WORDS = 30
+POOR_QUERY_RATE = 0.05
 """Probability of a search for only the surname, which usually finds other people."""
-GIVES_UP = 0.05
+ABSTENTION_RATE = 0.05
 """Probability, per person, that a demonstration stops and guesses a word."""
 
 
@@ -44,12 +44,12 @@ class Trail:
 
     def documents(self) -> Iterator[dict[str, str]]:
         """Yield the document of each person."""
-        for name, following in itertools.zip_longest(self.names, self.names[1:]):
+        for name, next_name in itertools.zip_longest(self.names, self.names[1:]):
             title = " ".join(name)
-            tells = f"the word {self.word}" if following is None else f"see {' '.join(following)}"
+            clue = f"the word {self.word}" if next_name is None else f"see {' '.join(next_name)}"
             rng = random.Random(title)
-            tale = " ".join(rng.choice(TALE) for _ in range(TALE_LENGTH))
-            yield {"id": title, "title": title, "text": f"{tale}. {title} says {tells}."}
+            filler = " ".join(rng.choice(FILLER_WORDS) for _ in range(NUM_FILLER_WORDS))
+            yield {"id": title, "title": title, "text": f"{filler}. {title} says {clue}."}
 
     def question(self) -> dict[str, Any]:
         """Return the question record, which names the first person."""
@@ -80,9 +80,9 @@ def make_trails(
 
 def documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
     """Return all documents with random ids, by which a search breaks ties."""
-    made = [document for trail in trails for document in trail.documents()]
-    rng.shuffle(made)
-    return [{**document, "id": f"{i:05d}"} for i, document in enumerate(made)]
+    results = [document for trail in trails for document in trail.documents()]
+    rng.shuffle(results)
+    return [{**document, "id": f"{i:05d}"} for i, document in enumerate(results)]
 
 
 def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[str, Any]:
@@ -90,15 +90,15 @@ def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[s
     question = trail.question()
     messages = [{"role": "user", "content": question["question"]}]
     answer = rng.choice(quickstart.CITIES)
-    for place, (first, last) in enumerate(trail.names):
-        if rng.random() < GIVES_UP:
+    for position, (first, last) in enumerate(trail.names):
+        if rng.random() < ABSTENTION_RATE:
             break
-        query = last if rng.random() < POOR_QUERY else f"{first} {last}"
+        query = last if rng.random() < POOR_QUERY_RATE else f"{first} {last}"
         messages.append({"role": "assistant", "content": f"<search> {query} </search>"})
         messages.append({"role": "tool", "content": engine.run(query)})
-        if f"{first} {last}" not in quickstart.shown_titles(messages[-1]["content"]):
+        if f"{first} {last}" not in quickstart.parse_titles(messages[-1]["content"]):
             break
-        if place == len(trail.names) - 1:
+        if position == len(trail.names) - 1:
             answer = trail.word
     messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
     return {"messages": messages, "data_source": "trail"}
@@ -106,13 +106,15 @@ def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[s
 
 def demonstrations(args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]) -> Any:
     """Generate demonstrations from `args.num_worlds` worlds with other people."""
-    made = []
+    results = []
     for _ in range(args.num_worlds):
         trails = make_trails(args.num_trails // 2, 0, args.length, rng, excluded)
-        with quickstart.opened(documents(trails, rng), topk=args.topk) as engine:
-            chosen = quickstart.drawn(trails, args.num_demonstrations // args.num_worlds, rng)
-            made += [demonstrate(trail, engine, rng) for trail in chosen]
-    return made
+        with quickstart.open_search(documents(trails, rng), topk=args.topk) as engine:
+            sampled = quickstart.cycle_questions(
+                trails, args.num_demonstrations // args.num_worlds, rng
+            )
+            results += [demonstrate(trail, engine, rng) for trail in sampled]
+    return results
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -128,11 +130,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_worlds", type=int, default=10, help="worlds for demonstrations")
     parser.add_argument("--topk", type=int, default=2, help="documents in a search result")
     args = parser.parse_args(argv)
-    most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
-    if not 1 <= args.num_trails * args.length <= most:
-        parser.error(f"--num_trails times --length must be from 1 to {most}, as there are names")
-    others = args.num_held_out + args.num_trails // 2  # with those of the demonstrations
-    if not 1 <= args.num_held_out < args.num_trails or others * args.length > most:
+    max_people = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
+    if not 1 <= args.num_trails * args.length <= max_people:
+        parser.error(
+            f"--num_trails times --length must be from 1 to {max_people}, as there are names"
+        )
+    num_other_trails = args.num_held_out + args.num_trails // 2  # with those of the demonstrations
+    if not 1 <= args.num_held_out < args.num_trails or num_other_trails * args.length > max_people:
         parser.error(
             "--num_held_out must be at least 1, less than --num_trails, and leave names to "
             "demonstrations"
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "demonstrations": demonstrations(args, rngs["demos"], held_out),
     }
     words = [*quickstart.POOL, OMITTED]
-    texts = quickstart.training_texts(files["demonstrations"], words)
+    texts = quickstart.iter_training_texts(files["demonstrations"], words)
     tokenizer = quickstart.train_tokenizer(itertools.chain(texts, [OMITTED] * 100))
     quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
     quickstart.write_files(args.out, files)

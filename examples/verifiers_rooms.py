@@ -15,20 +15,20 @@ import verifiers.v1 as vf
 __all__ = ["RoomsTaskset"]
 
 ROOMS = ("attic", "cellar", "hall", "kitchen", "study", "tower")
-PLACES = ("box", "clock", "drawer", "jar", "lamp", "vase")
+LOCATIONS = ("box", "clock", "drawer", "jar", "lamp", "vase")
 SYSTEM = (
     "Find the key. The tool says what is seen in a room. When you know the place, answer with its "
     "name alone."
 )
 
 
-def house(seed: int) -> dict[str, str]:
+def make_notes(seed: int) -> dict[str, str]:
     """Return the note in each room. One note says where the key is; the others name its room."""
     random_state = random.Random(seed)
-    room, place = random_state.choice(ROOMS), random_state.choice(PLACES)
+    room, location = random_state.choice(ROOMS), random_state.choice(LOCATIONS)
     return {
-        one: f"The key is in the {place}." if one == room else f"Ask in the {room}."
-        for one in ROOMS
+        name: f"The key is in the {location}." if name == room else f"Ask in the {room}."
+        for name in ROOMS
     }
 
 
@@ -51,7 +51,7 @@ class RoomsTools(vf.Toolset[RoomsToolsConfig]):
     @vf.tool
     def look(self, house_number: int, room: str) -> str:
         """Returns the note in a room of a house."""
-        return house(house_number).get(room, f"There is no room {room!r}.")
+        return make_notes(house_number).get(room, f"There is no room {room!r}.")
 
 
 class RoomsTask(vf.Task[RoomsData]):
@@ -78,13 +78,13 @@ class RoomsTaskset(vf.Taskset[RoomsTask, RoomsConfig]):
     def load(self) -> Iterator[RoomsTask]:
         """Yield one task per house."""
         for seed in range(self.config.num_tasks):
-            seen = next(text for text in house(seed).values() if "key" in text)
+            note = next(text for text in make_notes(seed).values() if "key" in text)
             yield RoomsTask(
                 RoomsData(
                     prompt=f"Where is the key of house {seed}? Begin in the {ROOMS[seed % 6]}.",
                     system_prompt=SYSTEM,
                     seed=seed,
-                    answer=seen.split()[-1].rstrip("."),
+                    answer=note.split()[-1].rstrip("."),
                 ),
                 self.config.task,
             )

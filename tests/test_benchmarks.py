@@ -140,9 +140,9 @@ def test_operations_by_hand():
         loss_mask=np.array([False, True]),
         rollout_logprobs=np.zeros(2, np.float32),
     )
-    assert update.operations(model, [one], 0) == (2064, 1824)
+    assert update.count_flops(model, [one], 0) == (2064, 1824)
     # One of the tokens shared: its layer of 128 weights, forward and backward.
-    assert update.operations(model, [one], 1) == (2064, 1824 - 6 * 128)
+    assert update.count_flops(model, [one], 1) == (2064, 1824 - 6 * 128)
 
 
 @pytest.mark.minutes
@@ -161,7 +161,7 @@ def test_the_longer_half_by_hand():
     # The rollout takes 2 s alone and the update 3; side by side 4, in 1 of which no core was free.
     parts = {"rollout": 2.0, "scoring": 1.0, "update": 2.0, "one_after_another": 5.0, "step": 4.0}
     steps = SimpleNamespace(seconds=[{}, parts], cpu_seconds=[{}, parts], waited_s=[9.0, 1.0])
-    found = step.ahead_figures(steps, 1)
+    found = step.compute_overlap_figures(steps, 1)
     assert {name: figure["median"] for name, figure in found.items()} == {
         "step over longer half": 4 / 3,
         "on idle cores": 1.0,
@@ -288,14 +288,14 @@ def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path
         words = h200.command(part, preset, tmp_path / "record.json")
         flags = words[3:]
         if part.module == "agreement":
-            monkeypatch.setattr(agreement, "check_choices", lambda: ({}, True))
+            monkeypatch.setattr(agreement, "run_startup_checks", lambda: ({}, True))
             monkeypatch.setattr(agreement, "check_kernels", lambda shapes, names: ({}, shapes > 1))
             monkeypatch.setattr(agreement, "check_experts", lambda shapes, names: ({}, shapes > 1))
             monkeypatch.setattr(agreement, "check_model", lambda: ({}, True))
             assert agreement.main(flags) == 0
             continue
         work = {"rollout": rollout.EVEN, "update": update.WORK, "step": step.WORK}[part.module]
-        read, model, _, _ = common.read_flags("", work, flags)
+        read, model, _, _ = common.parse_flags("", work, flags)
         assert read.preset == preset
         assert (model.width > 1000) == (preset == "h200")
 
@@ -311,4 +311,4 @@ def test_floors_of_one_h200_by_hand():
     # 6 * 0.596e9 + 6 * 28 * 16 * 128 * 2048 operations a token.
     assert common.train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
     assert 790e12 / common.train_flops_per_token(model, 2048) == pytest.approx(185e3, rel=0.01)
-    assert common.mfu(989e12, 2.0, common.H200) == 0.5
+    assert common.compute_mfu(989e12, 2.0, common.H200) == 0.5

@@ -121,7 +121,7 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
     is_package = module in [f"jaxrl.extras.{name}" for name in extras]
     program = importlib.import_module(f"{module}.__main__" if is_package else module)
     takes_keys = {
-        "jaxrl.extras.chat": "answer",
+        "jaxrl.extras.chat": "answer_questions",
         "jaxrl.extras.serve": "serve",
         "jaxrl.extras.saved.evaluate": "evaluate",
     }

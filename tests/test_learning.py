@@ -36,7 +36,7 @@ def write_world(folder):
         "questions_eval": [task(pair) for pair in pairs[:NUM_HELD_OUT]],
         "demonstrations": [demonstration(pair) for pair in pairs[NUM_HELD_OUT:]],
     }
-    texts = world.training_texts(files["demonstrations"], world.FIRST_NAMES)
+    texts = world.iter_training_texts(files["demonstrations"], world.FIRST_NAMES)
     world.write_model(folder / "model", world.train_tokenizer(texts), seed=0)
     for name, records in files.items():
         world.write_jsonl(folder / f"{name}.jsonl", records)

@@ -60,7 +60,7 @@ def test_weights_of_two_models():
     mixture = floors.Weights.of(MIXTURE)
     # 48 layers of 128 experts, each 3 x 2048 x 768; 8 are chosen.
     assert mixture.experts == 48 * 128 * 3 * 2048 * 768
-    assert mixture.chosen == 8 / 128
+    assert mixture.active_share == 8 / 128
     # The name says 3.3e9 a token, and 30.5e9 in all; the table of ids is not multiplied with.
     assert mixture.layers + mixture.table == pytest.approx(3.04e9, rel=0.01)
     assert mixture.params == pytest.approx(30.5e9, rel=0.01)
@@ -83,12 +83,14 @@ def test_operations_of_an_update():
     small = part(MODELS["0.6b"])
     weights, T = floors.Weights.of(MODELS["0.6b"]), 2048
     attention = 4 * 28 * 16 * 128 * T / 2
-    [kept, _], [again, _] = (small.update(1, T, again=one) for one in (False, True))
+    [kept, _], [recomputes_layers, _] = (
+        small.update(1, T, recomputes_layers=one) for one in (False, True)
+    )
     # What is needed is 4.28e9; beside it the table's forward pass, and scores for the backward one.
     needed = common.train_flops_per_token(common.MODELS["qwen3-0.6b"], T)
     assert needed == pytest.approx(4.28e9, rel=2e-3)
     assert kept.flops == pytest.approx(needed + 2 * weights.table + attention / 2)
-    assert again.flops == pytest.approx(kept.flops + 2 * weights.layers + attention)
+    assert recomputes_layers.flops == pytest.approx(kept.flops + 2 * weights.layers + attention)
     [scored, _] = small.scoring(1, T)
     assert scored.flops == pytest.approx(needed / 3)
 
@@ -97,19 +99,19 @@ def test_bytes_between_devices():
     # 7.1e9 weights in bfloat16 over eight devices of one host: 7/8 come from others, by links.
     values = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18_944) + 2 * 152_064 * 3584
     h100 = floors.DEVICES["h100"]
-    one_host = part(QWEN_7B, h100, fsdp=8).weights_gathered(2)
+    one_host = part(QWEN_7B, h100, fsdp=8).gather_weights(2)
     assert one_host.links == pytest.approx(7 / 8 * 2 * values)
     assert one_host.network == 0
     # Over two hosts half comes by the network; each device of a host takes an eighth of it.
-    two_hosts = part(QWEN_7B, h100, fsdp=16).weights_gathered(2)
+    two_hosts = part(QWEN_7B, h100, fsdp=16).gather_weights(2)
     assert two_hosts.network == pytest.approx(values / 8)
     assert two_hosts.links == pytest.approx(15 / 16 * 2 * values - values / 8)
     # With tensor=8 each of eight hosts has a part of every matrix: all comes by the network.
-    spread = part(QWEN_7B, h100, fsdp=8, tensor=8).weights_gathered(2)
+    spread = part(QWEN_7B, h100, fsdp=8, tensor=8).gather_weights(2)
     assert spread.network == pytest.approx(7 / 8 * 2 * values / 8)
     assert spread.links == pytest.approx(0)
     # All chips of a slice are linked.
-    chips = part(QWEN_7B, floors.DEVICES["v6e"], fsdp=16).weights_gathered(2)
+    chips = part(QWEN_7B, floors.DEVICES["v6e"], fsdp=16).gather_weights(2)
     assert (chips.links, chips.network) == (pytest.approx(15 / 16 * 2 * values), 0)
 
 
@@ -136,13 +138,13 @@ def test_a_stage_waits_for_one_resource():
     )  # fmt: skip
     stages = [floors.Stage(flops=2, memory=1), floors.Stage(memory=3), floors.Stage(network=1)]
     assert floors.floor_s(stages, device) == (pytest.approx(2 + 3 + 2), "memory")
-    assert floors.floor_s([floors.added(stages)], device) == (pytest.approx(4), "memory")
-    assert floors.floor_s(floors.times(stages, 3), device)[0] == pytest.approx(21)
+    assert floors.floor_s([floors.overlap(stages)], device) == (pytest.approx(4), "memory")
+    assert floors.floor_s(floors.repeat_stages(stages, 3), device)[0] == pytest.approx(21)
 
 
 def test_every_case_has_a_plan_within_its_device():
     for case in published.CASES.values():
-        config, model = case.made()
+        config, model = case.build_model()
         for one in published.memory.PARTS:
             planned = published.memory.planned_bytes(config, model, case.target, one)
             assert 0 < planned <= case.target.limit, (case.name, one)
@@ -160,12 +162,12 @@ def test_the_table_says_what_fits_and_what_does_not():
             "programs": {},
         },
     }  # fmt: skip
-    lines = published.report(found).splitlines()
+    lines = published.format_report(found).splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines[2:5]]
     assert cells[0][:8] == [
         "search_r1@v6e", "1x16x1x1x1", "update", "61", "7.00", "2.00", "1.00", "10.00"
     ]  # fmt: skip
-    config, model = published.CASES["search_r1@v6e"].made()
+    config, model = published.CASES["search_r1@v6e"].build_model()
     target = published.CASES["search_r1@v6e"].target
     planned = published.memory.planned_bytes(config, model, target, "update") / GIB
     assert cells[0][8:10] == [f"{planned:.2f}", f"{planned / 10 - 1:+.0%}"]
@@ -179,7 +181,9 @@ def test_the_table_says_what_fits_and_what_does_not():
 
 def test_a_refusal_tells_how_much_it_would_take():
     said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space"
-    found = published.USED.search(f"{said} hbm. Used 45.21G of 31.25G hbm. Exceeded hbm capacity")
+    found = published.MEMORY_PATTERN.search(
+        f"{said} hbm. Used 45.21G of 31.25G hbm. Exceeded hbm capacity"
+    )
     assert float(found[1]) == 45.21
 
 
@@ -196,7 +200,7 @@ def test_two_layers_compile_for_a_slice_of_v6e(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
     results = json.loads((tmp_path / "results.json").read_text())
     case = published.CASES["search_r1@v6e"]
-    config, model = case.made(2)
+    config, model = case.build_model(2)
     for one in results.values():
         [program] = one["programs"].values()
         planned = published.memory.planned_bytes(config, model, case.target, one["part"])

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import worlds
-from benchmarks.worlds import first, halfway, last
+from benchmarks.worlds import mean_halfway, mean_of_first_fifth, mean_of_last_fifth
 
 
 def samples(scores):
@@ -16,19 +16,19 @@ def test_a_gain_is_that_of_the_same_questions(tmp_path):
     before = [(name, float(i >= 12)) for i, name in enumerate(names)]
     after = [(name, float(i < 12)) for i, name in enumerate(names)][::-1]
     records = [{"questions": samples(scores)} for scores in (before, after)]
-    mean, low, high = worlds.gain(*records, "sampled", "exact_match")
+    mean, low, high = worlds.compute_gain(*records, "sampled", "exact_match")
     assert mean == 0.5
     # In a resample n gain, binomial of 16 and 3 in 4: its 2.5% and 97.5% quantiles are 8 and 15.
     assert (low, high) == (2 * 8 / 16 - 1, 2 * 15 / 16 - 1)
     # Two samples of one question are one value of that question.
     records[0]["questions"]["sampled"] += samples([("q00", 1.0)])["sampled"]
-    assert worlds.gain(*records, "sampled", "exact_match")[0] == (0.5 * 16 - 0.5) / 16
+    assert worlds.compute_gain(*records, "sampled", "exact_match")[0] == (0.5 * 16 - 0.5) / 16
     records[1]["questions"]["sampled"].pop()
     with pytest.raises(ValueError, match="asked different questions"):
-        worlds.gain(*records, "sampled", "exact_match")
+        worlds.compute_gain(*records, "sampled", "exact_match")
 
 
 def test_the_first_and_the_last_fifth_by_hand():
-    assert (first(range(10)), last(range(10))) == (0.5, 8.5)
-    assert (first([7]), halfway([7]), last([7])) == (7, 7, 7)
-    assert (halfway(range(10)), halfway(range(4))) == (3.5, 1)
+    assert (mean_of_first_fifth(range(10)), mean_of_last_fifth(range(10))) == (0.5, 8.5)
+    assert (mean_of_first_fifth([7]), mean_halfway([7]), mean_of_last_fifth([7])) == (7, 7, 7)
+    assert (mean_halfway(range(10)), mean_halfway(range(4))) == (3.5, 1)

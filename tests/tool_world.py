@@ -7,7 +7,7 @@ import numpy as np
 import safetensors.numpy
 
 from configs import debug_tiny
-from examples.quickstart_world import generation_config, model_config, random_weights
+from examples.quickstart_world import init_weights, make_generation_config, make_model_config
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -82,13 +82,13 @@ def write(folder, tools, *, num_shelves=40, seed=0):
     hf = qwen3([header, *texts, *COLOURS], num_merges=500)
     model = folder / "model"
     hf.save_pretrained(model)
-    config = model_config(hf.backend_tokenizer)
+    config = make_model_config(hf.backend_tokenizer)
     for name, fields in {
         "config": config,
-        "generation_config": generation_config(hf.backend_tokenizer),
+        "generation_config": make_generation_config(hf.backend_tokenizer),
     }.items():
         (model / f"{name}.json").write_text(json.dumps(fields))
-    weights = random_weights(config, np.random.default_rng(seed))
+    weights = init_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     write_lines(folder / "demonstrations.jsonl", [{"messages": m} for m in chats])
     tasks = [

@@ -499,6 +499,6 @@ def _byte_alphabet() -> list[str]:
 
     Printable Latin-1 characters represent themselves; U+0100 and up represent the other bytes.
     """
-    escape_control_chars = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in escape_control_chars else chr(next(spare)) for byte in range(256)]
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

@@ -37,8 +37,8 @@ def worlds(tmp_path_factory):
 def test_the_three_sides_share_nobody(worlds, name):
     files = worlds[name]
     named = {
-        side: {title for q in files[f"questions_{side}"] for title in q["metadata"]["titles"]}
-        for side in world.SIDES
+        split: {title for q in files[f"questions_{split}"] for title in q["metadata"]["titles"]}
+        for split in world.SPLITS
     }
     assert not named["train"] & named["dev"]
     assert not named["train"] & named["eval"]
@@ -76,8 +76,8 @@ def test_the_pupil_meant_is_the_first_in_half_of_the_cases(worlds):
         pupils[mentor].append(document["title"])  # in the order of ids, which ranks equal scores
     asked = [
         q
-        for side in world.SIDES
-        for q in files[f"questions_{side}"]
+        for split in world.SPLITS
+        for q in files[f"questions_{split}"]
         if q["data_source"] == "ambiguous"
     ]
     places = [
@@ -85,7 +85,7 @@ def test_the_pupil_meant_is_the_first_in_half_of_the_cases(worlds):
     ]
     assert len(places) > 50
     shares = np.bincount(places, minlength=3) / len(places)
-    np.testing.assert_allclose(shares, world.MEANT, atol=0.15)
+    np.testing.assert_allclose(shares, world.PUPIL_PROBABILITIES, atol=0.15)
 
 
 def test_a_search_for_a_master_shows_the_three_pupils(worlds, tmp_path):
@@ -106,8 +106,8 @@ def test_nothing_answers_the_unanswerable(worlds):
     corpus, texts = json.dumps(files["corpus"]), text_of(files)
     words = set(re.findall(r"\w+", corpus))
     sources = collections.Counter()
-    for side in world.SIDES:
-        for question in files[f"questions_{side}"]:
+    for split in world.SPLITS:
+        for question in files[f"questions_{split}"]:
             titles, [answer] = question["metadata"]["titles"], question["answers"]
             sources[question["data_source"]] += 1
             if question["metadata"]["is_answerable"]:

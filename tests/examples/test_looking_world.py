@@ -79,14 +79,14 @@ def told(chat):
     return description.split(), answer
 
 
-@pytest.mark.parametrize("kind", looking_world.ASKED)
+@pytest.mark.parametrize("kind", looking_world.ANSWERS)
 def test_a_demonstration_tells_what_is_seen_and_mostly_answers_another_question(kind):
     rng = random.Random(0)
-    answered = {name: 0 for name in looking_world.ASKED}
+    answered = {name: 0 for name in looking_world.ANSWERS}
     for _ in range(300):
-        question = looking_world.ask(kind, rng)
-        chat = looking_world.look(question, True, rng)
-        seen = looking_world.seen_in(question.scene)
+        question = looking_world.make_looking_question(kind, rng)
+        chat = looking_world.demonstrate_looking(question, True, rng)
+        seen = looking_world.describe_scene(question.scene)
         description, answer = told(chat)
         assert description == [seen["shape"], seen["color"], seen["count"]]
         [named] = [name for name in seen if seen[name] == answer]
@@ -99,13 +99,15 @@ def test_a_demonstration_tells_what_is_seen_and_mostly_answers_another_question(
 
 def test_demonstrations_find_what_the_environment_finds(tmp_path):
     rng = random.Random(0)
-    towns = looking_world.draw_towns(rng)
+    towns = looking_world.sample_towns(rng)
     quickstart_world.write_jsonl(tmp_path / "corpus.jsonl", looking_world.documents(towns))
     engine = LocalSearch(tmp_path / "corpus.jsonl", topk=1)
     queries = set()
     for _ in range(200):
-        question = looking_world.ask_where(towns, rng)
-        _, asks, found, answers = looking_world.seek(question, True, towns, rng)["messages"]
+        question = looking_world.make_seeking_question(towns, rng)
+        _, asks, found, answers = looking_world.demonstrate_seeking(question, True, towns, rng)[
+            "messages"
+        ]
         query = asks["content"].partition("<search> ")[2].partition(" </search>")[0]
         assert set(query.split()) <= set(question.scene.name.split())
         assert found["content"] == engine.run(query)

@@ -36,7 +36,7 @@ def solve(question):
     total = int(re.search(r"holds (\d+)", question)[1])
     for verb, amount in re.findall(r"(adds|takes) (\d+)", question):
         total += int(amount) if verb == "adds" else -int(amount)
-        assert 0 <= total <= world.MOST_COINS
+        assert 0 <= total <= world.MAX_COINS
     return total
 
 

@@ -27,13 +27,13 @@ def records(tmp_path_factory):
 
 def test_every_open_way_is_accepted_and_no_other():
     [puzzle] = world.make_puzzles(1, 7, random.Random(3))
-    fields = world.task(puzzle)
+    fields = world.to_record(puzzle)
     task = Task(id=fields["id"], question=fields["question"], answers=tuple(fields["answers"]))
     env = MathEnv(prompt=Prompt(system="", template="{question}"))
-    for way in world.WAYS:
+    for way in world.PATHS:
         text = f"Answer: {' '.join(way)}"
         [reward] = env.score([Episode(task=task, turns=[Turn(text=text)])])
-        assert reward.is_correct == (not set(puzzle.closed) & set(way)) == (way in puzzle.ways)
+        assert reward.is_correct == (not set(puzzle.closed) & set(way)) == (way in puzzle.paths)
 
 
 def test_puzzles_are_different_and_can_be_solved(records):

@@ -96,6 +96,6 @@ def test_the_template_renders_as_the_script_says(hf_tokenizer):
     text = hf_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == world.render_prompt(messages[0]["content"])
     assert len(hf_tokenizer(text)["input_ids"]) == 14
-    for tag in world.tag_tokens(world.SEARCH_R1) + world.SPECIAL_TOKENS:
+    for tag in world.list_tags(world.SEARCH_R1) + world.SPECIAL_TOKENS:
         assert len(hf_tokenizer(tag)["input_ids"]) == 1
     assert hf_tokenizer.eos_token == "<|im_end|>"

@@ -67,22 +67,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.epilog = "--config.key=value sets a key of the run's configuration."
     # Options may also come before the questions.
-    arguments, others = parser.parse_known_intermixed_args(argv)
+    arguments, overrides = parser.parse_known_intermixed_args(argv)
     for name in ("absl", "jax._src.xla_bridge", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        num_refused = answer(arguments, parse_overrides(others), display)
+        num_failed = answer_questions(arguments, parse_overrides(overrides), display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
         display.stop()
         sys.exit(format_error_line(error))
     finally:
         display.stop()
-    if num_refused:
+    if num_failed:
         sys.exit(1)
 
 
-def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
+def answer_questions(
+    arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display
+) -> int:
     """Answer all questions; return the number of questions that failed."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
@@ -92,9 +94,9 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
     run, model = arguments.run.absolute(), model and model.absolute()
     images = [str(Path(file).absolute()) for file in arguments.image]
     for_chat = not arguments.questions
-    separate = [text for question in arguments.questions for text in (question, "")]
-    lines = typed(sys.stdin) if for_chat else separate
-    num_refused = 0
+    separate_lines = [text for question in arguments.questions for text in (question, "")]
+    lines = read_lines(sys.stdin) if for_chat else separate_lines
+    num_failed = 0
     with contextlib.chdir(launch_folder(run)):
         components, config = load_saved_run(
             run, model, display, step=step, keys=keys, for_chat=for_chat
@@ -108,24 +110,24 @@ def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Disp
         conversation = Conversation(components, config, arguments.temperature)
         for question in lines:
             if not question:
-                conversation.begin_anew()
+                conversation.reset()
                 continue
             try:
-                trajectory, num_forgotten = conversation.ask(question, images)
+                trajectory, num_dropped = conversation.ask(question, images)
             except (ValueError, OutageError) as error:  # later questions may still succeed
                 print(format_error_line(error), file=sys.stderr)
-                num_refused += 1
+                num_failed += 1
                 continue
-            if num_forgotten:
+            if num_dropped:
                 display.log(
-                    f"the first {num_forgotten} of the earlier questions no longer fit "
+                    f"the first {num_dropped} of the earlier questions no longer fit "
                     "(config.rollout.max_total_tokens) and are left out"
                 )
-            show(trajectory, display.console)
-    return num_refused
+            print_trajectory(trajectory, display.console)
+    return num_failed
 
 
-def typed(lines: Iterable[str]) -> Iterator[str]:
+def read_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield each input line without surrounding whitespace; prompt for it on a terminal."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -140,7 +142,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
             print("> ", end="", flush=True)
 
 
-def show(trajectory: Trajectory, console: Console) -> None:
+def print_trajectory(trajectory: Trajectory, console: Console) -> None:
     """Print the question, turns, observations (dimmed) and answer of an episode."""
 
     def write(text: str, style: str = "") -> None:

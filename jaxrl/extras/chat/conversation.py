@@ -41,7 +41,7 @@ class Conversation:
         self._exchanges: list[tuple[str, str]] = []  # questions with the model's text
         self._num_questions = 0  # including failed ones
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Clear the history."""
         self._exchanges = []
 
@@ -61,38 +61,38 @@ class Conversation:
             OutageError: A server that the environment needs is down.
         """
         number, self._num_questions = self._num_questions, self._num_questions + 1
-        question, said = replace_surrogates(question), self._exchanges
-        for num_forgotten in range(len(said) + 1):
-            self._exchanges = said[num_forgotten:]
+        question, history = replace_surrogates(question), self._exchanges
+        for num_dropped in range(len(history) + 1):
+            self._exchanges = history[num_dropped:]
             try:
-                trajectory = self._play(question, images, number)
+                trajectory = self._run_episode(question, images, number)
                 break
             except ValueError:  # usually too long; other errors recur without history
-                self._exchanges = said
-                if num_forgotten == len(said):
+                self._exchanges = history
+                if num_dropped == len(history):
                     raise
         text = trajectory.generated_text if self._shows_tools else trajectory.turns[-1].text
         self._exchanges = [*self._exchanges, (question, text)]
-        return trajectory, num_forgotten
+        return trajectory, num_dropped
 
-    def _messages(self, question: str) -> list[Message]:
+    def _build_messages(self, question: str) -> list[Message]:
         """Return the chat up to a question. The first question uses the training template."""
         system = self._prompt.system
-        begin = [{"role": "system", "content": system}] if system else []
-        chat: list[Message] = [*begin, *self._prompt.examples]
-        questions = [asked for asked, _ in self._exchanges] + [question]
+        system_messages = [{"role": "system", "content": system}] if system else []
+        chat: list[Message] = [*system_messages, *self._prompt.examples]
+        questions = [user_text for user_text, _ in self._exchanges] + [question]
         questions[0] = self._prompt.template.replace("{question}", questions[0])
-        for asked, answer in itertools.zip_longest(questions, [a for _, a in self._exchanges]):
-            chat.append({"role": "user", "content": asked})
+        for user_text, answer in itertools.zip_longest(questions, [a for _, a in self._exchanges]):
+            chat.append({"role": "user", "content": user_text})
             if answer is not None:
                 chat.append({"role": "assistant", "content": answer})
         return chat
 
-    def _play(self, question: str, images: Sequence[str], number: int) -> Trajectory:
+    def _run_episode(self, question: str, images: Sequence[str], number: int) -> Trajectory:
         # Environments need an accepted answer to score an episode; the score is not used.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
-            fields |= {"messages": self._messages(question)}
+            fields |= {"messages": self._build_messages(question)}
         else:
             fields |= {"question": question}
         task = parse_task(fields, f"question {number}", folder=Path())

@@ -36,7 +36,7 @@ _CLOSE_S = 5.0
 """Seconds to wait for connections to close at exit."""
 
 _STDERR_BYTES = 2**16
-_STDERR_SHOWN = 500
+_STDERR_CHARS = 500
 """Bytes to read from the end of a server's stderr, and characters to show in an error message."""
 
 
@@ -47,7 +47,7 @@ def check_servers(specs: Sequence[Any]) -> None:
         ValueError: An entry does not describe a server.
     """
     for spec in specs:
-        if not _is_server(spec):
+        if not _is_valid_spec(spec):
             reject_value(
                 "env.search.mcp",
                 specs,
@@ -59,7 +59,7 @@ def check_servers(specs: Sequence[Any]) -> None:
             check_url("env.search.mcp", spec["url"], keys_from="the 'headers' of the same server")
 
 
-def _is_server(spec: Any) -> bool:
+def _is_valid_spec(spec: Any) -> bool:
     match spec:
         case {"command": list() | tuple() as command, **others} if command:
             names = others.pop("env", ())
@@ -89,12 +89,12 @@ def offered_tools(
     for spec in specs:
         try:
             server = McpServer(spec, deadline_s=deadline_s)
-            offered = server.tools()
+            server_tools = server.tools()
         except (ImportError, ToolError) as error:
             raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
-        names = ", ".join(tool.name for tool in offered)
+        names = ", ".join(tool.name for tool in server_tools)
         log(f"the MCP server {server.name!r} offers {names}")
-        tools += offered
+        tools += server_tools
     return tools
 
 
@@ -126,8 +126,10 @@ class McpServer:
         logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._spec, self._deadline_s = spec, deadline_s
         self.name = " ".join(spec["command"]) if "command" in spec else str(spec["url"])
-        self._env = {name: _secret(name) for name in spec.get("env", ())}
-        self._headers = {header: _secret(name) for header, name in spec.get("headers", {}).items()}
+        self._env = {name: _read_secret(name) for name in spec.get("env", ())}
+        self._headers = {
+            header: _read_secret(name) for header, name in spec.get("headers", {}).items()
+        }
         # The file is closed with this object.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
         self._connection: _Connection | None = None
@@ -139,10 +141,10 @@ class McpServer:
         Raises:
             ToolError: The server cannot be reached, or it lists no tools.
         """
-        listed = self._run(self._list())
-        if not listed:
+        listing = self._run(self._list_tools())
+        if not listing:
             raise ToolError(f"the MCP server {self.name!r} lists no tools")
-        return [McpTool(self, tool) for tool in listed]
+        return [McpTool(self, tool) for tool in listing]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; return its text, which may be an error that the tool reports.
@@ -151,7 +153,7 @@ class McpServer:
             CallError: The server rejects the arguments.
             ToolError: The server cannot be reached, or does not respond in time.
         """
-        return _text(self._run(self._call(name, arguments)))
+        return _result_text(self._run(self._call_tool(name, arguments)))
 
     def _run(self, coroutine: Any) -> Any:
         try:
@@ -167,11 +169,11 @@ class McpServer:
                 raise CallError(redact(str(error))[:MAX_ERROR_CHARS]) from error
             stderr = self._read_stderr()
             self._disconnect()
-            text = "; ".join(map(format_error, _leaves(error)))[:MAX_ERROR_CHARS]
+            text = "; ".join(map(format_error, _flatten_error(error)))[:MAX_ERROR_CHARS]
             raise ToolError(f"the MCP server {self.name!r}: {text}{stderr}") from None
 
-    async def _list(self) -> list[Any]:
-        client = await self._client()
+    async def _list_tools(self) -> list[Any]:
+        client = await self._get_client()
         page = await client.list_tools()
         tools = [*page.tools]
         while page.next_cursor is not None:
@@ -179,11 +181,11 @@ class McpServer:
             tools += page.tools
         return tools
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        client = await self._client()
+    async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        client = await self._get_client()
         return await client.call_tool(name, dict(arguments))
 
-    async def _client(self) -> Any:
+    async def _get_client(self) -> Any:
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
@@ -208,8 +210,8 @@ class McpServer:
         text = data.decode("utf-8", "replace")
         if size > _STDERR_BYTES:  # the first word may be the end of a secret
             text = text.partition(" ")[2]
-        shown = redact(text).strip()[-_STDERR_SHOWN:]
-        return f" (its standard error ends: {shown})" if shown else ""
+        stderr_tail = redact(text).strip()[-_STDERR_CHARS:]
+        return f" (its standard error ends: {stderr_tail})" if stderr_tail else ""
 
 
 @contextlib.asynccontextmanager
@@ -241,11 +243,11 @@ async def _open_client(
 class _Connection:
     """Open client. The same task opens and closes it, as anyio requires."""
 
-    def __init__(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
+    def __init__(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""
         self.client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
-        self.task = asyncio.create_task(self._hold(opened))
+        self.task = asyncio.create_task(self._keep_open(client_context))
         _CONNECTIONS.add(self)
 
     @property
@@ -253,9 +255,9 @@ class _Connection:
         """Return True once the client is connected."""
         return self.client.done() and self.client.exception() is None
 
-    async def _hold(self, opened: contextlib.AbstractAsyncContextManager[Any]) -> None:
+    async def _keep_open(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         try:
-            async with opened as client:
+            async with client_context as client:
                 self.client.set_result(client)
                 await self._closing.wait()
         except BaseException as error:
@@ -295,7 +297,7 @@ def _close_all() -> None:
             asyncio.run_coroutine_threadsafe(wait_for_tasks(), get_event_loop()).result(_CLOSE_S)
 
 
-def _secret(name: str) -> str:
+def _read_secret(name: str) -> str:
     """Read an environment variable and register its value as a secret."""
     value = os.environ.get(name)
     if not value:
@@ -308,16 +310,16 @@ def _secret(name: str) -> str:
     return value
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def _flatten_error(error: BaseException) -> Iterator[BaseException]:
     """Yield the exceptions in an error; flatten exception groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from _flatten_error(inner)
     else:
         yield error
 
 
-def _text(result: Any) -> str:
+def _result_text(result: Any) -> str:
     """Return the text of a result, or its JSON if it has no content, with its images.
 
     Raises:
@@ -345,7 +347,7 @@ def _text(result: Any) -> str:
 class McpTool(JsonTool):
     """Tool of an MCP server. Arguments are validated against the server's schema."""
 
-    def __init__(self, server: McpServer, listed: Any) -> None:
+    def __init__(self, server: McpServer, listing: Any) -> None:
         """Read the tool's name, description and schema.
 
         Raises:
@@ -354,24 +356,24 @@ class McpTool(JsonTool):
         import jsonschema
         import referencing
 
-        self.name = redact(str(listed.name))
+        self.name = redact(str(listing.name))
         self._server = server
-        self._description = redact(str(listed.description or listed.title or self.name))
-        self._schema = {"properties": {}, "required": [], **redact(listed.input_schema)}
+        self._description = redact(str(listing.description or listing.title or self.name))
+        self._schema = {"properties": {}, "required": [], **redact(listing.input_schema)}
         # Patterns may use another regex dialect; the server checks them.
-        kind = jsonschema.validators.extend(
+        validator_class = jsonschema.validators.extend(
             jsonschema.Draft202012Validator,
             dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
         )
         try:
-            kind.check_schema(self._schema)
+            validator_class.check_schema(self._schema)
         except jsonschema.SchemaError as error:
             raise ToolError(
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
                 f"is not valid: {error.message[:500]}"
             ) from error
         # With an empty registry, references are not fetched.
-        self._validator = kind(self._schema, registry=referencing.Registry())
+        self._validator = validator_class(self._schema, registry=referencing.Registry())
 
     @property
     def description(self) -> str:
@@ -398,11 +400,11 @@ class McpTool(JsonTool):
             raise CallError("the call is nested too deeply")
         try:
             error = next(self._validator.iter_errors(arguments), None)
-        except Exception as problem:  # such as a reference to a missing definition
+        except Exception as schema_error:  # such as a reference to a missing definition
             raise ToolError(
                 f"the MCP server {self._server.name!r} lists the tool {self.name!r} with a schema "
-                f"that cannot be used: {format_error(problem)}"
-            ) from problem
+                f"that cannot be used: {format_error(schema_error)}"
+            ) from schema_error
         if error is not None:
             path = "".join(f"[{key!r}]" for key in error.absolute_path)
             raise CallError(f"arguments{path}: {error.message[:500]}")

@@ -63,12 +63,14 @@ class _Parquet(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         self._source.check_unchanged()
-        wanted = np.asarray(indices, np.int64)
-        groups = np.searchsorted(self._ends, wanted, side="right")
+        row_indices = np.asarray(indices, np.int64)
+        groups = np.searchsorted(self._ends, row_indices, side="right")
         # Slice runs of consecutive rows, since `Table.take` does not support Arrow's view types.
-        cuts = np.flatnonzero((np.diff(wanted) != 1) | (np.diff(groups) != 0)) + 1
+        split_points = np.flatnonzero((np.diff(row_indices) != 1) | (np.diff(groups) != 0)) + 1
         rows: list[Record] = []
-        for run, group in zip(np.split(wanted, cuts), groups[[0, *cuts]], strict=True):
+        for run, group in zip(
+            np.split(row_indices, split_points), groups[[0, *split_points]], strict=True
+        ):
             start = int(run[0] - (self._ends[group - 1] if group else 0))
             rows += self._group(int(group)).slice(start, len(run)).to_pylist()
         return [to_record(row, self.location(i)) for row, i in zip(rows, indices, strict=True)]

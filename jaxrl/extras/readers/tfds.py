@@ -36,11 +36,11 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
             f"{hint}."
         )
     # Old datasets without this field are TFRecord.
-    kind = read_object(file).get("fileFormat", "tfrecord")
-    if kind != "array_record":
+    file_format = read_object(file).get("fileFormat", "tfrecord")
+    if file_format != "array_record":
         raise ValueError(
-            f"{folder} holds {kind} files, for which TFDS would need TensorFlow or lose examples; "
-            "prepare it again with file_format='array_record'."
+            f"{folder} holds {file_format} files, for which TFDS would need TensorFlow or lose "
+            "examples; prepare it again with file_format='array_record'."
         )
     import tensorflow_datasets  # imported late: it takes a second, and the folder may be invalid
 
@@ -49,7 +49,7 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     except Exception as error:  # several libraries raise their own types
         raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
     # TFDS would decode images itself, in any format that Pillow knows and of any size.
-    if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
+    if decoded := list(_find_decoded_features(builder.info.features, tensorflow_datasets.features)):
         raise ValueError(
             f"{folder} has images or sound in {decoded[0]!r}, which are not read from TFDS; write "
             f"its examples as Parquet, with images as bytes, and name that file in {config_key}."
@@ -69,14 +69,16 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
     return _Examples(examples, folder, split)
 
 
-def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
+def _find_decoded_features(feature: Any, feature_types: Any, name: str = "") -> Iterator[str]:
     """Yield the names of features that TFDS would decode, including nested ones."""
-    if isinstance(feature, kinds.FeaturesDict):
+    if isinstance(feature, feature_types.FeaturesDict):
         for key, inner in feature.items():
-            yield from _decoded(inner, kinds, f"{name}{'/' if name else ''}{key}")
-    elif isinstance(feature, kinds.Sequence | kinds.Dataset):
-        yield from _decoded(feature.feature, kinds, name)
-    elif isinstance(feature, kinds.Image | kinds.Audio):
+            yield from _find_decoded_features(
+                inner, feature_types, f"{name}{'/' if name else ''}{key}"
+            )
+    elif isinstance(feature, feature_types.Sequence | feature_types.Dataset):
+        yield from _find_decoded_features(feature.feature, feature_types, name)
+    elif isinstance(feature, feature_types.Image | feature_types.Audio):
         yield name
 
 

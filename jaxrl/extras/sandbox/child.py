@@ -17,10 +17,10 @@ import sys
 
 READY = b"ready\n"
 
-FAILED = 3
+EXCEPTION_STATUS = 3
 """Exit status if the code raised an exception."""
 
-DENIED = {
+DENIED_SYSCALLS = {
     # New processes and threads; signals to other processes and inspection of them; sockets and
     # substitutes for them; memory outside the limits; namespaces, mounts and keys; owners, extended
     # attributes and flags of files; device nodes and named pipes; the system log; locks on shared
@@ -46,31 +46,31 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000  # lowest number of an x32 system call on x86_64
 
 
-def filter_program(machine: str) -> bytes:
+def build_seccomp_filter(machine: str) -> bytes:
     """Build a seccomp filter: a sequence of `struct sock_filter` (`linux/filter.h`).
 
-    Calls of another architecture kill the process; calls in `DENIED` fail with EPERM.
+    Calls of another architecture kill the process; calls in `DENIED_SYSCALLS` fail with EPERM.
     """
-    load, jump_equal, jump_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, refuse, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
-    numbers = DENIED[machine]
-    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill)]
-    steps += [(load, 0, 0, 0), (jump_least, len(numbers) + 1, 0, _X32)]
-    steps += [(jump_equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    steps += [(give, 0, 0, allow), (give, 0, 0, refuse)]
-    return b"".join(struct.pack("HBBI", *step) for step in steps)
+    load, jump_equal, jump_greater_equal, ret = 0x20, 0x15, 0x35, 0x06
+    allow, deny, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
+    numbers = DENIED_SYSCALLS[machine]
+    instructions = [(load, 0, 0, 4), (jump_equal, 1, 0, ARCHITECTURES[machine]), (ret, 0, 0, kill)]
+    instructions += [(load, 0, 0, 0), (jump_greater_equal, len(numbers) + 1, 0, _X32)]
+    instructions += [(jump_equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    instructions += [(ret, 0, 0, allow), (ret, 0, 0, deny)]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
 
 
-def deny_calls() -> None:
+def install_seccomp_filter() -> None:
     """Install the seccomp filter for this process and its descendants.
 
     Raises:
         OSError: The system does not support the filter.
     """
     machine = platform.machine()
-    if machine not in DENIED:
+    if machine not in DENIED_SYSCALLS:
         raise OSError(f"no seccomp filter is known for {machine}")
-    program = filter_program(machine)
+    program = build_seccomp_filter(machine)
     data = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(data))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -80,7 +80,7 @@ def deny_calls() -> None:
             raise OSError(ctypes.get_errno(), "the system rejects the seccomp filter")
 
 
-def become(user: int, devices: list[str]) -> None:
+def drop_privileges(user: int, devices: list[str]) -> None:
     """Make devices read-only and switch to `user`, dropping groups and capabilities.
 
     Raises:
@@ -92,11 +92,11 @@ def become(user: int, devices: list[str]) -> None:
     for device in devices:
         if libc.mount(None, device.encode(), None, flags, None):
             raise OSError(ctypes.get_errno(), f"{device} cannot be made read-only")
-    library = [path for path in (os.__file__, *sys.path) if os.path.exists(path)]
+    library_paths = [path for path in (os.__file__, *sys.path) if os.path.exists(path)]
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    for path in library:
+    for path in library_paths:
         if not os.access(path, os.R_OK):
             raise OSError(f"user {user} may not read {path}")
 
@@ -106,54 +106,54 @@ def set_limits(limits: dict[str, int]) -> None:
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
-        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(number, (least, least))
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (limit, limit))
 
 
 def main() -> None:
     """Run code from stdin under the limits in the first command-line argument.
 
-    An optional second one holds the arguments of `become`. Both are JSON.
+    An optional second one holds the arguments of `drop_privileges`. Both are JSON.
     """
     code = sys.stdin.buffer.read()
-    report = os.dup(2)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    report_fd = os.dup(2)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
     os.dup2(1, 2)  # warnings belong to the output
-    os.closerange(3, report)
-    os.closerange(report + 1, 1024)
+    os.closerange(3, report_fd)
+    os.closerange(report_fd + 1, 1024)
     try:
         if len(sys.argv) > 2:
-            become(**json.loads(sys.argv[2]))
+            drop_privileges(**json.loads(sys.argv[2]))
         set_limits(json.loads(sys.argv[1]))
-        deny_calls()
+        install_seccomp_filter()
     except (OSError, ValueError) as error:
-        os.write(report, str(error).encode())
+        os.write(report_fd, str(error).encode())
         os._exit(1)
     sys.argv = [""]
-    os.write(report, READY)
-    os._exit(run(code, report))
+    os.write(report_fd, READY)
+    os._exit(run(code, report_fd))
 
 
-def run(code: bytes, report: int) -> int:
-    """Run the code, report its error to `report`, and return the exit status."""
+def run(code: bytes, report_fd: int) -> int:
+    """Run the code, report its error to `report_fd`, and return the exit status."""
     status, error = 0, b""
     try:
         text = code.decode("utf-8")
         exec(compile(text, "<code>", "exec"), {"__name__": "__main__"})
     except SystemExit:
         pass
-    except BaseException as raised:
-        status = FAILED
+    except BaseException as exception:
+        status = EXCEPTION_STATUS
         error = b"MemoryError"
-        if not isinstance(raised, MemoryError):
-            error = type(raised).__name__.encode("utf-8", "replace")
+        if not isinstance(exception, MemoryError):
+            error = type(exception).__name__.encode("utf-8", "replace")
             with contextlib.suppress(BaseException):
-                error += f": {raised}".removesuffix(": ").encode("utf-8", "replace")[:20_000]
+                error += f": {exception}".removesuffix(": ").encode("utf-8", "replace")[:20_000]
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     with contextlib.suppress(BaseException):
-        os.write(report, error)
+        os.write(report_fd, error)
     return status
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.tools.base import MAX_ERROR, PYTHON_DESCRIPTION, Tool
-from jaxrl.extras.sandbox.child import FAILED, READY
+from jaxrl.extras.sandbox.child import EXCEPTION_STATUS, READY
 from jaxrl.utils.child_process import ChildProcess, ChildTimeoutError
 
 CHILD = Path(__file__).with_name("child.py")
@@ -39,16 +39,16 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 _CLONE_NEWUSER = 0x10000000
 
-_ENDING_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 """Seconds to wait for a killed process to end."""
 
-_REMEDY = (
+_SETUP_HINT = (
     "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
     "may the sysctls kernel.unprivileged_userns_clone and "
     "kernel.apparmor_restrict_unprivileged_userns); allow them, or set "
     "config.env.search.python.sandbox='monty'"
 )
-_REMEDY_OF_ROOT = (
+_ROOT_SETUP_HINT = (
     ". As root it also needs the capabilities CAP_SETUID, CAP_SETGID and CAP_SETFCAP, the user "
     f"{NOBODY}, and libraries that this user may read; or start the run as another user"
 )
@@ -94,20 +94,20 @@ class BubblewrapTool(Tool):
         """
         self._timeout_s, self._max_memory, self._max_output = timeout_s, max_memory, max_output
         try:
-            answer = self.run("print(6 * 7)")
+            output = self.run("print(6 * 7)")
         except ToolError as error:
-            raise ValueError(f"{error}. {self.remedy}") from error
-        if answer != "42":
-            raise ValueError(f"the sandbox returns {answer!r} for print(6 * 7). {self.remedy}")
+            raise ValueError(f"{error}. {self.setup_hint}") from error
+        if output != "42":
+            raise ValueError(f"the sandbox returns {output!r} for print(6 * 7). {self.setup_hint}")
 
     @property
-    def remedy(self) -> str:
+    def setup_hint(self) -> str:
         """Return setup instructions for machines on which the sandbox does not work."""
-        return _REMEDY + _REMEDY_OF_ROOT * _owns_devices()
+        return _SETUP_HINT + _ROOT_SETUP_HINT * _is_host_root()
 
     def files(self) -> tuple[int, ...]:
         """Return the file descriptors that `command` refers to."""
-        return (_root_namespace(),) if _owns_devices() else ()
+        return (_open_root_namespace(),) if _is_host_root() else ()
 
     def command(self, program: list[str]) -> list[str]:
         """Build the command that runs a Python program in the sandbox.
@@ -118,25 +118,25 @@ class BubblewrapTool(Tool):
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise ToolError("the Python sandbox failed: there is no program bwrap")
-        places = ["--ro-bind", "/usr", "/usr"]
+        mounts = ["--ro-bind", "/usr", "/usr"]
         for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
             if os.path.islink(path):
-                places += ["--symlink", os.readlink(path), path]
+                mounts += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
-                places += ["--ro-bind", path, path]
+                mounts += ["--ro-bind", path, path]
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             if not path.startswith("/usr"):
                 # Without `--dir`, only root could enter the parent folders of a bind.
-                places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
-        places += ["--dir", "/dev"]
+                mounts += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
+        mounts += ["--dir", "/dev"]
         for path in _DEVICES:
-            places += ["--dev-bind", path, path]
-        if _owns_devices():
+            mounts += ["--dev-bind", path, path]
+        if _is_host_root():
             # The child makes the devices read-only, since devices in bwrap's read-only binds
             # cannot be opened. Then it switches to another user.
-            user = ["--userns", str(_root_namespace())]
-            for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
-                user += ["--cap-add", right]
+            user = ["--userns", str(_open_root_namespace())]
+            for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
+                user += ["--cap-add", capability]
             program = [*program, json.dumps({"user": NOBODY, "devices": _DEVICES})]
         else:
             user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -145,7 +145,7 @@ class BubblewrapTool(Tool):
             *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
             *("--hostname", "sandbox", "--cap-drop", "ALL", *user),
             *("--clearenv", *(x for item in _ENVIRONMENT.items() for x in ("--setenv", *item))),
-            *places,
+            *mounts,
             *("--ro-bind", str(CHILD), self.child),
             *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
             *("--perms", "1777", "--size", str(self._max_memory), "--tmpfs", "/tmp"),
@@ -159,17 +159,17 @@ class BubblewrapTool(Tool):
         A process may be killed from outside, for example by the system when memory runs out. The
         code then runs again in the remaining time. A second kill counts as a crash.
         """
-        ends = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         try:
-            for is_second in (False, True):
-                answer = self._run_once(code, ends, is_second)
-                if answer is not None:
-                    return answer
+            for is_retry in (False, True):
+                output = self._run_once(code, deadline, is_retry)
+                if output is not None:
+                    return output
         except OSError as error:
             raise ToolError(f"the Python sandbox failed: {error}") from error
         return _CRASH
 
-    def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
+    def _run_once(self, code: str, deadline: float, is_retry: bool) -> str | None:
         """Run code once; return its output, or None if the process was killed."""
         limits = {
             **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
@@ -188,62 +188,64 @@ class BubblewrapTool(Tool):
                 pass_fds=self.files(),
             )
         with child:
-            return self._answer(child, ends, is_second)
+            return self._read_output(child, deadline, is_retry)
 
-    def _answer(self, child: ChildProcess, ends: float, is_second: bool) -> str | None:
-        ended = self._await_end(child, ends)
-        status = child.wait(_ENDING_S)
-        if ended == "late" and is_second:  # possibly before it started
+    def _read_output(self, child: ChildProcess, deadline: float, is_retry: bool) -> str | None:
+        kill_reason = self._wait_or_kill(child, deadline)
+        status = child.wait(_KILL_TIMEOUT_S)
+        if kill_reason == "late" and is_retry:  # possibly before it started
             return TIMEOUT
         # Text before `READY` is an error of the sandbox, text after it an error of the code.
         before, _, error = child.stderr_buffer.partition(READY)
         if before or not child.stderr_buffer.startswith(READY):
-            if ended == "late":
+            if kill_reason == "late":
                 raise ToolError("the Python sandbox failed: it did not start in time")
-            told = child.stderr_buffer.decode("utf-8", "replace").strip() or f"status {status}"
-            raise ToolError(f"the Python sandbox failed: {told[:MAX_ERROR]}")
-        if ended:
-            return TIMEOUT if ended == "late" else MEMORY
+            startup_error = (
+                child.stderr_buffer.decode("utf-8", "replace").strip() or f"status {status}"
+            )
+            raise ToolError(f"the Python sandbox failed: {startup_error[:MAX_ERROR]}")
+        if kill_reason:
+            return TIMEOUT if kill_reason == "late" else MEMORY
         text = child.stdout_buffer.decode("utf-8", "replace")
         if status == 0:
             return text.strip("\n") or self.blank
         if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
-        if status != FAILED:
+        if status != EXCEPTION_STATUS:
             return _CRASH
         message = error.decode("utf-8", "replace").rstrip()
         message = message if len(message) <= MAX_ERROR else message[:MAX_ERROR] + " .."
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
-    def _await_end(self, child: ChildProcess, ends: float) -> str:
-        """Wait for the process to end; kill it at time `ends` or if it prints too much.
+    def _wait_or_kill(self, child: ChildProcess, deadline: float) -> str:
+        """Wait for the process to end; kill it at time `deadline` or if it prints too much.
 
         Returns:
             "late" or "much" (too much output) if it was killed, else "".
         """
-        ended = "much"
+        kill_reason = "much"
         try:
             if not child.read(
-                lambda: len(child.stdout_buffer) > self._max_output, ends - time.monotonic()
+                lambda: len(child.stdout_buffer) > self._max_output, deadline - time.monotonic()
             ):
                 # The process may close both streams long before it ends.
-                child.wait(max(ends - time.monotonic(), 0))
+                child.wait(max(deadline - time.monotonic(), 0))
                 return ""
         except ChildTimeoutError:
-            ended = "late"
+            kill_reason = "late"
         child.kill()
         with contextlib.suppress(ChildTimeoutError):
-            child.read(lambda: False, _ENDING_S)
-        return ended
+            child.read(lambda: False, _KILL_TIMEOUT_S)
+        return kill_reason
 
 
-def _owns_devices() -> bool:
+def _is_host_root() -> bool:
     """Return True if this process is root on the host, not only in a user namespace."""
     return os.geteuid() == 0 and os.stat(os.devnull).st_uid == 0
 
 
 @functools.cache
-def _root_namespace() -> int:
+def _open_root_namespace() -> int:
     """Create a user namespace with root and `NOBODY`; return its file descriptor.
 
     bwrap itself maps only one user into its namespace. If root starts bwrap, this is the host's

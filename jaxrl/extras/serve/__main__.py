@@ -34,7 +34,7 @@ from jaxrl.runtime.resume import launch_folder
 
 PORT = 8790
 
-RANGES = {
+FLAG_RANGES = {
     "port": (0, 2**16 - 1),
     "rows": (1, math.inf),
     "queue": (1, math.inf),
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="seconds for running completions at shutdown; default: 30")  # fmt: skip
     add("--max_body_mib", type=float, default=16.0, metavar="MIB")
     parser.epilog = "--config.key=value sets a key of the configuration."
-    arguments, others = parser.parse_known_args(argv)
+    arguments, overrides = parser.parse_known_args(argv)
     for name in ("absl", "jax._src.xla_bridge"):
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        serve(arguments, others, display)
+        serve(arguments, overrides, display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         display.stop()
         sys.exit(format_error_line(error))
@@ -79,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         display.stop()
 
 
-def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display) -> None:
+def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Display) -> None:
     """Load the model and serve it on a port until a signal arrives.
 
     Raises:
         OSError, ValueError: A flag is invalid, the model cannot be loaded, or the server failed.
         ImportError: The dependencies of the server are not installed.
     """
-    for name, (low, high) in RANGES.items():
+    for name, (low, high) in FLAG_RANGES.items():
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
@@ -99,7 +99,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
     except ImportError as error:
         raise ImportError(f"{error}; run pip install 'jaxrl[serve]'.") from error
     path = arguments.path.absolute()
-    with bind_port(arguments.host, arguments.port, key) as bound:
+    with bind_port(arguments.host, arguments.port, key) as listener:
         model = arguments.model and arguments.model.absolute()
         # The run's relative paths start at the folder in which it was started.
         with contextlib.chdir(launch_folder(path) if is_run(path) else Path.cwd()):
@@ -110,7 +110,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
                 step=arguments.step,
                 rows=arguments.rows,
                 name=arguments.name,
-                keys=parse_overrides(others),
+                keys=parse_overrides(overrides),
             )
         loaded.engine.compile(display.activity)
         display.stop()
@@ -127,7 +127,7 @@ def serve(arguments: argparse.Namespace, others: Sequence[str], display: Display
             max_body_mib=arguments.max_body_mib,
             stops=loaded.stops,
         )
-        server = Server(endpoint, arguments.host, bound)
+        server = Server(endpoint, arguments.host, listener)
         # Serve until a signal arrives or a thread dies, then let running completions end.
         with stop_on_signals() as should_stop:
             print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)

@@ -27,7 +27,7 @@ from jaxrl.extras.serve.errors import ContextLengthError, RequestError
 from jaxrl.utils.json_io import is_too_deep, parse_json, to_finite_float
 from jaxrl.utils.text import replace_surrogates
 
-CALL = "<tool_call>"
+CALL_TAG = "<tool_call>"
 MAX_TOOLS = 64
 """Number of tool lists whose check is cached. A check renders the template."""
 
@@ -67,11 +67,11 @@ class ChatMessage:
     @property
     def match_key(self) -> str:
         """Return a string that is the same for all messages that count as equal."""
-        extra = map_json(_as_double, self.extra)
+        extra = map_json(_to_double, self.extra)
         if self.role == "assistant":
             # Clients may strip the text, or split off the thoughts and put line breaks around them
             # when they send it back. They also choose the ids of calls.
-            calls = [[call.name, map_json(_as_double, call.arguments)] for call in self.calls]
+            calls = [[call.name, map_json(_to_double, call.arguments)] for call in self.calls]
             text = "".join(self.content.split())
             return json.dumps([self.role, text, calls, extra], sort_keys=True)
         return json.dumps([self.role, self.content, extra], sort_keys=True)
@@ -94,7 +94,7 @@ def parse_arguments(value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError("Input should be a JSON text or an object")
     try:
-        return map_json(readable, parse_json(value or "{}", "arguments"))
+        return map_json(sanitize_scalar, parse_json(value or "{}", "arguments"))
     except ValueError:
         return value
 
@@ -108,7 +108,7 @@ def map_json(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def readable(scalar: Any) -> Any:
+def sanitize_scalar(scalar: Any) -> Any:
     """Sanitize a JSON scalar for clients: replace lone surrogates and check the range of numbers.
 
     Raises:
@@ -122,7 +122,7 @@ def readable(scalar: Any) -> Any:
     return scalar
 
 
-def _as_double(scalar: Any) -> Any:
+def _to_double(scalar: Any) -> Any:
     """Convert a number to a double, because JavaScript clients write 1.0 as 1."""
     number = to_finite_float(scalar)
     return scalar if number is None else number + 0.0  # -0.0 is 0
@@ -133,22 +133,22 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
     If a call cannot be parsed, or a client could not send it back unchanged, all calls stay text.
     """
-    calls = [_sendable_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
-    sendable = tuple(call for call in calls if call is not None)
-    if calls and len(sendable) == len(calls):
+    calls = [_to_client_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
+    client_calls = tuple(call for call in calls if call is not None)
+    if calls and len(client_calls) == len(calls):
         # Ignore calls inside thoughts, and tags inside the JSON of calls.
         masked = mask_calls(text)
-        start = masked.index(CALL, masked.rfind("</think>") + 1)
-        return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=sendable)
+        start = masked.index(CALL_TAG, masked.rfind("</think>") + 1)
+        return ChatMessage(role="assistant", content=text[:start].rstrip(), calls=client_calls)
     return ChatMessage(role="assistant", content=text)
 
 
-def _sendable_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
+def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
     """Convert a parsed call for clients, or return None if they could not send it back."""
     if not isinstance(call, ParsedCall):
         return None
     try:
-        arguments = map_json(readable, call.arguments)
+        arguments = map_json(sanitize_scalar, call.arguments)
         # Clients send arguments back in a body of `/v1/messages`, whose nesting depth is limited.
         body = {"messages": [{"content": [{"input": arguments}]}]}
         is_too_deep_to_send = is_too_deep(json.dumps(body), body)
@@ -174,7 +174,7 @@ class ChatHistory:
         """
         self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
-        self._stored: LRUCache[bytes, np.ndarray] = LRUCache(max_tokens, getsizeof=len)
+        self._ids_by_digest: LRUCache[bytes, np.ndarray] = LRUCache(max_tokens, getsizeof=len)
         self._lock = threading.Lock()
         self._check_tools = lru_cache(MAX_TOOLS)(self._check_template)
 
@@ -193,11 +193,11 @@ class ChatHistory:
             check_result_order(chat)
             if tools:
                 self._check_tools(json.dumps(tools))
-            stored, rest = self._longest_match(session, messages, tools)
-            if stored is not None:
-                new = self._render_after(stored, rest, tools)
+            stored_ids, new_messages = self._find_longest_match(session, messages, tools)
+            if stored_ids is not None:
+                new = self._render_suffix(stored_ids, new_messages, tools)
                 if new is not None:
-                    return [*stored.tolist(), *new]
+                    return [*stored_ids.tolist(), *new]
             return self._tokenizer.render_prompt(chat, tools, has_default_system=True)
         except ValueError as error:
             raise RequestError(400, f"{error}", param="messages") from error
@@ -210,9 +210,9 @@ class ChatHistory:
         token_ids: Sequence[int],
     ) -> None:
         """Store the token ids of a chat that ends with the model's message."""
-        *_, digest = _digests(session, messages, tools)
+        *_, digest = _prefix_digests(session, messages, tools)
         with self._lock:
-            self._stored[digest] = np.array(token_ids, np.int32)
+            self._ids_by_digest[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
         """Reject text that cannot fit, because tokenizing it could take minutes.
@@ -226,23 +226,23 @@ class ChatHistory:
             fields += [*message.extra.values(), *(call.arguments for call in message.calls)]
         if fields:
             num_bytes += len(json.dumps(fields, ensure_ascii=False, separators=(",", ":")))
-        least = max(num_bytes // self._longest_token, len(messages))
-        if least > self._max_prompt_tokens:
-            raise ContextLengthError(least, self._max_prompt_tokens + 1)
+        min_tokens = max(num_bytes // self._longest_token, len(messages))
+        if min_tokens > self._max_prompt_tokens:
+            raise ContextLengthError(min_tokens, self._max_prompt_tokens + 1)
 
-    def _longest_match(
+    def _find_longest_match(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[np.ndarray | None, Sequence[ChatMessage]]:
         """Return the ids of the longest stored prefix of the chat, and the remaining messages."""
-        digests = _digests(session, messages, tools)
+        digests = _prefix_digests(session, messages, tools)
         with self._lock:
             for count in range(len(messages), 0, -1):
-                if (ids := self._stored.get(digests[count - 1])) is not None:
+                if (ids := self._ids_by_digest.get(digests[count - 1])) is not None:
                     return ids, messages[count:]
         return None, messages
 
-    def _render_after(
-        self, stored: np.ndarray, rest: Sequence[ChatMessage], tools: Tools
+    def _render_suffix(
+        self, stored_ids: np.ndarray, new_messages: Sequence[ChatMessage], tools: Tools
     ) -> list[int] | None:
         """Render the messages that follow a stored chat; return their token ids, or None.
 
@@ -251,7 +251,7 @@ class ChatHistory:
         chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        chat += [message.to_template() for message in rest]
+        chat += [message.to_template() for message in new_messages]
         try:
             ids = self._tokenizer.render_prompt(chat, tools, num_skipped=2)
         except ValueError:
@@ -260,20 +260,20 @@ class ChatHistory:
         if not ids or ids[0] not in eos_ids:
             return None
         # Skip the end-of-sequence id if the model has sampled it.
-        return ids[int(stored[-1]) in eos_ids :]
+        return ids[int(stored_ids[-1]) in eos_ids :]
 
     def _check_template(self, tools: str) -> None:
         """Raise ValueError if the template ignores tools or uses another call format."""
         chat = [{"role": "user", "content": "?"}]
         ids = self._tokenizer.render_prompt(chat, json.loads(tools))
-        if CALL not in self._tokenizer.decode(ids):
+        if CALL_TAG not in self._tokenizer.decode(ids):
             raise ValueError(
-                f"the chat template does not write tool calls as {CALL}, the only format that "
+                f"the chat template does not write tool calls as {CALL_TAG}, the only format that "
                 "this server parses; leave tools out."
             )
 
 
-def _digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
+def _prefix_digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
     """Return the digest of each non-empty prefix of a chat, shortest first."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []

@@ -21,86 +21,86 @@ from jaxrl.extras.serve.generation import (
 )
 from jaxrl.extras.serve.schemas import (
     ChatBody,
-    IdsBody,
+    GenerateBody,
     parse_body,
-    refuse_unsupported,
-    unsupported,
+    reject_unsupported,
+    unsupported_error,
 )
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 
 
-def read_chat(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
+def parse_chat_request(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
     """Parse the body of a chat request and build the prompt.
 
     Raises:
         RequestError: The request is invalid or not supported.
     """
     body = parse_body(data, ChatBody)
-    refuse_unsupported(body.model_extra)
+    reject_unsupported(body.model_extra)
     # Prompts always keep a session's sampled tokens, which is what preserve_thinking=True means.
     expected = {**model.tokenizer.template_arguments, "preserve_thinking": True}
     for name, value in body.chat_template_kwargs.items():
         if value is not None and value != expected.get(name):
             default = f"the server's, {expected.get(name)!r}"
-            raise unsupported(f"chat_template_kwargs.{name}", value, default)
+            raise unsupported_error(f"chat_template_kwargs.{name}", value, default)
     body.max_tokens = body.max_completion_tokens or body.max_tokens
-    prompt_ids = model.history.build_prompt(session, body.chat(), body.callable_tools())
+    prompt_ids = model.history.build_prompt(session, body.chat(), body.template_tools())
     return build_request(model, prompt_ids, body, body, num_samples=body.n)
 
 
-def chat_response(completion: Completion) -> dict[str, Any]:
+def build_chat_response(completion: Completion) -> dict[str, Any]:
     """Build the response to a non-streaming chat request."""
     body = completion.request.body
     choices = []
     for index, choice in enumerate(completion.choices):
-        chunk = choice.joined()
-        reply, reason = completion.reply(choice)
+        chunk = choice.merge_chunks()
+        reply, reason = completion.parse_choice(choice)
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["content"] = reply.content or None
-            message["tool_calls"] = _tool_calls(completion, reply, index)
+            message["tool_calls"] = _format_tool_calls(completion, reply, index)
         item = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
-        choices.append({**item, **_token_fields(completion, chunk)})
-    response = {**_head(completion, "chat.completion"), "choices": choices}
-    response["usage"] = usage_of(completion)
+        choices.append({**item, **_format_token_fields(completion, chunk)})
+    response = {**_response_header(completion, "chat.completion"), "choices": choices}
+    response["usage"] = build_usage(completion)
     if body.return_token_ids:
         response["prompt_token_ids"] = list(completion.request.prompt_ids)
     return response
 
 
-async def chat_events(completion: Completion) -> AsyncIterator[Event]:
+async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
     """Yield the events of a streamed response, one choice after another.
 
     If the request has tools, a choice's text is sent once it ends and its calls can be parsed.
     """
     body = completion.request.body
-    has_tools = bool(body.callable_tools())
-    head = _head(completion, "chat.completion.chunk")
+    has_tools = bool(body.template_tools())
+    head = _response_header(completion, "chat.completion.chunk")
     ids = {"prompt_token_ids": list(completion.request.prompt_ids)} if body.return_token_ids else {}
     for index, choice in enumerate(completion.choices):
-        first = {"role": "assistant", "content": ""}
-        start = {"index": index, "delta": first, "finish_reason": None}
+        role_delta = {"role": "assistant", "content": ""}
+        start = {"index": index, "delta": role_delta, "finish_reason": None}
         yield "", {**head, "choices": [start], **ids}
         ids = {}
         decoder = StreamDecoder(completion)
-        async for chunk in choice.follow():
+        async for chunk in choice.stream():
             delta: dict[str, Any] = {}
             reason: str | None = None
             text = decoder.add(chunk)
             if chunk.finish_reason:
-                reply, reason = completion.reply(choice)
+                reply, reason = completion.parse_choice(choice)
                 text = reply.content if has_tools else text
-                calls = _tool_calls(completion, reply, index)
+                calls = _format_tool_calls(completion, reply, index)
                 if calls:
                     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
             if text and (reason or not has_tools):
                 delta["content"] = text
-            others = _token_fields(completion, chunk)
-            if delta or others or reason:
-                item = {"index": index, "delta": delta, "finish_reason": reason, **others}
+            token_fields = _format_token_fields(completion, chunk)
+            if delta or token_fields or reason:
+                item = {"index": index, "delta": delta, "finish_reason": reason, **token_fields}
                 yield "", {**head, "choices": [item]}
     if body.stream_options.include_usage:
-        yield "", {**head, "choices": [], "usage": usage_of(completion)}
+        yield "", {**head, "choices": [], "usage": build_usage(completion)}
     yield "", "[DONE]"
 
 
@@ -114,7 +114,7 @@ class StreamDecoder:
         """Create a decoder for a sample of `completion`."""
         self._vocab_bytes = completion.model.tokenizer.vocab_bytes
         stops = completion.request.stops
-        self._num_held = max((len(stop.encode()) - 1 for stop in stops), default=0)
+        self._num_holdback_bytes = max((len(stop.encode()) - 1 for stop in stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._data, self._num_sent = bytearray(), 0
 
@@ -122,7 +122,7 @@ class StreamDecoder:
         """Append a chunk; return the new text that later tokens cannot change."""
         self._data += b"".join(self._vocab_bytes[id] for id in chunk.token_ids)
         # A stop id counts as a token of the completion but has no text.
-        end = max(len(self._data) - self._num_held, self._num_sent)
+        end = max(len(self._data) - self._num_holdback_bytes, self._num_sent)
         if chunk.finish_reason:
             end = chunk.text_bytes
         new = bytes(self._data[self._num_sent : end])
@@ -130,7 +130,7 @@ class StreamDecoder:
         return self._decoder.decode(new, final=bool(chunk.finish_reason))
 
 
-def _head(completion: Completion, kind: str) -> dict[str, Any]:
+def _response_header(completion: Completion, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{completion.id}",
         "object": kind,
@@ -139,7 +139,9 @@ def _head(completion: Completion, kind: str) -> dict[str, Any]:
     }
 
 
-def _tool_calls(completion: Completion, reply: ChatMessage, index: int) -> list[dict[str, Any]]:
+def _format_tool_calls(
+    completion: Completion, reply: ChatMessage, index: int
+) -> list[dict[str, Any]]:
     calls = []
     for number, call in enumerate(reply.calls):
         arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -149,7 +151,7 @@ def _tool_calls(completion: Completion, reply: ChatMessage, index: int) -> list[
     return calls
 
 
-def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
+def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
     """Return the token ids and log-probabilities of a chunk, if the client requested them."""
     body: ChatBody = completion.request.body
     fields: dict[str, Any] = {}
@@ -167,9 +169,9 @@ def _token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
     return fields
 
 
-def usage_of(completion: Completion) -> dict[str, Any]:
+def build_usage(completion: Completion) -> dict[str, Any]:
     """Count the prompt tokens, and the sampled tokens of all samples, once they have ended."""
-    chunks = [choice.joined() for choice in completion.choices]
+    chunks = [choice.merge_chunks() for choice in completion.choices]
     num_prompt = len(completion.request.prompt_ids)
     num_sampled = sum(len(chunk.token_ids) for chunk in chunks)
     return {
@@ -180,22 +182,22 @@ def usage_of(completion: Completion) -> dict[str, Any]:
     }
 
 
-def read_ids(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
+def parse_generate_request(data: bytes, session: str, model: ServedModel) -> CompletionRequest:
     """Parse the body of a request to `/inference/v1/generate`.
 
     Raises:
         RequestError: The request is invalid or not supported.
     """
-    body = parse_body(data, IdsBody)
-    refuse_unsupported(body.model_extra)
-    refuse_unsupported(body.sampling_params.model_extra, "sampling_params.")
+    body = parse_body(data, GenerateBody)
+    reject_unsupported(body.model_extra)
+    reject_unsupported(body.sampling_params.model_extra, "sampling_params.")
     return build_request(model, body.token_ids, body.sampling_params, body)
 
 
-def ids_response(completion: Completion) -> dict[str, Any]:
+def build_generate_response(completion: Completion) -> dict[str, Any]:
     """Build the response of `/inference/v1/generate`."""
     [choice] = completion.choices
-    chunk = choice.joined()
+    chunk = choice.merge_chunks()
     logprobs = [
         {"token": f"token_id:{id}", "logprob": logprob}
         for id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True)
@@ -210,5 +212,5 @@ def ids_response(completion: Completion) -> dict[str, Any]:
         "request_id": f"gen-{completion.id}",
         "choices": [item],
         "prompt_token_ids": list(completion.request.prompt_ids),
-        "usage": usage_of(completion),
+        "usage": build_usage(completion),
     }

@@ -34,16 +34,16 @@ class SamplingParams(NamedTuple):
 class ServedEngine(Engine):
     """Engine with sampling settings per request."""
 
-    draws_any = True
+    compiles_all_kinds = True
     """True to compile every sampling kind, False to compile only the given kinds."""
 
-    def __init__(self, *arguments: Any, **settings: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         """Create an `Engine` whose sampling kinds start with the given `kinds`."""
         # The first kind has programs for the fewest rows, so it should be a common one.
-        kinds = settings.pop("kinds", ())
-        if self.draws_any:
+        kinds = kwargs.pop("kinds", ())
+        if self.compiles_all_kinds:
             kinds = dict.fromkeys([*kinds, next_token.FULL, *next_token.KINDS])
-        super().__init__(*arguments, **settings, kinds=tuple(kinds))
+        super().__init__(*args, **kwargs, kinds=tuple(kinds))
         self._params: dict[int, SamplingParams] = {}
 
     def clear(self) -> None:
@@ -53,7 +53,7 @@ class ServedEngine(Engine):
 
     def finish(self, request: int) -> None:
         """Free the pages of a stopped or running request."""
-        self._detach(request)
+        self._discard_in_flight(request)
         super().finish(request)
         del self._params[request]
 
@@ -68,11 +68,11 @@ class ServedEngine(Engine):
 
     def truncate(self, request: int, token_ids: Sequence[int]) -> None:
         """Stop a request and keep only `token_ids`, a prefix of its prompt and sampled ids."""
-        self._detach(request)
+        self._discard_in_flight(request)
         row = self._rows[request]
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
-    def _detach(self, request: int) -> None:
+    def _discard_in_flight(self, request: int) -> None:
         """Discard the samples of in-flight chunks for a request."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
@@ -120,12 +120,12 @@ class ServedEngine(Engine):
         return sum(shard.pool.num_free for shard in self._shards)
 
     @property
-    def lacks_pages(self) -> bool:
+    def is_out_of_pages(self) -> bool:
         """Return True if running, swapped-out or next requests need more pages than are free."""
-        return any(map(self._is_short, self._shards)) or self._lacks_pages_for_next
+        return any(map(self._is_shard_out_of_pages, self._shards)) or self._is_out_of_pages_for_next
 
     @property
-    def _lacks_pages_for_next(self) -> bool:
+    def _is_out_of_pages_for_next(self) -> bool:
         """Return True if the next requests to get a row need more pages than are free."""
         running = [
             shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
@@ -142,11 +142,13 @@ class ServedEngine(Engine):
             num_free -= count_pages(longest, self.page_tokens) - num_shared
         return num_free < 0
 
-    def _is_short(self, shard: BlockScheduler) -> bool:
+    def _is_shard_out_of_pages(self, shard: BlockScheduler) -> bool:
         if sum(map(shard.num_missing_pages, shard.scheduled_rows)) > shard.pool.num_free:
             return True
-        is_away = any(row.saved is not None and not row.is_waiting for row in shard.rows.values())
-        if is_away and shard.next_swap_in() is None:
+        has_swapped_out = any(
+            row.saved is not None and not row.is_waiting for row in shard.rows.values()
+        )
+        if has_swapped_out and shard.next_swap_in() is None:
             return True
         has_row = sum(row.may_run for row in shard.resident) < self._rows_per_shard
         return bool(self._queue) and has_row and self._select_shard() is None

@@ -27,9 +27,9 @@ from jaxrl.extras.serve.schemas import SamplingFields
 from jaxrl.extras.serve.worker import (
     CANCELLED,
     FAILED,
-    LATE,
     LENGTH,
     STOP,
+    TIMED_OUT,
     CompletionRequest,
     Job,
     OutputChunk,
@@ -58,13 +58,13 @@ class ServedModel:
     max_total_tokens: int
     stops: tuple[str, ...] = ()
 
-    def data_of(self, token_ids: Sequence[int]) -> bytes:
+    def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
         """Decode token ids to bytes."""
         return b"".join(self.tokenizer.vocab_bytes[id] for id in token_ids)
 
-    def text_of(self, chunk: OutputChunk) -> str:
+    def decode_text(self, chunk: OutputChunk) -> str:
         """Decode a finished completion to text, without its stop string."""
-        return self.data_of(chunk.token_ids)[: chunk.text_bytes].decode("utf-8", "replace")
+        return self.decode_bytes(chunk.token_ids)[: chunk.text_bytes].decode("utf-8", "replace")
 
 
 def build_request(
@@ -79,18 +79,20 @@ def build_request(
     Raises:
         RequestError: The prompt leaves no room for a completion, or a token id is unknown.
     """
-    room = model.max_total_tokens - len(prompt_ids)
-    if room < 1:
+    max_new_tokens = model.max_total_tokens - len(prompt_ids)
+    if max_new_tokens < 1:
         raise ContextLengthError(len(prompt_ids), model.max_total_tokens)
     num_tokens = model.tokenizer.num_tokens
-    if (unknown := max([*prompt_ids, *fields.stop_token_ids])) >= num_tokens:
-        raise RequestError(400, f"token id {unknown} is unknown; expected 0 to {num_tokens - 1}.")
+    if (largest_id := max([*prompt_ids, *fields.stop_token_ids])) >= num_tokens:
+        raise RequestError(
+            400, f"token id {largest_id} is unknown; expected 0 to {num_tokens - 1}."
+        )
     return CompletionRequest(
         prompt_ids=tuple(prompt_ids),
         num_samples=num_samples,
         params=SamplingParams(fields.temperature, max(fields.top_p, 1e-6)),
         seed=fields.seed,
-        max_tokens=min(fields.max_tokens or room, room),
+        max_tokens=min(fields.max_tokens or max_new_tokens, max_new_tokens),
         stop_ids=frozenset(fields.stop_token_ids),
         stops=model.stops if fields.stop is None else tuple(fields.stop),
         body=body,
@@ -103,7 +105,7 @@ class Choice:
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
         self.job: Job | None = None
-        self._changed = asyncio.Event()
+        self._chunk_event = asyncio.Event()
 
     @property
     def finish_reason(self) -> str:
@@ -111,7 +113,7 @@ class Choice:
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
-    def must_start(self) -> bool:
+    def needs_job(self) -> bool:
         """Return True if the sample is incomplete and no job is working on it."""
         is_running = self.job is not None and not self.job.is_cancelled and not self.finish_reason
         return not is_running and self.finish_reason not in (STOP, LENGTH)
@@ -119,9 +121,9 @@ class Choice:
     def append(self, chunk: OutputChunk) -> None:
         """Append a chunk and wake up waiting readers."""
         self.chunks.append(chunk)
-        self._changed.set()
+        self._chunk_event.set()
 
-    async def follow(self) -> AsyncIterator[OutputChunk]:
+    async def stream(self) -> AsyncIterator[OutputChunk]:
         """Yield chunks as they arrive, up to the last one.
 
         Raises:
@@ -130,11 +132,11 @@ class Choice:
         index = 0
         while not index or not self.chunks[index - 1].finish_reason:
             while index == len(self.chunks):
-                self._changed.clear()
-                await self._changed.wait()
+                self._chunk_event.clear()
+                await self._chunk_event.wait()
             chunk = self.chunks[index]
             index += 1
-            if chunk.finish_reason == LATE:
+            if chunk.finish_reason == TIMED_OUT:
                 raise RequestError(504, "the completion exceeded its deadline; raise --deadline_s.")
             if chunk.finish_reason == CANCELLED:
                 raise RequestError(
@@ -144,7 +146,7 @@ class Choice:
                 raise RequestError(500, chunk.error)
             yield chunk
 
-    def joined(self) -> OutputChunk:
+    def merge_chunks(self) -> OutputChunk:
         """Return all chunks merged into one."""
         names = ("token_ids", "logprobs", "entropies", "versions")
         values: dict[str, Any] = {
@@ -195,10 +197,10 @@ class Completion:
             RequestError: A sample timed out, was cancelled or failed.
         """
         for choice in self.choices:
-            async for _ in choice.follow():
+            async for _ in choice.stream():
                 pass
 
-    def reply(self, choice: Choice) -> tuple[ChatMessage, str]:
+    def parse_choice(self, choice: Choice) -> tuple[ChatMessage, str]:
         """Parse a finished sample of a chat; store the chat with its token ids.
 
         If parallel calls are off, the client gets only the first call. If further calls were
@@ -207,9 +209,9 @@ class Completion:
         Returns:
             The message and its finish reason.
         """
-        body, chunk = self.request.body, choice.joined()
-        tools = body.callable_tools()
-        message = parse_reply(self.model.text_of(chunk), has_tools=bool(tools))
+        body, chunk = self.request.body, choice.merge_chunks()
+        tools = body.template_tools()
+        message = parse_reply(self.model.decode_text(chunk), has_tools=bool(tools))
         token_ids = [*self.request.prompt_ids, *chunk.token_ids]
         self.model.history.store(self.session, [*body.chat(), message], tools, token_ids)
         if not body.parallel_tool_calls:
@@ -240,7 +242,7 @@ class CompletionCache:
         """
         self._worker, self._deadline_s = worker, deadline_s
         self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
-        self._ended: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
+        self._finished: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
 
     def find(self, keys: Sequence[str], *, is_retry: bool, is_recorded: bool) -> Completion | None:
         """Return the earlier completion of a repeated request, or None for a new request.
@@ -256,7 +258,9 @@ class CompletionCache:
         """
         digest = keys[0]
         for key in reversed(keys):
-            stored_digest, completion = self._active.get(key) or self._ended.get(key) or ("", None)
+            stored_digest, completion = (
+                self._active.get(key) or self._finished.get(key) or ("", None)
+            )
             if completion is None:
                 continue
             if stored_digest != digest:
@@ -270,7 +274,7 @@ class CompletionCache:
         return None
 
     @contextlib.contextmanager
-    def reading(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
+    def attach_reader(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
         """Sample what a completion lacks for as long as at least one client reads it.
 
         Raises:
@@ -286,7 +290,7 @@ class CompletionCache:
             if not completion.num_readers:
                 for key, entry in [*self._active.items()]:
                     if entry[1] is completion:
-                        self._ended[key] = self._active.pop(key)
+                        self._finished[key] = self._active.pop(key)
                 for choice in completion.choices:
                     if choice.job is not None and not choice.finish_reason:
                         self._worker.cancel(choice.job)
@@ -295,13 +299,13 @@ class CompletionCache:
         """Submit all incomplete samples, with the same random keys as before."""
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
-            if choice.must_start:
+            if choice.needs_job:
                 choice = Choice()
                 choice.job = Job(
                     request=completion.request,
                     sample_key=key,
                     deadline=time.monotonic() + self._deadline_s,
-                    on_output=_to_loop(choice.append),
+                    on_output=_call_on_loop(choice.append),
                     session=completion.session,
                 )
                 jobs.append(choice.job)
@@ -310,7 +314,7 @@ class CompletionCache:
         completion.choices = choices
 
 
-def _to_loop(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
+def _call_on_loop(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
     """Wrap an event-loop callback so that the worker's thread can call it."""
     loop = asyncio.get_running_loop()
 

@@ -102,8 +102,10 @@ def load_model(
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
     resolved = resolve_for_inference(config, has_overrides=bool(keys))
     if "rollout.max_total_tokens" not in keys:
-        longest = read_architecture(config.model.path, config.model.architecture).max_positions
-        rollout.max_total_tokens = min(rollout.max_total_tokens, longest)
+        max_positions = read_architecture(
+            config.model.path, config.model.architecture
+        ).max_positions
+        rollout.max_total_tokens = min(rollout.max_total_tokens, max_positions)
     fit_config_to_host(config)
     config.model.replay = False
     rollout.max_prompt_tokens = rollout.max_total_tokens - 1

@@ -15,29 +15,29 @@ from jaxrl.extras.serve.generation import (
     ServedModel,
     build_request,
 )
-from jaxrl.extras.serve.schemas import CountBody, MessagesBody, parse_body, refuse_unsupported
+from jaxrl.extras.serve.schemas import CountTokensBody, MessagesBody, parse_body, reject_unsupported
 from jaxrl.extras.serve.worker import STOP, CompletionRequest
 
 
-def read_messages(
-    data: bytes, session: str, model: ServedModel, kind: type[CountBody] = MessagesBody
+def parse_messages_request(
+    data: bytes, session: str, model: ServedModel, body_type: type[CountTokensBody] = MessagesBody
 ) -> CompletionRequest:
     """Parse the body of a Messages request and build the prompt.
 
     Raises:
         RequestError: The request is invalid or not supported.
     """
-    body = parse_body(data, kind)
-    refuse_unsupported(body.model_extra)
-    prompt_ids = model.history.build_prompt(session, body.chat(), body.callable_tools())
+    body = parse_body(data, body_type)
+    reject_unsupported(body.model_extra)
+    prompt_ids = model.history.build_prompt(session, body.chat(), body.template_tools())
     return build_request(model, prompt_ids, body, body)
 
 
-def messages_response(completion: Completion) -> dict[str, Any]:
+def build_messages_response(completion: Completion) -> dict[str, Any]:
     """Build the response to a non-streaming Messages request."""
     [choice] = completion.choices
-    request, chunk = completion.request, choice.joined()
-    reply, reason = completion.reply(choice)
+    request, chunk = completion.request, choice.merge_chunks()
+    reply, reason = completion.parse_choice(choice)
     content: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         content.append({"type": "text", "text": reply.content})
@@ -46,7 +46,7 @@ def messages_response(completion: Completion) -> dict[str, Any]:
         content.append({"type": "tool_use", "id": id, "name": call.name, "input": call.arguments})
     stop_string = None
     if chunk.finish_reason == STOP:  # either a stop id, or a stop string after the text
-        rest = completion.model.data_of(chunk.token_ids)[chunk.text_bytes :]
+        rest = completion.model.decode_bytes(chunk.token_ids)[chunk.text_bytes :]
         matches = (stop for stop in request.stops if rest.startswith(stop.encode()))
         stop_string = next(matches, None)
     stop_reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "end_turn")
@@ -75,24 +75,24 @@ def messages_response(completion: Completion) -> dict[str, Any]:
     return response
 
 
-async def messages_events(completion: Completion) -> AsyncIterator[Event]:
+async def stream_messages(completion: Completion) -> AsyncIterator[Event]:
     """Yield the events of a streamed response, all of them once the completion ends."""
     await completion.wait()
-    message = messages_response(completion)
+    message = build_messages_response(completion)
     usage = message["usage"]
     end = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     start = {**message, "content": [], **dict.fromkeys(end), "usage": {**usage, "output_tokens": 0}}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
-            opening = {**block, "text": ""}
+            empty_block = {**block, "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
-            opening = {**block, "input": {}}
+            empty_block = {**block, "input": {}}
             text = json.dumps(block["input"], ensure_ascii=False)
             delta = {"type": "input_json_delta", "partial_json": text}
         events += [
-            {"type": "content_block_start", "index": index, "content_block": opening},
+            {"type": "content_block_start", "index": index, "content_block": empty_block},
             {"type": "content_block_delta", "index": index, "delta": delta},
             {"type": "content_block_stop", "index": index},
         ]

@@ -19,7 +19,13 @@ from pydantic import (
     model_validator,
 )
 
-from jaxrl.extras.serve.chats import ChatMessage, ToolCall, map_json, parse_arguments, readable
+from jaxrl.extras.serve.chats import (
+    ChatMessage,
+    ToolCall,
+    map_json,
+    parse_arguments,
+    sanitize_scalar,
+)
 from jaxrl.extras.serve.errors import RequestError
 from jaxrl.utils.json_io import parse_json
 
@@ -43,7 +49,7 @@ UNSUPPORTED = (
 )  # fmt: skip
 """Unsupported fields. They are rejected unless their value has no effect."""
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -83,7 +89,7 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
     try:
         # json.loads alone would accept UTF-16 and lone surrogates.
         value = parse_json(data.decode("utf-8-sig"), "the body")
-        value = map_json(readable, value) if b"\\ud" in data.lower() else value
+        value = map_json(sanitize_scalar, value) if b"\\ud" in data.lower() else value
     except ValueError as error:
         raise RequestError(400, f"{error}"[:300]) from None
     return validate(value, model)
@@ -98,10 +104,12 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        param = _field_path(first["loc"])
-        received = "missing" if first["type"] == "missing" else show(first["input"])
-        message = f"{param or 'the body'} is {received}. {first['msg']}."
+        first_error = error.errors(include_url=False, include_context=False)[0]
+        param = _field_path(first_error["loc"])
+        received = (
+            "missing" if first_error["type"] == "missing" else short_repr(first_error["input"])
+        )
+        message = f"{param or 'the body'} is {received}. {first_error['msg']}."
         raise RequestError(400, message, param=param or None) from None
 
 
@@ -117,18 +125,18 @@ def _field_path(location: Sequence[int | str]) -> str:
     return path.removeprefix(".")
 
 
-def show(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the `repr` of a value, shortened for an error message."""
     return reprlib.repr(value)[:80]
 
 
-def unsupported(param: str, value: Any, expected: str = "nothing") -> RequestError:
+def unsupported_error(param: str, value: Any, expected: str = "nothing") -> RequestError:
     """Build the error for a field that the server does not support."""
-    message = f"{param} is {show(value)}, which is not supported; expected {expected}."
+    message = f"{param} is {short_repr(value)}, which is not supported; expected {expected}."
     return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
-def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
+def reject_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> None:
     """Reject unsupported fields, unless their value has no effect.
 
     Args:
@@ -139,9 +147,9 @@ def refuse_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> No
         RequestError: A field is not supported.
     """
     for name, value in (fields or {}).items():
-        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
+        is_neutral = value in NEUTRAL_VALUES[name] if name in NEUTRAL_VALUES else not value
         if name in UNSUPPORTED and not is_neutral:
-            raise unsupported(prefix + name, value)
+            raise unsupported_error(prefix + name, value)
 
 
 def _check_temperature(value: float) -> float:
@@ -287,7 +295,7 @@ class ChatBody(ReplyFields):
         """Convert the messages for the chat history."""
         return [message.to_message() for message in self.messages]
 
-    def callable_tools(self) -> Sequence[Any]:
+    def template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are off."""
         return [] if self.tool_choice == "none" else self.tools
 
@@ -324,10 +332,10 @@ class AnthropicMessage(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> AnthropicMessage:
-        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        disallowed_type = ToolUseBlock if self.role == "user" else ToolResultBlock
         has_calls = False
         for block in self.content:
-            if isinstance(block, foreign):
+            if isinstance(block, disallowed_type):
                 raise ValueError(f"expected no block {block.type} in a message of the {self.role}")
             has_calls = has_calls or isinstance(block, ToolUseBlock)
             if has_calls and isinstance(block, TextPart) and block.text.strip():
@@ -382,7 +390,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class CountBody(ReplyFields):
+class CountTokensBody(ReplyFields):
     """Body of `/v1/messages/count_tokens`."""
 
     system: TextParts | None = None
@@ -403,13 +411,13 @@ class CountBody(ReplyFields):
             chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
         return chat
 
-    def callable_tools(self) -> Sequence[Any]:
+    def template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are off."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountTokensBody):
     """Body of `/v1/messages`."""
 
     max_tokens: PositiveInt
@@ -418,15 +426,15 @@ class MessagesBody(CountBody):
 # Token ids
 
 
-class IdSamplingFields(SamplingFields):
+class GenerateSamplingFields(SamplingFields):
     """Sampling settings of `/inference/v1/generate`."""
 
     n: Literal[1] = 1
 
 
-class IdsBody(Body, extra="allow"):
+class GenerateBody(Body, extra="allow"):
     """Body of `/inference/v1/generate`."""
 
     token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
-    sampling_params: IdSamplingFields = IdSamplingFields()
+    sampling_params: GenerateSamplingFields = GenerateSamplingFields()
     stream: Literal[False] = False

@@ -36,28 +36,28 @@ from jaxrl.extras.serve.generation import (
     Event,
     ServedModel,
 )
-from jaxrl.extras.serve.schemas import CountBody
+from jaxrl.extras.serve.schemas import CountTokensBody
 from jaxrl.extras.serve.worker import Worker
 
 if TYPE_CHECKING:
     from jaxrl.extras.serve.agents.sessions import AgentSession
 
 LOOPBACK = "127.0.0.1"
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Addresses that no other machine can reach."""
 
 HOST_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Host names that programs on this machine may use for the server."""
 
-BODY_S = 60.0
+BODY_TIMEOUT_S = 60.0
 """Time limit for receiving a request's body, in seconds."""
 
-MAX_CONNECTIONS, MAX_SESSION = 4096, 256
+MAX_CONNECTIONS, MAX_SESSION_NAME = 4096, 256
 MESSAGES = "/v1/messages"
 MAX_INLINE_BODY = 2**15
 """Maximum size in bytes of bodies parsed on the event loop; a thread parses larger ones."""
 
-SHUTDOWN_S = 2
+SHUTDOWN_TIMEOUT_S = 2
 """Time limit in seconds for closing connections at shutdown, after all completions."""
 
 SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
@@ -66,15 +66,19 @@ SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
 
 DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
     "/v1/chat/completions": (
-        completions.read_chat,
-        completions.chat_response,
-        completions.chat_events,
+        completions.parse_chat_request,
+        completions.build_chat_response,
+        completions.stream_chat,
     ),
-    "/inference/v1/generate": (completions.read_ids, completions.ids_response, None),
+    "/inference/v1/generate": (
+        completions.parse_generate_request,
+        completions.build_generate_response,
+        None,
+    ),
     MESSAGES: (
-        messages.read_messages,
-        messages.messages_response,
-        messages.messages_events,
+        messages.parse_messages_request,
+        messages.build_messages_response,
+        messages.stream_messages,
     ),
 }
 """Functions by path: parse the body, build the response, yield the events of a stream."""
@@ -123,9 +127,9 @@ class Endpoint:
         self._cache = CompletionCache(worker, deadline_s=deadline_s, max_size=max_cached)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         routes = [
-            Route("/health", self._health),
-            Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
+            Route("/health", self._get_health),
+            Route("/metrics", self._get_metrics),
+            Route("/v1/models", self._get_models),
             Route(f"{MESSAGES}/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         routes += [Route(path, self._generate, methods=["POST"]) for path in DIALECTS]
@@ -135,10 +139,10 @@ class Endpoint:
         self._app = Starlette(
             routes=routes,
             exception_handlers={
-                RequestError: self._refuse,
+                RequestError: self._error_response,
                 ClientDisconnect: lambda request, error: Response(status_code=499),
-                HTTPException: self._refuse_route,
-                Exception: self._report_fault,
+                HTTPException: self._route_error_response,
+                Exception: self._internal_error_response,
             },
         )
         self._app.router.redirect_slashes = False
@@ -153,7 +157,7 @@ class Endpoint:
         try:
             self._check_access(request)
         except RequestError as error:
-            app = self._refuse(request, error)
+            app = self._error_response(request, error)
         await app(scope, receive, send)
 
     def _check_access(self, request: Request) -> None:
@@ -176,65 +180,67 @@ class Endpoint:
             )
         if request.scope["path"] == "/health":
             return
-        if self._key and not any(map(self._is_key, keys_of(request))):
+        if self._key and not any(map(self._is_key, get_client_keys(request))):
             message = "the key is missing or wrong; expected the server's as a bearer token."
             raise RequestError(401, message)
         if self.sessions is not None and self.hosts is None:
-            self._session_of(request)
+            self._find_session(request)
 
     def _is_key(self, value: str) -> bool:
         """Return True if a header value is the key, encoded as UTF-8 or latin-1."""
-        spellings = (value.encode("latin-1"), value.encode("utf-8"))
-        return any(hmac.compare_digest(spelling, self._key) for spelling in spellings)
+        encodings = (value.encode("latin-1"), value.encode("utf-8"))
+        return any(hmac.compare_digest(encoding, self._key) for encoding in encodings)
 
-    def _session_of(self, request: Request) -> AgentSession:
+    def _find_session(self, request: Request) -> AgentSession:
         """Look up the agent session of a request by its path or key.
 
         Raises:
             RequestError: The session does not exist.
         """
         assert self.sessions is not None
-        names = [request.scope["session"], *keys_of(request)]
+        names = [request.scope["session"], *get_client_keys(request)]
         session = self.sessions.get(next(filter(None, names), ""))
         if session is None:
             message = "there is no such episode; expected the URL or key of one that is running."
             raise RequestError(404, message, code="no_episode")
         return session
 
-    def _session_name(self, request: Request) -> str:
+    def _get_session_name(self, request: Request) -> str:
         """Return the name of a request's session, or "" if it has none.
 
         Raises:
             RequestError: The session does not exist, or the name is too long.
         """
         if self.sessions is not None:
-            return self._session_of(request).name
+            return self._find_session(request).name
         name: str = request.scope["session"] or request.headers.get("x-session-id", "")
-        if len(name) > MAX_SESSION:
-            message = f"X-Session-ID has {len(name)} characters; expected at most {MAX_SESSION}."
+        if len(name) > MAX_SESSION_NAME:
+            message = (
+                f"X-Session-ID has {len(name)} characters; expected at most {MAX_SESSION_NAME}."
+            )
             raise RequestError(400, message, param="X-Session-ID")
         return name
 
-    async def _body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         """Read the body of a request.
 
         Raises:
             RequestError: The server is shutting down, or the body is too large or too slow.
             ClientDisconnect: The client disconnected.
         """
-        if self.worker.is_ending:
+        if self.worker.is_shutting_down:
             raise RequestError(503, "the server is shutting down; use another one.")
         limit, data = int(self._max_body_mib * 2**20), bytearray()
         close = {"Connection": "close"}
         try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    data += piece
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    data += chunk
                     if len(data) > limit:
                         message = f"the body has more than {limit} bytes; raise --max_body_mib."
                         raise RequestError(413, message, headers=close)
         except TimeoutError:
-            message = f"the body did not arrive in {BODY_S:g} s."
+            message = f"the body did not arrive in {BODY_TIMEOUT_S:g} s."
             raise RequestError(408, message, headers=close) from None
         return bytes(data)
 
@@ -244,113 +250,119 @@ class Endpoint:
         Raises:
             RequestError: The request is rejected.
         """
-        data = await self._body(request)
+        data = await self._read_body(request)
 
         async def respond(scope: Any, receive: Any, send: Any) -> None:
-            work = asyncio.ensure_future(self._answer(request, data, send))
-            leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
-            leaving.add_done_callback(lambda _: work.cancel())
+            response_task = asyncio.ensure_future(self._send_completion(request, data, send))
+            disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
+            disconnect_task.add_done_callback(lambda _: response_task.cancel())
             try:
-                await work
+                await response_task
             except asyncio.CancelledError:
-                if not leaving.done():
+                if not disconnect_task.done():
                     raise
             finally:
-                leaving.cancel()
+                disconnect_task.cancel()
 
         return respond
 
-    async def _answer(self, request: Request, data: bytes, send: Any) -> None:
+    async def _send_completion(self, request: Request, data: bytes, send: Any) -> None:
         """Sample a completion and send it, as a stream or as one response."""
-        session = None if self.sessions is None else self._session_of(request)
-        name, path = self._session_name(request), request.scope["path"]
-        (read, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
+        session = None if self.sessions is None else self._find_session(request)
+        name, path = self._get_session_name(request), request.scope["path"]
+        (parse, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
         keys = [hashlib.sha256(prefix.encode() + data).hexdigest()]
         if header := request.headers.get("idempotency-key"):
             keys.append(prefix + header)
         is_retry = request.headers.get("x-stainless-retry-count", "") not in ("", "0")
-        with contextlib.ExitStack() as reading:
+        with contextlib.ExitStack() as stack:
             # A repeated request waits while the first one is prepared.
             async with self._locks.setdefault(keys[-1], asyncio.Lock()):
                 completion = self._cache.find(
                     keys, is_retry=is_retry, is_recorded=session is not None
                 )
                 if completion is None:
-                    completion = await self._prepare(read, data, name, session)
-                reading.enter_context(self._cache.reading(completion, keys))
+                    completion = await self._prepare(parse, data, name, session)
+                stack.enter_context(self._cache.attach_reader(completion, keys))
             has_stream = completion.request.body.stream
             try:
-                is_whole = True
+                is_complete = True
                 if has_stream:
-                    pairs = events(completion)
-                    is_whole = await _send_events(request, send, completion, pairs, session)
+                    event_stream = events(completion)
+                    is_complete = await _send_events(
+                        request, send, completion, event_stream, session
+                    )
                 else:
                     await completion.wait()
                     if session is not None:
                         session.record(completion)
-                    whole = JSONResponse(response(completion))
-                    await whole(request.scope, request.receive, send)
+                    json_response = JSONResponse(response(completion))
+                    await json_response(request.scope, request.receive, send)
             except BaseException:
                 completion.is_undelivered = True  # another reader may reset this
                 raise
-            completion.is_undelivered = not is_whole
+            completion.is_undelivered = not is_complete
             # End the stream only now: a client that receives the end has the full completion.
             if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
     async def _prepare(
-        self, read: Callable[..., Any], data: bytes, name: str, session: AgentSession | None
+        self, parse: Callable[..., Any], data: bytes, name: str, session: AgentSession | None
     ) -> Completion:
         if len(data) > MAX_INLINE_BODY:
-            request = await asyncio.to_thread(read, data, name, self.model)
+            request = await asyncio.to_thread(parse, data, name, self.model)
         else:
-            request = read(data, name, self.model)
+            request = parse(data, name, self.model)
         if session is None:
             return Completion(self.model, request, name)
         request, keys = session.admit(request)
         return Completion(self.model, request, name, keys)
 
     async def _count_tokens(self, request: Request) -> Response:
-        data = await self._body(request)
-        name = self._session_name(request)
-        read = messages.read_messages
-        built = await asyncio.to_thread(read, data, name, self.model, CountBody)
-        return JSONResponse({"input_tokens": len(built.prompt_ids)})
+        data = await self._read_body(request)
+        name = self._get_session_name(request)
+        parse = messages.parse_messages_request
+        completion_request = await asyncio.to_thread(parse, data, name, self.model, CountTokensBody)
+        return JSONResponse({"input_tokens": len(completion_request.prompt_ids)})
 
     async def _post_reward(self, request: Request) -> Response:
-        data = await self._body(request)
-        self._session_of(request).post_reward(keys_of(request), data)
+        data = await self._read_body(request)
+        self._find_session(request).post_reward(get_client_keys(request), data)
         return JSONResponse({"status": "ok"})
 
-    async def _health(self, request: Request) -> Response:
-        status = "damaged" if self.worker.is_damaged else "ok"
+    async def _get_health(self, request: Request) -> Response:
+        status = "damaged" if self.worker.has_nan else "ok"
         status = status if self.worker.is_alive else "ended"
-        status = "ending" if self.worker.is_ending else status
+        status = "ending" if self.worker.is_shutting_down else status
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    async def _models(self, request: Request) -> Response:
+    async def _get_models(self, request: Request) -> Response:
         model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "jaxrl"}
         model["max_model_len"] = self.model.max_total_tokens
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self.worker), media_type="text/plain; version=0.0.4")
+    async def _get_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            format_metrics(self.worker), media_type="text/plain; version=0.0.4"
+        )
 
-    def _refuse(self, request: Request, error: Exception) -> Response:
+    def _error_response(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return JSONResponse(_error(request, error), error.status, error.headers)
+        return JSONResponse(_error_body(request, error), error.status, error.headers)
 
-    def _refuse_route(self, request: Request, error: Exception) -> Response:
+    def _route_error_response(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         paths = ", ".join(self._paths)
         message = f"there is no {request.method} {request.scope['path']:.100} here; expected one "
         message += f"of {paths}, or one behind /r/SESSION."
         headers = dict(error.headers or {})
-        return self._refuse(request, RequestError(error.status_code, message, headers=headers))
+        return self._error_response(
+            request, RequestError(error.status_code, message, headers=headers)
+        )
 
-    def _report_fault(self, request: Request, error: Exception) -> Response:
+    def _internal_error_response(self, request: Request, error: Exception) -> Response:
         message = f"the server failed with {type(error).__name__}; see its log."
-        return self._refuse(request, RequestError(500, message))
+        return self._error_response(request, RequestError(500, message))
 
 
 async def _send_events(
@@ -376,7 +388,7 @@ async def _send_events(
                 session.record(completion)
             await send_event(name, value)
     except RequestError as error:
-        await send_event("error" if _is_anthropic(request) else "", _error(request, error))
+        await send_event("error" if _is_anthropic(request) else "", _error_body(request, error))
         return False
     return True
 
@@ -390,19 +402,19 @@ def _is_anthropic(request: Request) -> bool:
     return bool(request.scope["path"].startswith(MESSAGES))
 
 
-def _error(request: Request, error: RequestError) -> dict[str, Any]:
+def _error_body(request: Request, error: RequestError) -> dict[str, Any]:
     """Build the body of an error response in the dialect of the request's path."""
     return error.body(is_anthropic=_is_anthropic(request))
 
 
-def keys_of(request: Request) -> tuple[str, str]:
+def get_client_keys(request: Request) -> tuple[str, str]:
     """Return the API keys in OpenAI's and Anthropic's headers; "" if a header is missing."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     bearer = value.strip() if scheme.lower() == "bearer" else ""
     return bearer, request.headers.get("x-api-key", "")
 
 
-def metrics_text(worker: Worker) -> str:
+def format_metrics(worker: Worker) -> str:
     """Format the worker's metrics as Prometheus text.
 
     See https://prometheus.io/docs/instrumenting/exposition_formats.
@@ -440,41 +452,41 @@ def bind_port(host: str, port: int, key: str) -> socket.socket:
         ValueError: Other machines could reach the server, and no key is set.
         OSError: The port is not available.
     """
-    if host not in LOCAL and not key:
+    if host not in LOOPBACK_HOSTS and not key:
         raise ValueError(
             f"--host={host} can be reached from other machines; expected --key_env=NAME, the "
             "environment variable that holds a key."
         )
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except OSError as error:
-        bound.close()
+        listener.close()
         raise OSError(
             f"port {port} of {host} is not available: {error.strerror}; choose another port."
         ) from error
-    return bound
+    return listener
 
 
 class Server:
     """HTTP server that runs an endpoint in a separate thread."""
 
-    def __init__(self, endpoint: Endpoint, host: str, bound: socket.socket):
+    def __init__(self, endpoint: Endpoint, host: str, listener: socket.socket):
         """Start listening and serving.
 
         Args:
             endpoint: ASGI application to serve.
             host: Address to listen on.
-            bound: Socket from `bind_port`.
+            listener: Socket from `bind_port`.
 
         Raises:
             OSError: Another process listens on the port.
         """
-        self.endpoint, self._socket = endpoint, bound
+        self.endpoint, self._socket = endpoint, listener
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
-        if host in LOCAL:
+        if host in LOOPBACK_HOSTS:
             endpoint.hosts = [f"{name}:{self.port}" for name in HOST_NAMES]
             endpoint.hosts += HOST_NAMES if self.port == 80 else ()
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -488,7 +500,7 @@ class Server:
             server_header=False,
             proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -501,13 +513,13 @@ class Server:
         """Return True until the server or its engine ends."""
         return self._thread.is_alive() and self.endpoint.worker.is_alive
 
-    def shutdown(self, limit_s: float) -> bool:
-        """Reject new requests, wait up to `limit_s` seconds for running ones, close the port.
+    def shutdown(self, timeout_s: float) -> bool:
+        """Reject new requests, wait up to `timeout_s` seconds for running ones, close the port.
 
         Returns:
             True if all completions finished in time.
         """
-        is_done = self.endpoint.worker.shutdown(limit_s)
+        is_done = self.endpoint.worker.shutdown(timeout_s)
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()

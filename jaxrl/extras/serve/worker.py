@@ -26,7 +26,7 @@ from jaxrl.sampling.engine import Event, Request
 from jaxrl.utils.concurrency import format_error_report
 
 STOP, LENGTH = "stop", "length"
-LATE, CANCELLED, FAILED = "late", "cancelled", "failed"
+TIMED_OUT, CANCELLED, FAILED = "late", "cancelled", "failed"
 """Finish reasons. Only "stop" and "length" mark a complete completion."""
 
 COUNTERS = (
@@ -42,7 +42,7 @@ COUNTERS = (
 )
 """Counters in `/metrics`, since the start of the server."""
 
-DAMAGED = "the model returns NaN: its weights are damaged."
+NAN_MESSAGE = "the model returns NaN: its weights are damaged."
 
 JOIN_S = 10.0
 """Seconds to wait at shutdown for the current chunk to finish."""
@@ -154,20 +154,20 @@ class Worker:
         self.engine = engine
         self.stats = Counter(dict.fromkeys(COUNTERS, 0))
         self.version = 0  # version of the weights
-        self.is_damaged = False  # a log-probability was not finite
+        self.has_nan = False  # a log-probability was not finite
         self.failure: Exception | None = None  # latest engine error since `resume`
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
         self._jobs: dict[int, Job] = {}  # running jobs, by engine request
         self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # token ids, by request
-        # Everything below is shared with other threads, under `_changed`.
-        self._changed = threading.Condition()
+        # Everything below is shared with other threads, under `_condition`.
+        self._condition = threading.Condition()
         self._queue: deque[Job] = deque()
-        self._held: list[Job] = []  # jobs on hold, of paused sessions
-        self._is_served: Callable[[str], bool] = lambda session: not is_paused
-        self._is_paused = self._is_parked = is_paused
-        self.is_ending = False  # new jobs are rejected
+        self._paused_jobs: list[Job] = []  # jobs on hold, of paused sessions
+        self._is_active_session: Callable[[str], bool] = lambda session: not is_paused
+        self._is_paused = self._is_released = is_paused
+        self.is_shutting_down = False  # new jobs are rejected
         self._must_wake = self._must_exit = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -198,18 +198,18 @@ class Worker:
         Raises:
             RequestError: The queue is full, the server is shutting down, or the engine has ended.
         """
-        with self._changed:
+        with self._condition:
             if self._has_ended:
                 message = "the engine has ended; see the server's log, then restart the server."
                 raise RequestError(503, message)
-            if self.is_ending:
+            if self.is_shutting_down:
                 raise RequestError(503, "the server is shutting down; use another one.")
             num_rows, max_queue = self.engine.num_rows, self._max_queue
             if len(jobs) > num_rows + max_queue:
                 message = f"n is {len(jobs)}; expected at most {num_rows + max_queue}, rows and "
                 raise RequestError(400, f"{message}queue of this server.", param="n")
             num_free = max(num_rows - len(self._jobs), 0)
-            num_waiting = len(self._queue) + len(self._held)
+            num_waiting = len(self._queue) + len(self._paused_jobs)
             if num_waiting + len(jobs) > max_queue + num_free:
                 self.stats["refused_busy_total"] += 1
                 raise RequestError(
@@ -221,34 +221,42 @@ class Worker:
             now = time.monotonic()
             for job in jobs:
                 job.yields_until = (now + job.deadline) / 2
-                (self._queue if self._is_served(job.session) else self._held).append(job)
+                (self._queue if self._is_active_session(job.session) else self._paused_jobs).append(
+                    job
+                )
             self.stats["samples_total"] += len(jobs)
             self._wake()
 
     def cancel(self, job: Job) -> None:
         """Cancel a job whose client has disconnected."""
-        with self._changed:
+        with self._condition:
             job.is_cancelled = True
             self._wake()
 
-    def resume(self, sessions: Callable[[str], bool], *, version: int, deadline_s: float) -> None:
+    def resume(
+        self, is_active_session: Callable[[str], bool], *, version: int, deadline_s: float
+    ) -> None:
         """Resume after a pause, with the jobs of selected sessions.
 
         Args:
-            sessions: Predicate that selects sessions by name; other jobs stay on hold.
+            is_active_session: Predicate that selects sessions by name; other jobs stay on hold.
             version: Version of the weights, to report in chunks.
             deadline_s: Minimum remaining time for jobs that were on hold, in seconds.
         """
-        with self._changed:
-            self._is_served, self.version, self._is_paused = sessions, version, False
+        with self._condition:
+            self._is_active_session, self.version, self._is_paused = (
+                is_active_session,
+                version,
+                False,
+            )
             self.failure = None
             now = time.monotonic()
-            held, self._held = self._held, []
-            for job in held:
+            paused_jobs, self._paused_jobs = self._paused_jobs, []
+            for job in paused_jobs:
                 job.deadline, job.prefix = max(job.deadline, now + deadline_s), None
                 job.yields_until = (now + job.deadline) / 2
-                (self._queue if sessions(job.session) else self._held).append(job)
-            self._is_parked = False
+                (self._queue if is_active_session(job.session) else self._paused_jobs).append(job)
+            self._is_released = False
             self._wake()
 
     def pause(self) -> None:
@@ -257,25 +265,25 @@ class Worker:
         Unfinished jobs are put on hold. When they resume, their tokens are prefilled again and
         sampling continues with the same random key.
         """
-        with self._changed:
+        with self._condition:
             self._is_paused = True
-            self._is_served = lambda session: False
+            self._is_active_session = lambda session: False
             self._wake()
             # No timeout, because the current chunk may have to compile its program first.
-            self._changed.wait_for(lambda: self._is_parked or self._has_ended)
+            self._condition.wait_for(lambda: self._is_released or self._has_ended)
 
-    def shutdown(self, limit_s: float) -> bool:
-        """Reject new jobs, wait up to `limit_s` seconds for accepted jobs, then cancel the rest.
+    def shutdown(self, timeout_s: float) -> bool:
+        """Reject new jobs, wait up to `timeout_s` seconds for accepted jobs, then cancel the rest.
 
         Returns:
             True if all jobs finished in time.
         """
-        with self._changed:
-            self.is_ending = True
+        with self._condition:
+            self.is_shutting_down = True
             self._wake()
-        self._thread.join(limit_s)
+        self._thread.join(timeout_s)
         is_done = not self._thread.is_alive()
-        with self._changed:
+        with self._condition:
             self._must_exit = True
             self._wake()
         self._thread.join(JOIN_S)
@@ -283,89 +291,91 @@ class Worker:
 
     def _wake(self) -> None:
         self._must_wake = True
-        self._changed.notify_all()
+        self._condition.notify_all()
 
     def _run(self) -> None:
         reason = FAILED
         try:
-            while self._wait():
+            while self._wait_for_work():
                 try:
                     self._step()
                 except Exception as error:  # a device error or a bug: the next job may succeed
-                    self._fail(error)
+                    self._fail_running_jobs(error)
             reason = CANCELLED
         except Exception as error:
             _log("the engine has ended, as it could not be cleared after its failure: ", error)
         finally:  # no client may wait forever, whatever ended the thread
-            with self._changed:
+            with self._condition:
                 self._has_ended = True
-                jobs = [*self._queue, *self._jobs.values(), *self._held]
+                jobs = [*self._queue, *self._jobs.values(), *self._paused_jobs]
                 self._queue.clear()
                 self._jobs.clear()
-                self._held.clear()
-                self._changed.notify_all()
+                self._paused_jobs.clear()
+                self._condition.notify_all()
             for job in jobs:
-                self._finish(job, reason, "" if reason == CANCELLED else "the engine has ended.")
+                self._abort_job(job, reason, "" if reason == CANCELLED else "the engine has ended.")
 
-    def _wait(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Wait for work; return False if the thread must exit."""
-        with self._changed:
+        with self._condition:
             while not (self._jobs or self._queue or self._must_wake):
-                if self.is_ending and not self._held:
+                if self.is_shutting_down and not self._paused_jobs:
                     return False
-                self._changed.wait()
+                self._condition.wait()
             self._must_wake = False
             return not self._must_exit
 
     def _step(self) -> None:
         """Admit jobs and decode one chunk."""
         if self._is_paused:
-            if not self._is_parked:  # otherwise other code uses the engine
-                self._park()
+            if not self._is_released:  # otherwise other code uses the engine
+                self._release_engine()
             return
-        self._drop_jobs()
+        self._drop_expired_jobs()
         self._admit()
-        while self._cached and self.engine.lacks_pages:
+        while self._cached and self.engine.is_out_of_pages:
             self._evict()
         for event in self.engine.step(ahead=int(self.engine.overlaps)):
-            self._receive(event)
+            self._process_event(event)
 
-    def _park(self) -> None:
+    def _release_engine(self) -> None:
         """Put all jobs on hold and clear the engine."""
         running = [self._jobs[request] for request in sorted(self._jobs)]
         self._jobs.clear()
         self._cached.clear()
         self.engine.clear()
-        with self._changed:
-            self._held = [*running, *self._queue, *self._held]
+        with self._condition:
+            self._paused_jobs = [*running, *self._queue, *self._paused_jobs]
             self._queue.clear()
-            self._is_parked = True
-            self._changed.notify_all()
+            self._is_released = True
+            self._condition.notify_all()
 
-    def _drop_jobs(self) -> None:
+    def _drop_expired_jobs(self) -> None:
         """Drop jobs that were cancelled or have passed their deadline."""
         now = time.monotonic()
 
-        def is_over(job: Job) -> bool:
+        def is_expired(job: Job) -> bool:
             return job.is_cancelled or job.deadline <= now
 
-        with self._changed:
-            dropped = [job for job in self._queue if is_over(job)]
-            dropped += [job for job in self._held if job.is_cancelled]  # no deadlines on hold
+        with self._condition:
+            dropped = [job for job in self._queue if is_expired(job)]
+            dropped += [
+                job for job in self._paused_jobs if job.is_cancelled
+            ]  # no deadlines on hold
             self._queue = deque(job for job in self._queue if job not in dropped)
-            self._held = [job for job in self._held if job not in dropped]
+            self._paused_jobs = [job for job in self._paused_jobs if job not in dropped]
         for request, job in list(self._jobs.items()):
-            if is_over(job):
+            if is_expired(job):
                 del self._jobs[request]
                 self.engine.cancel(request)
                 dropped.append(job)
         for job in dropped:
-            self._finish(job, CANCELLED if job.is_cancelled else LATE)
+            self._abort_job(job, CANCELLED if job.is_cancelled else TIMED_OUT)
 
     def _admit(self) -> None:
         """Move jobs from the queue into the engine while it has free rows."""
         while len(self._jobs) < self.engine.num_rows:
-            with self._changed:
+            with self._condition:
                 if not self._queue:
                     return
                 # Prefer the oldest job that continues a cached row, unless the oldest job overall
@@ -377,9 +387,9 @@ class Worker:
                 self._queue.remove(job)
             self.stats["prompt_tokens_total"] += len(job.context_ids)
             try:
-                self._jobs[self._start(job)] = job
+                self._jobs[self._start_job(job)] = job
             except Exception as error:
-                self._finish(job, FAILED, _public_text(error))
+                self._abort_job(job, FAILED, _client_message(error))
                 raise
 
     def _has_prefix(self, job: Job) -> bool:
@@ -389,7 +399,7 @@ class Worker:
             job.prefix = () if request is None else (request, self._cached[request])
         return bool(job.prefix) and self._cached.get(job.prefix[0]) is job.prefix[1]
 
-    def _start(self, job: Job) -> int:
+    def _start_job(self, job: Job) -> int:
         """Submit a job to the engine, or resume its cached row; return the request number."""
         token_ids, budget = job.context_ids, job.request.max_tokens - len(job.token_ids)
         number = self._find_prefix(token_ids)
@@ -398,12 +408,12 @@ class Worker:
             temperature, top_p = job.request.params
             [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
             return number
-        stored = self._cached.pop(number)
-        job.num_cached = len(stored) - 1  # the last id is prefilled when the row resumes
+        cached_ids = self._cached.pop(number)
+        job.num_cached = len(cached_ids) - 1  # the last id is prefilled when the row resumes
         self.stats["prompt_tokens_reused_total"] += job.num_cached
         self.engine.resume_with(
             number,
-            token_ids[len(stored) :],
+            token_ids[len(cached_ids) :],
             budget,
             sample_key=job.sample_key,
             params=job.request.params,
@@ -423,26 +433,28 @@ class Worker:
 
     def _evict(self) -> None:
         """Evict the least recently used row, preferring rows that no queued job continues."""
-        with self._changed:
-            wanted = {job.prefix[0] for job in self._queue if self._has_prefix(job) and job.prefix}
-        unwanted = (request for request in self._cached if request not in wanted)
-        request = next(unwanted, next(iter(self._cached)))
+        with self._condition:
+            needed_rows = {
+                job.prefix[0] for job in self._queue if self._has_prefix(job) and job.prefix
+            }
+        unneeded_rows = (request for request in self._cached if request not in needed_rows)
+        request = next(unneeded_rows, next(iter(self._cached)))
         del self._cached[request]
         self.engine.finish(request)
         self.stats["rows_released_total"] += 1
 
-    def _receive(self, event: Event) -> None:
+    def _process_event(self, event: Event) -> None:
         """Append sampled tokens to their job and send them; cache the row if the job stops."""
         job = self._jobs[event.request]
         if not np.isfinite(event.logprobs).all():
             del self._jobs[event.request]
             self.engine.finish(event.request)
-            if not self.is_damaged:
-                _log(DAMAGED)
-            self.is_damaged = True
-            self._finish(job, FAILED, DAMAGED)
+            if not self.has_nan:
+                _log(NAN_MESSAGE)
+            self.has_nan = True
+            self._abort_job(job, FAILED, NAN_MESSAGE)
             return
-        ids, reason, text_bytes = self._cut_at_stop(job, event)
+        ids, reason, text_bytes = self._truncate_at_stop(job, event)
         job.token_ids += ids
         if reason:
             del self._jobs[event.request]
@@ -460,7 +472,7 @@ class Worker:
             )
         )
 
-    def _cut_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
+    def _truncate_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
         """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
@@ -490,7 +502,7 @@ class Worker:
         if len(self._cached) > self._max_cached_rows:
             self._evict()
 
-    def _finish(self, job: Job, reason: str, error: str = "") -> None:
+    def _abort_job(self, job: Job, reason: str, error: str = "") -> None:
         """Send the final chunk of a job that was cancelled, timed out or failed."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(
@@ -502,19 +514,19 @@ class Worker:
             )
         )
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_running_jobs(self, error: Exception) -> None:
         """Fail all running jobs and clear the engine."""
         self.failure = error
         jobs = list(self._jobs.values())
         self._jobs.clear()
         self._cached.clear()
         for job in jobs:
-            self._finish(job, FAILED, _public_text(error))
+            self._abort_job(job, FAILED, _client_message(error))
         _log("the engine failed: ", error)
         self.engine.clear()
 
 
-def _public_text(error: Exception) -> str:
+def _client_message(error: Exception) -> str:
     """Describe an error to clients, without its message, which may contain paths and data."""
     return f"the engine failed with {type(error).__name__}; see the server's log."
 

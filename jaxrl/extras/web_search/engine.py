@@ -21,7 +21,7 @@ from jaxrl.utils.http_client import (
 )
 from jaxrl.utils.json_io import to_finite_float
 
-MAX_TEXT = 10_000
+MAX_FIELD_CHARS = 10_000
 """Maximum number of characters to keep of each field of a result."""
 
 
@@ -38,7 +38,7 @@ class Provider:
         headers: Function that returns the HTTP headers for an API key.
         request: Function that builds the request from URL, query and number of results.
         results: Function that extracts the raw results of a response, or raises ValueError.
-        read_one: Function that parses a raw result, or raises ValueError.
+        parse_hit: Function that parses a raw result, or raises ValueError.
     """
 
     url: str
@@ -49,17 +49,17 @@ class Provider:
     headers: Callable[[str], Mapping[str, str]]
     request: Callable[[str, str, int], Request]
     results: Callable[[Mapping[str, Any]], list[Any]]
-    read_one: Callable[[Any], Hit]
+    parse_hit: Callable[[Any], Hit]
 
-    def read(self, answer: Any, skipped: HitReader) -> list[Hit]:
+    def read(self, response: Any, skipped: HitReader) -> list[Hit]:
         """Parse a response into hits.
 
         Raises:
             ValueError: The response is invalid, or all of its results are.
         """
-        if not isinstance(answer, dict):
-            raise ValueError(f"a {type(answer).__name__}; expected an object")
-        return skipped.read(self.results(answer), self.read_one)
+        if not isinstance(response, dict):
+            raise ValueError(f"a {type(response).__name__}; expected an object")
+        return skipped.read(self.results(response), self.parse_hit)
 
 
 class WebSearch(DocumentSearch):
@@ -122,36 +122,38 @@ class WebSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the provider's results for each query."""
-        count, most = min(topk, self._provider.max_topk), self._provider.max_words
-        words = [fix_surrogates(query).replace("\0", " ").split()[:most] for query in queries]
-        asked = [" ".join(one)[: self._provider.max_chars] for one in words]
-        numbers = [i for i, query in enumerate(asked) if query]
-        answers = self._client.send_all(
-            [self._provider.request(self._url, asked[i], count) for i in numbers]
+        num_results, max_words = min(topk, self._provider.max_topk), self._provider.max_words
+        words = [fix_surrogates(query).replace("\0", " ").split()[:max_words] for query in queries]
+        search_queries = [
+            " ".join(query_words)[: self._provider.max_chars] for query_words in words
+        ]
+        numbers = [i for i, query in enumerate(search_queries) if query]
+        responses = self._client.send_all(
+            [self._provider.request(self._url, search_queries[i], num_results) for i in numbers]
         )
         hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # blank queries have no hits
-        for i, answer in zip(numbers, answers, strict=True):
-            hits[i] = self._hits(answer, topk)
+        for i, response in zip(numbers, responses, strict=True):
+            hits[i] = self._hits(response, topk)
         return hits
 
-    def _hits(self, answer: Any, topk: int) -> list[Hit] | ToolError:
-        if isinstance(answer, ToolError):
-            return answer
+    def _hits(self, response: Any, topk: int) -> list[Hit] | ToolError:
+        if isinstance(response, ToolError):
+            return response
         try:
-            return self._provider.read(answer, self._skipped)[:topk]
+            return self._provider.read(response, self._skipped)[:topk]
         except ValueError as error:
             return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
-def _serper_results(answer: Mapping[str, Any]) -> list[Any]:
+def _serper_results(response: Mapping[str, Any]) -> list[Any]:
     """Return the results of Serper's Google API, `POST https://google.serper.dev/search` (2025).
 
     A response without `organic` has no results, unless it has a `message`; then it is an error.
     Google's answer box, if present, comes first.
     """
-    found_nothing = answer.get("organic") is None and "message" not in answer
-    results = [] if found_nothing else _results(answer, "organic")
-    box = answer.get("answerBox")
+    is_empty = response.get("organic") is None and "message" not in response
+    results = [] if is_empty else _result_list(response, "organic")
+    box = response.get("answerBox")
     if isinstance(box, dict):
         texts = [box.get(name) for name in ("answer", "snippet")]
         text = next((text for text in texts if text and isinstance(text, str)), "")
@@ -163,26 +165,28 @@ _BRAVE = {"text_decorations": "false", "result_filter": "web"}
 _TAG = re.compile(r"</?\w[^<>]*>")
 
 
-def _brave_results(answer: Mapping[str, Any]) -> list[Any]:
+def _brave_results(response: Mapping[str, Any]) -> list[Any]:
     """Return the results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
 
     A response of type `search` without `web` has no results.
     """
-    web = answer.get("web")
-    if web is None and answer.get("type") == "search":
+    web = response.get("web")
+    if web is None and response.get("type") == "search":
         return []
     if not isinstance(web, dict):
-        raise ValueError(f'an object with {sorted(answer)[:8]}; expected "web"')
-    return _results(web, "results")
+        raise ValueError(f'an object with {sorted(response)[:8]}; expected "web"')
+    return _result_list(web, "results")
 
 
-def _brave_hit(result: Any) -> Hit:
+def _parse_brave_hit(result: Any) -> Hit:
     """Parse a Brave result. Its title and description are HTML."""
     if isinstance(result, dict):
-        marked = {name: result.get(name) for name in ("title", "description")}
-        texts = {n: html.unescape(_TAG.sub("", x)) for n, x in marked.items() if isinstance(x, str)}
+        html_fields = {name: result.get(name) for name in ("title", "description")}
+        texts = {
+            n: html.unescape(_TAG.sub("", x)) for n, x in html_fields.items() if isinstance(x, str)
+        }
         result = {**result, **texts}
-    return _hit(result, "url", "description")
+    return _parse_hit(result, "url", "description")
 
 
 # Prefixes that SearXNG would interpret: engines, languages, time limits.
@@ -195,20 +199,22 @@ def _searxng_request(url: str, query: str, topk: int) -> Request:
     return Request(url=url + path, params={"q": plain or "-", "format": "json"})
 
 
-def _searxng_results(answer: Mapping[str, Any]) -> list[Any]:
+def _searxng_results(response: Mapping[str, Any]) -> list[Any]:
     """Return the results of SearXNG, `GET /search?format=json` (2025).
 
     SearXNG's `settings.yml` must allow JSON. A response without results is an error if engines did
     not respond.
     """
-    results = _results(answer, "results")
-    silent = answer.get("unresponsive_engines")
-    if not results and silent:
-        raise ValueError(f"nothing, as its engines did not respond: {str(silent)[:200]}")
+    results = _result_list(response, "results")
+    unresponsive_engines = response.get("unresponsive_engines")
+    if not results and unresponsive_engines:
+        raise ValueError(
+            f"nothing, as its engines did not respond: {str(unresponsive_engines)[:200]}"
+        )
     return results
 
 
-def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
+def _result_list(fields: Mapping[str, Any], name: str) -> list[Any]:
     """Return the list of results in a field of a response.
 
     Raises:
@@ -220,7 +226,7 @@ def _results(fields: Mapping[str, Any], name: str) -> list[Any]:
     return results
 
 
-def _hit(result: Any, address: str, text: str) -> Hit:
+def _parse_hit(result: Any, address: str, text: str) -> Hit:
     """Parse a result. A missing field counts as empty.
 
     Raises:
@@ -233,7 +239,7 @@ def _hit(result: Any, address: str, text: str) -> Hit:
         value = result.get(name)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"a {type(value).__name__} as {name!r} of a result; expected text")
-        texts.append(" ".join(fix_surrogates((value or "")[:MAX_TEXT]).split()))
+        texts.append(" ".join(fix_surrogates((value or "")[:MAX_FIELD_CHARS]).split()))
     if not any(texts[1:]):
         raise ValueError(f"a result with {sorted(result)[:8]}; expected 'title' or {text!r}")
     return Hit(Document(*texts), to_finite_float(result.get("score")))
@@ -249,7 +255,7 @@ PROVIDERS: Mapping[str, Provider] = {
         headers=lambda key: {"X-API-KEY": key},
         request=lambda url, query, topk: Request(url=url, body={"q": query, "num": topk}),
         results=_serper_results,
-        read_one=lambda result: _hit(result, "link", "snippet"),
+        parse_hit=lambda result: _parse_hit(result, "link", "snippet"),
     ),
     "brave": Provider(
         url="https://api.search.brave.com/res/v1/web/search",
@@ -263,7 +269,7 @@ PROVIDERS: Mapping[str, Provider] = {
             params={"q": query, "count": str(topk), **_BRAVE},
         ),
         results=_brave_results,
-        read_one=_brave_hit,
+        parse_hit=_parse_brave_hit,
     ),
     "tavily": Provider(
         url="https://api.tavily.com/search",
@@ -276,8 +282,8 @@ PROVIDERS: Mapping[str, Provider] = {
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
         # `POST https://api.tavily.com/search` with a bearer token (2025).
-        results=lambda answer: _results(answer, "results"),
-        read_one=lambda result: _hit(result, "url", "content"),
+        results=lambda response: _result_list(response, "results"),
+        parse_hit=lambda result: _parse_hit(result, "url", "content"),
     ),
     "searxng": Provider(
         url="",
@@ -288,7 +294,7 @@ PROVIDERS: Mapping[str, Provider] = {
         headers=lambda key: {"Authorization": f"Bearer {key}"} if key else {},
         request=_searxng_request,
         results=_searxng_results,
-        read_one=lambda result: _hit(result, "url", "content"),
+        parse_hit=lambda result: _parse_hit(result, "url", "content"),
     ),
 }
 """Providers for `config.search.web.provider`."""

@@ -23,13 +23,15 @@ KEYS = {
 # fmt: on
 
 
-def _lacks_url(config: Any) -> bool:
+def _is_missing_url(config: Any) -> bool:
     web = config.search.web
     is_self_hosted = config.search.engine == "web" and web.provider == "searxng"
     return bool(is_self_hosted and not web.url and config.has_search)
 
 
 RULES = (
-    Rule("search.web.url", _lacks_url, "the address of a server, such as http://127.0.0.1:8000"),
+    Rule(
+        "search.web.url", _is_missing_url, "the address of a server, such as http://127.0.0.1:8000"
+    ),
 )
 """Invalid combinations of keys."""

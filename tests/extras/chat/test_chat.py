@@ -212,7 +212,7 @@ def test_an_episode_is_shown_as_it_was():
     )
     out = io.StringIO()
     trajectory = dataclasses.replace(make_trajectory(turns=turns), opener="<think>\n")
-    chat.show(trajectory, Console(file=out, width=20))
+    chat.print_trajectory(trajectory, Console(file=out, width=20))
     lines = out.getvalue().splitlines()
     assert lines[2:] == [
         "<think>",
@@ -232,12 +232,12 @@ def test_an_episode_is_shown_as_it_was():
 )
 def test_no_answer(trajectory, said):
     out = io.StringIO()
-    chat.show(trajectory, Console(file=out, width=80))
+    chat.print_trajectory(trajectory, Console(file=out, width=80))
     assert out.getvalue().splitlines()[-1].startswith(said)
 
 
 def test_questions_that_are_piped_in():
-    assert list(chat.typed(["one?\n", "\n", " two?"])) == ["one?", "", "two?"]
+    assert list(chat.read_lines(["one?\n", "\n", " two?"])) == ["one?", "", "two?"]
 
 
 def test_mistakes_are_one_line(run, tmp_path, tiny_world):
@@ -331,7 +331,7 @@ def test_a_later_question_stands_behind_what_was_said():
     conversation = talk(rollout)
     for question in ("Where?", "And then?", "Why?"):
         conversation.ask(question)
-    conversation.begin_anew()
+    conversation.reset()
     conversation.ask("Who?")
     system = {"role": "system", "content": "Be brief."}
     first = [
@@ -429,4 +429,4 @@ def test_nothing_is_drawn_while_a_question_is_typed(run, tiny_world, monkeypatch
 def test_a_line_that_is_no_utf_8_is_read_all_the_same(monkeypatch):
     raw = io.BytesIO(b"Who?\nbad \xff line\nThen?\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="utf-8", errors="strict"))
-    assert list(chat.typed(sys.stdin)) == ["Who?", "bad \ufffd line", "Then?"]
+    assert list(chat.read_lines(sys.stdin)) == ["Who?", "bad \ufffd line", "Then?"]

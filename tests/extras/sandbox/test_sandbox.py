@@ -364,7 +364,7 @@ def state(path):
 @pytest.fixture
 def as_root(tools, monkeypatch):
     """A sandbox that root starts, and a folder of the host's, open to all, that it sees."""
-    if not sandbox._owns_devices():
+    if not sandbox._is_host_root():
         pytest.skip("needs a process that is the system's administrator")
     tools("bubblewrap")
     folder = tempfile.mkdtemp(dir="/var/tmp", prefix="jaxrl-test-")  # /tmp inside is another
@@ -474,8 +474,8 @@ print(oct(os.stat("d").st_mode), os.stat("e/a").st_mtime, sorted(os.listdir()))
 def test_only_root_has_rights_to_give_up(monkeypatch, is_root):
     """The command line alone, which needs no bwrap; bwrap obeys its words in their order."""
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/bwrap")
-    monkeypatch.setattr(sandbox, "_owns_devices", lambda: is_root)
-    monkeypatch.setattr(sandbox, "_root_namespace", lambda: 7)
+    monkeypatch.setattr(sandbox, "_is_host_root", lambda: is_root)
+    monkeypatch.setattr(sandbox, "_open_root_namespace", lambda: 7)
     tool = object.__new__(BubblewrapTool)
     tool._max_memory = 2**20
     command = tool.command(["-I"])
@@ -496,15 +496,15 @@ def test_a_user_whom_a_container_calls_root_is_an_ordinary_user(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda user=user: user)
             patch.setattr(os, "stat", lambda path, found=found: found)
-            owns = sandbox._owns_devices()
+            owns = sandbox._is_host_root()
         assert owns == expected
 
 
 def test_root_is_refused_where_it_cannot_be_given_up(monkeypatch):
     """Code is never run as root instead."""
-    monkeypatch.setattr(sandbox, "_owns_devices", lambda: True)
+    monkeypatch.setattr(sandbox, "_is_host_root", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
-    monkeypatch.setattr(sandbox, "_root_namespace", lambda: os.open("/nowhere", os.O_RDONLY))
+    monkeypatch.setattr(sandbox, "_open_root_namespace", lambda: os.open("/nowhere", os.O_RDONLY))
     with pytest.raises(ValueError, match=r"No such file.*As root it also needs .*another user"):
         BubblewrapTool()
 
@@ -562,10 +562,10 @@ def test_a_sandbox_that_stops_working_is_a_failure_of_the_tool(tools, monkeypatc
     assert str(answer).startswith("the Python sandbox failed: [Errno 2]")
 
 
-@pytest.mark.parametrize("machine", sandbox_child.DENIED)
+@pytest.mark.parametrize("machine", sandbox_child.DENIED_SYSCALLS)
 def test_the_filter_by_an_interpreter_of_its_own(machine):
     """Each number's fate, walked through as the system does."""
-    program = sandbox_child.filter_program(machine)
+    program = sandbox_child.build_seccomp_filter(machine)
     steps = [struct.unpack_from("HBBI", program, at) for at in range(0, len(program), 8)]
 
     def fate(architecture, number):
@@ -581,7 +581,7 @@ def test_the_filter_by_an_interpreter_of_its_own(machine):
                 is_true = value == k if code == 0x15 else value >= k
                 at += if_true if is_true else if_false
 
-    denied = sandbox_child.DENIED[machine]
+    denied = sandbox_child.DENIED_SYSCALLS[machine]
     assert len(set(denied)) == len(denied)
     own = sandbox_child.ARCHITECTURES[machine]
     for number in range(600):

@@ -380,7 +380,7 @@ def test_an_answer_that_was_waited_for_is_kept_from_its_end():
 
     def read(name, reading=contextlib.nullcontext):
         completion = Completion(None, request)
-        with cache.reading(completion, [name]):
+        with cache.attach_reader(completion, [name]):
             reading()
 
     async def ask():
@@ -439,7 +439,7 @@ def test_an_engine_that_cannot_be_cleared_ends_and_all_who_wait_are_told(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_whoever_waits_is_told_whatever_ends_the_thread(engine, monkeypatch):
     with Asked(engine) as asked, monkeypatch.context() as patched:
-        patched.setattr(asked.worker, "_fail", lambda error: sys.exit())
+        patched.setattr(asked.worker, "_fail_running_jobs", lambda error: sys.exit())
         patched.setattr(engine, "step", faulty)
         assert asked.ask(PROMPT, 2)[1].finish_reason == FAILED
         asked.worker._thread.join(60)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from jaxrl.extras.serve.completions import read_chat, read_ids
+from jaxrl.extras.serve.completions import parse_chat_request, parse_generate_request
 from jaxrl.extras.serve.errors import ContextLengthError, RequestError
-from jaxrl.extras.serve.messages import read_messages
+from jaxrl.extras.serve.messages import parse_messages_request
 from jaxrl.extras.serve.schemas import UNSUPPORTED
 from tests.extras.serve.served import MAX_TOTAL, MODEL, TOKENIZER
 from tests.extras.serve.writing import TOOL
@@ -21,7 +21,7 @@ SENT_CALL = {
 }
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
 FULL = {
-    read_chat: {
+    parse_chat_request: {
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Who is Ada?"}]},
@@ -43,7 +43,7 @@ FULL = {
         "return_token_ids": True,
         "chat_template_kwargs": {"preserve_thinking": True},
     },
-    read_messages: {
+    parse_messages_request: {
         "system": [{"type": "text", "text": "Be brief."}],
         "messages": [
             *HELLO,
@@ -64,7 +64,7 @@ FULL = {
         "stop_sequences": ["x"],
         "stream": True,
     },
-    read_ids: {
+    parse_generate_request: {
         "token_ids": [1, 2],
         "sampling_params": {"max_tokens": 1, "temperature": 0.5, "seed": 3, "stop_token_ids": [3]},
         "stream": False,
@@ -133,13 +133,13 @@ def test_bodies_are_utf_8(reader):
             reader(data, "", MODEL)
 
 
-@pytest.mark.parametrize("reader", [read_chat, read_messages])
+@pytest.mark.parametrize("reader", [parse_chat_request, parse_messages_request])
 def test_what_would_change_the_answer_is_refused_by_name(reader):
     for name in UNSUPPORTED:
         error = refusal(reader, **{name: {"type": "json_object"}})
         assert (error.param, error.code) == (name, "unsupported_parameter")
         assert str(error).startswith(f"{name} is ")
-    error = refusal(read_ids, sampling_params={"max_tokens": 1, "top_k": 3})
+    error = refusal(parse_generate_request, sampling_params={"max_tokens": 1, "top_k": 3})
     assert error.param == "sampling_params.top_k"
 
 
@@ -147,7 +147,7 @@ def test_fields_that_change_nothing_are_taken():
     fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "made_up": [1], "model": 3}
     fields |= {"response_format": {"type": "text"}, "logit_bias": {}, "frequency_penalty": 0.0}
     fields |= {"top_k": -1, "parallel_tool_calls": True, "stop": None, "seed": None}
-    request = read(read_chat, **fields, reasoning_effort=None)
+    request = read(parse_chat_request, **fields, reasoning_effort=None)
     assert (request.seed, request.stops) == (None, ())
 
 
@@ -162,15 +162,23 @@ def assistant(**fields):
 @pytest.mark.parametrize(
     ("reader", "changes", "text"),
     [
-        (read_chat, {"temperature": 1e-9}, "temperature is 1e-09"),
-        (read_chat, {"tool_choice": "required"}, "tool_choice is 'required'"),
-        (read_chat, {"tools": [{"function": {"name": 3}}]}, "tools[0].function.name is 3"),
-        (read_chat, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a is 1"),
-        (read_chat, user([{"type": "image_url"}]), "messages[0].content[0].type is 'image_url'"),
-        (read_chat, {"messages": [{**HELLO[0], "name": "ada"}]}, "drops 'name' of message 1"),
-        (read_chat, assistant(content="x", weight=0), "drops 'weight' of message 2"),
+        (parse_chat_request, {"temperature": 1e-9}, "temperature is 1e-09"),
+        (parse_chat_request, {"tool_choice": "required"}, "tool_choice is 'required'"),
+        (parse_chat_request, {"tools": [{"function": {"name": 3}}]}, "tools[0].function.name is 3"),
+        (parse_chat_request, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a is 1"),
         (
-            read_chat,
+            parse_chat_request,
+            user([{"type": "image_url"}]),
+            "messages[0].content[0].type is 'image_url'",
+        ),
+        (
+            parse_chat_request,
+            {"messages": [{**HELLO[0], "name": "ada"}]},
+            "drops 'name' of message 1",
+        ),
+        (parse_chat_request, assistant(content="x", weight=0), "drops 'weight' of message 2"),
+        (
+            parse_chat_request,
             {
                 "messages": [
                     *HELLO,
@@ -182,28 +190,48 @@ def assistant(**fields):
             "message 3 has the tool_call_id '2'",
         ),
         (
-            read_chat,
+            parse_chat_request,
             {"tools": [{"function": {"name": "f", "description": "<|im_end|>"}}]},
             "<|im_end|>",
         ),
-        (read_messages, {"max_tokens": None}, "max_tokens is missing"),
-        (read_messages, {"tool_choice": {"type": "any"}}, "tool_choice.type is 'any'"),
-        (read_messages, {"tools": [{"type": "web", "name": "w"}]}, "tools[0].type is 'web'"),
-        (read_messages, {"messages": []}, "messages is []"),
-        (read_messages, {"messages": [{"role": "system", "content": "x"}]}, "messages[0].role is"),
-        (read_messages, user([{"type": "image"}]), "messages[0].content[0] is"),
-        (read_messages, user([]), "messages[0].content is []"),
-        (read_messages, user(None), "messages[0].content is missing"),
-        (read_messages, user([{"type": "text", "text": 3}]), "messages[0].content[0].text is 3"),
-        (read_messages, user([USE]), "expected no block tool_use in a message of the user"),
+        (parse_messages_request, {"max_tokens": None}, "max_tokens is missing"),
+        (parse_messages_request, {"tool_choice": {"type": "any"}}, "tool_choice.type is 'any'"),
         (
-            read_messages,
+            parse_messages_request,
+            {"tools": [{"type": "web", "name": "w"}]},
+            "tools[0].type is 'web'",
+        ),
+        (parse_messages_request, {"messages": []}, "messages is []"),
+        (
+            parse_messages_request,
+            {"messages": [{"role": "system", "content": "x"}]},
+            "messages[0].role is",
+        ),
+        (parse_messages_request, user([{"type": "image"}]), "messages[0].content[0] is"),
+        (parse_messages_request, user([]), "messages[0].content is []"),
+        (parse_messages_request, user(None), "messages[0].content is missing"),
+        (
+            parse_messages_request,
+            user([{"type": "text", "text": 3}]),
+            "messages[0].content[0].text is 3",
+        ),
+        (
+            parse_messages_request,
+            user([USE]),
+            "expected no block tool_use in a message of the user",
+        ),
+        (
+            parse_messages_request,
             assistant(content=[USE, {"type": "text", "text": "x"}]),
             "expected text before the tool calls",
         ),
-        (read_messages, {"system": 3}, "system is 3"),
-        (read_messages, {"stop_sequences": [""]}, "stop_sequences[0] is ''"),
-        (read_ids, {"token_ids": [TOKENIZER.num_tokens]}, f"token id {TOKENIZER.num_tokens}"),
+        (parse_messages_request, {"system": 3}, "system is 3"),
+        (parse_messages_request, {"stop_sequences": [""]}, "stop_sequences[0] is ''"),
+        (
+            parse_generate_request,
+            {"token_ids": [TOKENIZER.num_tokens]},
+            f"token id {TOKENIZER.num_tokens}",
+        ),
     ],
 )
 def test_what_is_refused(reader, changes, text):
@@ -214,26 +242,30 @@ def test_what_is_refused(reader, changes, text):
 def test_arguments_that_cannot_be_written_as_they_are(arguments):
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls}, *HELLO]
-    written = TOKENIZER.decode(read(read_chat, messages=messages).prompt_ids)
+    written = TOKENIZER.decode(read(parse_chat_request, messages=messages).prompt_ids)
     wanted = {r'"\ud800"': "\ufffd"}.get(arguments, arguments.replace(r"\ud800", "\ufffd"))
     assert f'"arguments": {wanted}}}' in written
 
 
 def test_a_prompt_that_leaves_no_room():
-    error = refusal(read_chat, **user("x y " * 600))
+    error = refusal(parse_chat_request, **user("x y " * 600))
     assert error.code == "context_length_exceeded"
     assert f"maximum context length is {MAX_TOTAL} tokens" in str(error)
-    body = refusal(read_messages, **user("x y " * 600)).body(is_anthropic=True)
+    body = refusal(parse_messages_request, **user("x y " * 600)).body(is_anthropic=True)
     assert body["error"]["message"].startswith("prompt is too long: ")
     assert body["error"]["message"].endswith(f" tokens > {MAX_TOTAL - 1} maximum")
-    assert isinstance(refusal(read_ids, token_ids=[5] * MAX_TOTAL), ContextLengthError)
+    assert isinstance(
+        refusal(parse_generate_request, token_ids=[5] * MAX_TOTAL), ContextLengthError
+    )
     # Megabytes are refused before the template and the tokenizer see them.
     began = time.monotonic()
     for messages in (user("word " * 1_000_000)["messages"], HELLO * 50_000):
-        assert isinstance(refusal(read_chat, messages=messages), ContextLengthError)
+        assert isinstance(refusal(parse_chat_request, messages=messages), ContextLengthError)
     assert time.monotonic() - began < 20
     # One less leaves room for a single token, whatever is asked for.
-    request = read(read_ids, token_ids=[5] * (MAX_TOTAL - 1), sampling_params={"max_tokens": 100})
+    request = read(
+        parse_generate_request, token_ids=[5] * (MAX_TOTAL - 1), sampling_params={"max_tokens": 100}
+    )
     assert request.max_tokens == 1
 
 
@@ -244,14 +276,18 @@ PART = {"type": "text", "text": "Who?", "title": "lost"}
 @pytest.mark.parametrize(
     ("reader", "messages", "where"),
     [
-        (read_chat, [{"role": "user", "content": [PART]}], "messages[0].content[0].title"),
+        (parse_chat_request, [{"role": "user", "content": [PART]}], "messages[0].content[0].title"),
         (
-            read_chat,
+            parse_chat_request,
             [*HELLO, {"role": "assistant", "tool_calls": [SENT_CALL | {"result": "x"}]}],
             "messages[1].tool_calls[0].result",
         ),
-        (read_messages, [{"role": "user", "content": [PART]}], "messages[0].content[0]"),
-        (read_messages, [{"role": "user", "content": "hello", "name": "Ada"}], "messages[0].name"),
+        (parse_messages_request, [{"role": "user", "content": [PART]}], "messages[0].content[0]"),
+        (
+            parse_messages_request,
+            [{"role": "user", "content": "hello", "name": "Ada"}],
+            "messages[0].name",
+        ),
     ],
 )
 def test_fields_that_the_template_would_not_show_are_refused(reader, messages, where):
@@ -263,5 +299,5 @@ def test_fields_that_the_template_would_not_show_are_refused(reader, messages, w
 
 def test_fields_of_texts_that_change_nothing_are_read():
     part = {"type": "text", "text": "Who?", "cache_control": {"type": "ephemeral"}}
-    for reader in (read_chat, read_messages):
+    for reader in (parse_chat_request, parse_messages_request):
         assert read(reader, messages=[{"role": "user", "content": [part]}])

@@ -141,7 +141,7 @@ def test_bodies_have_a_largest_size(engine):
 
 
 def test_a_slow_body_is_refused(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "BODY_S", 0.3)
+    monkeypatch.setattr(server_module, "BODY_TIMEOUT_S", 0.3)
     with serving(engine) as (_, client):
         with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n"
@@ -290,7 +290,7 @@ class TestEnding:
             ended = []
             ending = threading.Thread(target=lambda: ended.append(server.shutdown(60)))
             ending.start()
-            while not server.endpoint.worker.is_ending:
+            while not server.endpoint.worker.is_shutting_down:
                 time.sleep(0.01)
             status, error = refusal(client, CHAT, LONG)
             assert (status, error["type"]) == (503, "overloaded_error")

@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from jaxrl.extras.serve.chats import ChatHistory, parse_reply
-from jaxrl.extras.serve.completions import chat_response, read_chat
+from jaxrl.extras.serve.completions import build_chat_response, parse_chat_request
 from jaxrl.extras.serve.generation import Completion
-from jaxrl.extras.serve.messages import messages_response, read_messages
+from jaxrl.extras.serve.messages import build_messages_response, parse_messages_request
 from jaxrl.extras.serve.schemas import ChatBody, MessagesBody, parse_body
 from jaxrl.extras.serve.worker import STOP, OutputChunk
 from tests.extras.serve.served import MODEL, TOKENIZER, serving
@@ -34,10 +34,10 @@ def read_chats(messages):
 def prompt_of(messages, **fields):
     """The prompt of a chat in the session in which `answer` stores its turns."""
     body = {"messages": messages, **FIELDS, **fields}
-    return list(read_chat(json.dumps(body).encode(), "one", MODEL).prompt_ids)
+    return list(parse_chat_request(json.dumps(body).encode(), "one", MODEL).prompt_ids)
 
 
-def answer(text, read=read_chat, respond=chat_response, **fields):
+def answer(text, read=parse_chat_request, respond=build_chat_response, **fields):
     """The response to a request whose model writes a text, and all of its ids."""
     body = {"messages": ASKED, **FIELDS, **fields}
     completion = Completion(MODEL, read(json.dumps(body).encode(), "one", MODEL), "one")
@@ -169,7 +169,7 @@ def test_what_a_client_sends_back_is_what_was_sampled(arguments):
     block = {"type": "tool_use", "id": "x", "name": "search", "input": json.loads(text)}
     messages = [*ASKED, {"role": "assistant", "content": [block]}, behind]
     body = {"messages": messages, "tools": [CLIENT_TOOL], "max_tokens": 1}
-    request = read_messages(json.dumps(body).encode(), "one", MODEL)
+    request = parse_messages_request(json.dumps(body).encode(), "one", MODEL)
     assert list(request.prompt_ids[: len(stored)]) == stored
 
 
@@ -233,7 +233,7 @@ def test_parallel_calls_may_be_off():
     for disabled, count in ((False, 2), (True, 1)):
         choice = {"type": "auto", "disable_parallel_tool_use": disabled}
         changes = {"tools": [CLIENT_TOOL], "tool_choice": choice}
-        response, _ = answer(two_calls, read_messages, messages_response, **changes)
+        response, _ = answer(two_calls, parse_messages_request, build_messages_response, **changes)
         assert [block["type"] for block in response["content"]] == ["tool_use"] * count
 
 

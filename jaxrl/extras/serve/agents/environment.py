@@ -12,10 +12,10 @@ from jaxrl.extras.serve.agents.sessions import RewardBody
 from jaxrl.extras.serve.engine import ServedEngine
 
 
-class PlayedEngine(ServedEngine):
+class AgentEngine(ServedEngine):
     """Engine that compiles only the sampling kinds of the run."""
 
-    draws_any = False
+    compiles_all_kinds = False
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class AgentEnv(Env):
 
     stop_strings = ()
     reward_parts = ("reward", "exact_match")
-    engine_kind = PlayedEngine
+    engine_kind = AgentEngine
 
     def __init__(self, *, agents: Mapping[str, Any], max_turns: int, correct_by: str) -> None:
         """Check the settings.

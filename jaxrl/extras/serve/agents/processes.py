@@ -24,32 +24,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.extras.serve.agents.runner import FOLDER, kill_marked
+from jaxrl.extras.serve.agents.runner import FOLDER_VARIABLE, kill_by_marker
 from jaxrl.utils.child_process import ChildExitedError, ChildProcess, ChildTimeoutError
 from jaxrl.utils.concurrency import parallel_map
 
-START_S = 120.0
+LOAD_TIMEOUT_S = 120.0
 """Seconds that a process has to load its agent."""
 
-REACTION_S = 15.0
+STOP_TIMEOUT_S = 15.0
 """Seconds that a process has to report a stopped episode before it is killed."""
 
-MAX_LEFT = 32
+MAX_ABANDONED = 32
 """Number of abandoned threads at which a process gets no more episodes."""
 
-_OUTPUT = 1 << 13  # bytes of output to keep
-_ENDING_S = 5.0
+_MAX_OUTPUT_BYTES = 1 << 13  # bytes of output to keep
+_EXIT_TIMEOUT_S = 5.0
 _POLL_S = 5.0  # between checks that a silent process is alive
 
-_START = (
+_LAUNCHER_CODE = (
     "import runpy, sys; path = sys.argv.pop(1); sys.argv[0] = path; "
     "runpy.run_path(path, run_name='__main__')"
 )
 
-SHIPPED = {"verifiers": "verifiers.py:play"}
+BUILTIN_AGENTS = {"verifiers": "verifiers.py:play"}
 """Built-in agents: name in `env.agents.function` to file in this folder and function."""
 
-OnEnd = Callable[[str, Any, str], None]
+EndCallback = Callable[[str, Any, str], None]
 """Callback with an episode's name, its reward, and the reason if there is no reward."""
 
 
@@ -69,8 +69,8 @@ class AgentSettings:
 
     @property
     def function_path(self) -> str:
-        """Return the agent function's file or dotted path, as `runner.load` expects it."""
-        file = SHIPPED.get(self.function)
+        """Return the agent function's file or dotted path, as `runner.load_function` expects it."""
+        file = BUILTIN_AGENTS.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
 
@@ -92,9 +92,9 @@ class AgentProcess(ChildProcess):
         """
         self.folder = tempfile.mkdtemp(prefix="jaxrl-agents-")
         self.episodes: dict[str, float] = {}
-        self.num_left, self.is_ready = 0, False
+        self.num_abandoned, self.is_ready = 0, False
         try:
-            env = {**env, FOLDER: self.folder}
+            env = {**env, FOLDER_VARIABLE: self.folder}
             super().__init__(command, what=what, stderr=subprocess.PIPE, env=env)
         except OSError:
             os.rmdir(self.folder)
@@ -113,21 +113,21 @@ class AgentProcess(ChildProcess):
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
         """Return the next message. Detects an exit even if other processes hold the pipes."""
-        ends = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return super().readline(min(timeout_s, _POLL_S))
             except ChildTimeoutError:
                 if self._process.poll() is not None:
                     raise ChildExitedError(self._what, self.wait()) from None
-                if time.monotonic() > ends:
+                if time.monotonic() > deadline:
                     raise
 
     def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
         """Read until `is_enough` returns True; keep only the end of the process's stderr."""
 
         def trim_and_check() -> bool:
-            del self.stderr_buffer[:-_OUTPUT]
+            del self.stderr_buffer[:-_MAX_OUTPUT_BYTES]
             return is_enough()
 
         return super().read(trim_and_check, timeout_s)
@@ -135,7 +135,7 @@ class AgentProcess(ChildProcess):
     def close(self) -> None:
         """Kill the process and all processes that it started; delete its folder."""
         self.kill()
-        kill_marked(self.folder)
+        kill_by_marker(self.folder)
         self._lines.put(b"")
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -152,7 +152,7 @@ class AgentProcess(ChildProcess):
 class AgentProcesses:
     """Pool of processes that run an agent."""
 
-    def __init__(self, settings: AgentSettings, on_end: OnEnd):
+    def __init__(self, settings: AgentSettings, on_end: EndCallback):
         """Prepare the command line; no process starts yet.
 
         Args:
@@ -163,11 +163,11 @@ class AgentProcesses:
         agent = {"function": function, "command": command, "settings": dict(settings.settings)}
         # Run as a script, the runner would put its own folder first in `sys.path`.
         runner = str(Path(__file__).with_name("runner.py"))
-        self._command = [python or sys.executable, "-c", _START, runner, json.dumps(agent)]
+        self._command = [python or sys.executable, "-c", _LAUNCHER_CODE, runner, json.dumps(agent)]
         # Another interpreter has its own packages.
         dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV") if python else ()
         self._environment = {k: v for k, v in os.environ.items() if k not in dropped}
-        self._count, self._on_end = settings.processes, on_end
+        self._num_processes, self._on_end = settings.processes, on_end
         self._what = f"the agent {function}" if function else f"the program {command[0]}"
         self._lock = threading.Lock()
         self._processes: list[AgentProcess] = []
@@ -181,17 +181,21 @@ class AgentProcesses:
         """
         with self._lock:
             if not self._processes:  # in parallel, since agents may load slowly
-                parallel_map(lambda _: self._start(), range(self._count), max_threads=self._count)
+                parallel_map(
+                    lambda _: self._start(),
+                    range(self._num_processes),
+                    max_threads=self._num_processes,
+                )
 
-    def play(self, episode: Mapping[str, Any]) -> None:
+    def start_episode(self, episode: Mapping[str, Any]) -> None:
         """Start an episode. The dict holds its name, under `episode`, and the agent's input.
 
         Raises:
             ValueError: No process can be started.
         """
         with self._lock:
-            usable = [p for p in self._processes if p.is_ready and p.num_left < MAX_LEFT]
-            if len(usable) < self._count:
+            usable = [p for p in self._processes if p.is_ready and p.num_abandoned < MAX_ABANDONED]
+            if len(usable) < self._num_processes:
                 usable.append(self._start())
             process = min(usable, key=lambda process: len(process.episodes))
             process.episodes[episode["episode"]] = 0.0
@@ -210,9 +214,9 @@ class AgentProcesses:
         now = time.monotonic()
         with self._lock:
             for process in self._processes:
-                is_full = process.num_left >= MAX_LEFT and not process.episodes
-                since = [time for time in process.episodes.values() if time]
-                if is_full or any(now - time > REACTION_S for time in since):
+                is_full = process.num_abandoned >= MAX_ABANDONED and not process.episodes
+                stop_times = [time for time in process.episodes.values() if time]
+                if is_full or any(now - time > STOP_TIMEOUT_S for time in stop_times):
                     process.kill()
 
     def close(self) -> None:
@@ -233,13 +237,15 @@ class AgentProcesses:
             ) from error
         self._processes.append(process)
         try:
-            first = process.readline(START_S)
+            first_message = process.readline(LOAD_TIMEOUT_S)
         except (ChildExitedError, ChildTimeoutError, ValueError) as error:
-            first = {"failed": f"{error}. {process.output}"}
-        if "failed" in first:
+            first_message = {"failed": f"{error}. {process.output}"}
+        if "failed" in first_message:
             process.close()
             self._processes.remove(process)
-            raise ValueError(f"config.env.agents: {self._what} cannot be loaded: {first['failed']}")
+            raise ValueError(
+                f"config.env.agents: {self._what} cannot be loaded: {first_message['failed']}"
+            )
         process.is_ready = True
         threading.Thread(target=self._listen, args=(process,), name="agents", daemon=True).start()
         return process
@@ -251,11 +257,11 @@ class AgentProcesses:
                 message = process.readline()
                 name = message["episode"]
                 with self._lock:
-                    process.num_left = message["num_left"]
+                    process.num_abandoned = message["num_left"]
                     process.episodes.pop(name, None)
                 self._on_end(name, message.get("reward"), message.get("error", ""))
         except Exception as error:
-            why = f"{self._what}: its process is gone ({error}). {process.output}".strip()
+            reason = f"{self._what}: its process is gone ({error}). {process.output}".strip()
             with self._lock:
                 process.is_ready = False
                 names = list(process.episodes)
@@ -263,7 +269,7 @@ class AgentProcesses:
             with self._lock, contextlib.suppress(ValueError):
                 self._processes.remove(process)
             for name in names:
-                self._on_end(name, None, why)
+                self._on_end(name, None, reason)
 
 
 def _close_all(processes: list[AgentProcess]) -> None:
@@ -272,5 +278,5 @@ def _close_all(processes: list[AgentProcess]) -> None:
         process.send({"end": True})
     for process in list(processes):
         with contextlib.suppress(ChildTimeoutError):
-            process.wait(_ENDING_S)
+            process.wait(_EXIT_TIMEOUT_S)
         process.close()

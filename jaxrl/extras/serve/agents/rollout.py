@@ -25,8 +25,8 @@ from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
 from jaxrl.extras.serve.agents.processes import AgentProcesses
 from jaxrl.extras.serve.agents.sessions import (
     AgentSession,
-    contexts_of,
-    num_common,
+    common_prefix_length,
+    group_into_contexts,
     parse_reward,
 )
 from jaxrl.extras.serve.engine import SamplingParams, ServedEngine
@@ -41,7 +41,7 @@ from jaxrl.types import Draw, Group
 from jaxrl.utils.concurrency import MAX_ERROR_CHARS
 from jaxrl.utils.text import replace_surrogates
 
-MODEL = "policy"
+MODEL_NAME = "policy"
 """Model name that agents send."""
 
 MAX_CACHED = 1 << 14
@@ -54,27 +54,27 @@ class _RunningEpisode:
 
     Attributes:
         sample_index: Index of the sample in its group.
-        earlier_s: Seconds spent in earlier rollouts.
-        since: Monotonic time since which it runs in this rollout; None while it does not run.
+        elapsed_s: Seconds spent in earlier rollouts.
+        resumed_at: Monotonic time since which it runs in this rollout; None while it does not run.
         is_started: True if the agent was started.
         error: Reason why there is no result; "" if there is one.
-        ended: Monotonic time at which the episode ended; None until then.
+        ended_at: Monotonic time at which the episode ended; None until then.
     """
 
     session: AgentSession
     task: Task
     sample_index: int
-    earlier_s: float = 0.0
-    since: float | None = None
+    elapsed_s: float = 0.0
+    resumed_at: float | None = None
     is_started: bool = False
     error: str = ""
-    ended: float | None = None
+    ended_at: float | None = None
 
     def end(self, error: str = "") -> None:
         """End the episode; later calls have no effect."""
         self.session.close()
-        if self.ended is None:
-            self.error, self.ended = error, time.monotonic()
+        if self.ended_at is None:
+            self.error, self.ended_at = error, time.monotonic()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,12 +86,12 @@ class _RunningGroup:
 
     @property
     def is_done(self) -> bool:
-        return all(episode.ended is not None for episode in self.episodes)
+        return all(episode.ended_at is not None for episode in self.episodes)
 
     @property
-    def ended(self) -> float:
+    def ended_at(self) -> float:
         """Return the monotonic time at which the last episode ended."""
-        return max(episode.ended or 0.0 for episode in self.episodes)
+        return max(episode.ended_at or 0.0 for episode in self.episodes)
 
 
 class AgentRollout(BaseRollout):
@@ -135,19 +135,21 @@ class AgentRollout(BaseRollout):
         # Episodes with running agents, by reward key. Code that knows only the model's API key
         # cannot report that an episode ended.
         self._running: dict[str, _RunningEpisode] = {}
-        self._lock, self._changed = threading.Lock(), threading.Event()
+        self._lock, self._wakeup = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._processes = AgentProcesses(env.settings, _weak(self._handle_exit))
+        self._processes = AgentProcesses(env.settings, _weak_callback(self._handle_exit))
         self._servers: list[Server] = []  # empty before the first rollout
         host, port = env.settings.host, env.settings.port
         try:
-            self._bound = bind_port(host, port, key="that of each episode")
+            self._listener = bind_port(host, port, key="that of each episode")
         except OSError as error:
             raise ValueError(
                 f"config.env.agents.port is {port} and host {host!r}: {error}"
             ) from error
         # Stop the server's and the agents' threads with this object or with the process.
-        self._finalizer = weakref.finalize(self, _end, self._processes, self._servers, self._bound)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._processes, self._servers, self._listener
+        )
         self._processes.open()
 
     def prompt_fits(self, task: Task) -> bool:
@@ -181,7 +183,7 @@ class AgentRollout(BaseRollout):
         keys = make_group_keys(draws, sampling)
         if sampling.max_unfinished:  # evaluations must not drop groups of training
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
-                self._abandon(self._groups.pop(key))
+                self._abort_group(self._groups.pop(key))
         groups = self._open_groups(draws, keys, sampling)
         episodes = [episode for group in groups for episode in group.episodes]
         names = {episode.session.name for episode in episodes}
@@ -192,22 +194,26 @@ class AgentRollout(BaseRollout):
         )
         now = time.monotonic()
         for episode in episodes:
-            episode.since = now if episode.is_started else None
+            episode.resumed_at = now if episode.is_started else None
         try:
-            self._play(groups, episodes, worker, sampling.max_unfinished, should_stop, progress)
+            self._run_episodes(
+                groups, episodes, worker, sampling.max_unfinished, should_stop, progress
+            )
         except BaseException:
             for group in groups:
-                self._abandon(group)
+                self._abort_group(group)
             raise
         finally:
             now = time.monotonic()
             for episode in episodes:
-                if episode.since is not None:
-                    episode.earlier_s += now - episode.since
-                episode.since = None
+                if episode.resumed_at is not None:
+                    episode.elapsed_s += now - episode.resumed_at
+                episode.resumed_at = None
             worker.pause()
         # Return the groups that ended first, as many as this call waited for; keep the others.
-        done = sorted((group for group in groups if group.is_done), key=lambda group: group.ended)
+        done = sorted(
+            (group for group in groups if group.is_done), key=lambda group: group.ended_at
+        )
         done = done[: max(len(groups) - sampling.max_unfinished, 0)]
         for key, group in zip(keys, groups, strict=True):
             if group not in done:
@@ -216,7 +222,7 @@ class AgentRollout(BaseRollout):
         samples = []
         for group in done:
             samples += [self._to_sample(e, group.draw.attempt) for e in group.episodes]
-            self._abandon(group)
+            self._abort_group(group)
         scored = iter(self._score_groups(samples, sampling))
         return [next(scored) if group in done else None for group in groups]
 
@@ -234,12 +240,12 @@ class AgentRollout(BaseRollout):
             endpoint = Endpoint(
                 self._worker,
                 tokenizer,
-                name=MODEL,
+                name=MODEL_NAME,
                 deadline_s=settings.deadline_s,
                 max_cached=MAX_CACHED,
                 sessions=self._sessions,
             )
-            self._servers.append(Server(endpoint, settings.host, self._bound))
+            self._servers.append(Server(endpoint, settings.host, self._listener))
         return self._worker
 
     def _open_groups(
@@ -270,7 +276,7 @@ class AgentRollout(BaseRollout):
             groups.append(_RunningGroup(draw=draw, episodes=episodes))
         return groups
 
-    def _play(
+    def _run_episodes(
         self,
         groups: Sequence[_RunningGroup],
         episodes: Sequence[_RunningEpisode],
@@ -283,8 +289,8 @@ class AgentRollout(BaseRollout):
         waiting = deque(episode for episode in episodes if not episode.is_started)
         max_concurrent = self._settings.max_concurrent or self._engine.num_rows
         while True:
-            self._changed.clear()
-            progress(sum(episode.ended is not None for episode in episodes), len(episodes))
+            self._wakeup.clear()
+            progress(sum(episode.ended_at is not None for episode in episodes), len(episodes))
             if worker.failure is not None or not worker.is_alive:
                 raise RuntimeError(
                     "the engine failed while agents used it; see its error above."
@@ -292,25 +298,25 @@ class AgentRollout(BaseRollout):
             if sum(not group.is_done for group in groups) <= unfinished:
                 return
             check_stop(should_stop)
-            self._stop_late()
+            self._stop_overdue_episodes()
             while waiting and self._num_active() < max_concurrent:
-                self._launch(waiting.popleft())
-            self._changed.wait(IDLE_POLL_S)
+                self._launch_episode(waiting.popleft())
+            self._wakeup.wait(IDLE_POLL_S)
 
     def _num_active(self) -> int:
         """Return the number of running agents, not counting episodes that are on hold."""
         with self._lock:
             running = list(self._running.values())
-        return sum(e.ended is not None or e.since is not None for e in running)
+        return sum(e.ended_at is not None or e.resumed_at is not None for e in running)
 
-    def _launch(self, episode: _RunningEpisode) -> None:
+    def _launch_episode(self, episode: _RunningEpisode) -> None:
         task, session = episode.task, episode.session
         url = f"{self._servers[0].address}/r/{session.name}"
         self._sessions[session.name] = session
         with self._lock:
             self._running[session.reward_key] = episode
-        episode.is_started, episode.since = True, time.monotonic()
-        self._processes.play(
+        episode.is_started, episode.resumed_at = True, time.monotonic()
+        self._processes.start_episode(
             {
                 "episode": session.reward_key,
                 "task": {
@@ -324,19 +330,19 @@ class AgentRollout(BaseRollout):
                 "base_url": f"{url}/v1",
                 "reward_url": f"{url}/reward",
                 "api_key": session.name,
-                "model": MODEL,
+                "model": MODEL_NAME,
             }
         )
 
-    def _stop_late(self) -> None:
+    def _stop_overdue_episodes(self) -> None:
         """Stop episodes that exceed the time limit, and kill unresponsive processes."""
         now, deadline_s = time.monotonic(), self._settings.deadline_s
         with self._lock:
             running = list(self._running.items())
         for key, episode in running:
-            if episode.ended is not None or episode.since is None:
+            if episode.ended_at is not None or episode.resumed_at is None:
                 continue
-            if episode.earlier_s + now - episode.since > deadline_s:
+            if episode.elapsed_s + now - episode.resumed_at > deadline_s:
                 episode.end(
                     f"the agent has not ended after {deadline_s:g} s (config.env.agents.deadline_s)"
                 )
@@ -360,19 +366,19 @@ class AgentRollout(BaseRollout):
         if not error and session.reward is None:
             error = "the agent ended and gave no reward"
         episode.end(session.conflict or error)
-        self._changed.set()
+        self._wakeup.set()
 
-    def _abandon(self, group: _RunningGroup) -> None:
+    def _abort_group(self, group: _RunningGroup) -> None:
         """End a group's unfinished episodes and stop their agents."""
         for episode in group.episodes:
-            if episode.ended is None:
+            if episode.ended_at is None:
                 episode.end("it was stopped")
                 self._processes.stop(episode.session.reward_key)  # if it still runs
 
     def _to_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
         """Convert an episode to one trajectory that contains all of its contexts."""
         session = running.session
-        contexts = contexts_of(session.turns())
+        contexts = group_into_contexts(session.turns())
         episode = AgentEpisode(task=running.task, reward=session.reward)
         if session.warning:
             self._log(
@@ -389,27 +395,27 @@ class AgentRollout(BaseRollout):
         # Concatenate the contexts. Only sampled ids are trained on: new prompt ids are
         # observations, and the start of a context repeats ids of earlier contexts.
         observations: list[str] = []  # text before each turn except the first
-        earlier: list[Sequence[int]] = []  # ids of earlier contexts
+        earlier_contexts: list[Sequence[int]] = []  # ids of earlier contexts
         for context in contexts:
-            before: tuple[int, ...] = ()
+            context_ids: tuple[int, ...] = ()
             for turn in context:
-                new = turn.prompt_ids[len(before) :]
+                new = turn.prompt_ids[len(context_ids) :]
                 if not episode.turns:
                     sample.token_ids, sample.prompt_length = list(new), len(new)
                     sample.begin_first_turn()
-                elif not before:
-                    count = num_common(new, earlier)
+                elif not context_ids:
+                    count = common_prefix_length(new, earlier_contexts)
                     sample.begin_context(new, count)
                     observations.append(self._tokenizer.decode(new[count:]))
                 else:
                     sample.append_observation(new)
                     observations.append(self._tokenizer.decode(new))
-                sampled = turn.sampled
-                logprobs, entropies = np.array([sampled.logprobs, sampled.entropies], np.float32)
-                sample.append(sampled.token_ids, logprobs, entropies, sampled.versions)
+                output = turn.output
+                logprobs, entropies = np.array([output.logprobs, output.entropies], np.float32)
+                sample.append(output.token_ids, logprobs, entropies, output.versions)
                 episode.turns.append(Turn(text=turn.text))
-                before = turn.ids
-            earlier.append(before)
+                context_ids = turn.ids
+            earlier_contexts.append(context_ids)
         # A turn's observation is the text before the next turn, which is known only now.
         for index, observation in enumerate(observations):
             turn_before = episode.turns[index]
@@ -429,7 +435,9 @@ class AgentRollout(BaseRollout):
         elif session.reward is not None and session.reward.is_abstention:
             episode.outcome = Outcome.ABSTAINED
         else:
-            episode.outcome = Outcome.OUT_OF_BUDGET if session.is_spent else Outcome.ANSWERED
+            episode.outcome = (
+                Outcome.OUT_OF_BUDGET if session.is_out_of_budget else Outcome.ANSWERED
+            )
         return sample
 
     def close(self) -> None:
@@ -437,7 +445,7 @@ class AgentRollout(BaseRollout):
         self._finalizer()
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method so that the wrapper does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
@@ -448,7 +456,7 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _end(processes: AgentProcesses, servers: Sequence[Server], bound: socket.socket) -> None:
+def _shut_down(processes: AgentProcesses, servers: Sequence[Server], bound: socket.socket) -> None:
     processes.close()
     for server in servers:
         server.shutdown(0.0)

@@ -41,18 +41,18 @@ POLL_S = 0.1
 PARENT_POLL_S = 1.0
 """Seconds between checks that the parent process is alive."""
 
-CANCEL_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
 """Seconds that a stopped agent has to end before it is abandoned."""
 
-FOLDER = "JAXRL_AGENTS_FOLDER"
+FOLDER_VARIABLE = "JAXRL_AGENTS_FOLDER"
 """Environment variable with this process's folder, which marks all processes of its agents."""
 
 STOPPED = "it was stopped"
 
-Play = Callable[[Mapping[str, Any]], Awaitable[Any]]
+RunAgent = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
-def load(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """Load a function named `module.function`, `module:function` or `path/file.py:function`.
 
     Raises:
@@ -77,53 +77,53 @@ def load(name: str) -> Callable[..., Any]:
     return function
 
 
-def play_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Play:
-    """Wrap an agent function as a `Play`; a synchronous function runs in a thread."""
+def wrap_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> RunAgent:
+    """Wrap an agent function as a `RunAgent`; a synchronous function runs in a thread."""
 
-    async def play(episode: Mapping[str, Any]) -> Any:
+    async def run_agent(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
         call = functools.partial(function, episode["task"], **arguments, **settings)
         if not inspect.iscoroutinefunction(function):
-            call = functools.partial(_in_thread, call)
+            call = functools.partial(_run_in_thread, call)
         try:
             return await call()
         except (SystemExit, KeyboardInterrupt) as error:  # would end the other episodes too
-            raise RuntimeError(_describe(error)) from None
+            raise RuntimeError(_describe_error(error)) from None
 
-    return play
+    return run_agent
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    def describe_errors() -> Any:
+async def _run_in_thread(call: Callable[[], Any]) -> Any:
+    def call_and_wrap_errors() -> Any:
         try:
             return call()
         except BaseException as error:  # a task cannot raise all of them, such as StopIteration
-            raise RuntimeError(_describe(error)) from None
+            raise RuntimeError(_describe_error(error)) from None
 
-    future = _threads.submit(describe_errors)
+    future = _threads.submit(call_and_wrap_errors)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        _left_behind.append(future)
+        _abandoned.append(future)
         raise
 
 
-def play_program(command: list[str], folder: str) -> Play:
-    """Return a `Play` that runs a program for each episode.
+def wrap_program(command: list[str], folder: str) -> RunAgent:
+    """Return a `RunAgent` that runs a program for each episode.
 
     The program reads the task from stdin and the endpoint's URL from environment variables. The
     reward's file, URL and key are passed on stdin only: child processes do not inherit them.
     """
 
-    async def play(episode: Mapping[str, Any]) -> Any:
-        mark, file = (os.path.join(folder, secrets.token_hex(16)) for _ in range(2))
+    async def run_agent(episode: Mapping[str, Any]) -> Any:
+        marker, file = (os.path.join(folder, secrets.token_hex(16)) for _ in range(2))
         variables = {
             "OPENAI_BASE_URL": episode["base_url"],
             "OPENAI_API_KEY": episode["api_key"],
             "ANTHROPIC_BASE_URL": episode["base_url"].removesuffix("/v1"),
             "ANTHROPIC_API_KEY": episode["api_key"],
             "JAXRL_MODEL": episode["model"],
-            FOLDER: mark,
+            FOLDER_VARIABLE: marker,
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
         data = json.dumps({**episode["task"], "reward": reward}).encode()
@@ -136,24 +136,26 @@ def play_program(command: list[str], folder: str) -> Play:
             start_new_session=True,
             env=os.environ | variables,
         )
-        _groups.add(process.pid)
+        _process_groups.add(process.pid)
         # Use threads: the program may print before it reads, and its children may outlive it.
         _threads.submit(_write, process.stdin, data)
-        reading = _threads.submit(_read_end, process.stdout)
-        waiting = _threads.submit(process.wait)
+        output_future = _threads.submit(_read_tail, process.stdout)
+        exit_future = _threads.submit(process.wait)
         try:
-            await asyncio.wrap_future(waiting)
+            await asyncio.wrap_future(exit_future)
         finally:
-            _kill_all(process.pid, mark)
-        while not reading.done():
+            _kill_all(process.pid, marker)
+        while not output_future.done():
             await asyncio.sleep(POLL_S)
-            kill_marked(mark)  # a process that was just starting had no environment to match
+            kill_by_marker(marker)  # a process that was just starting had no environment to match
         value = _read_reward(file)
         if process.returncode:
-            raise RuntimeError(f"the program ended with {process.returncode}: {reading.result()}")
+            raise RuntimeError(
+                f"the program ended with {process.returncode}: {output_future.result()}"
+            )
         return value
 
-    return play
+    return run_agent
 
 
 def _read_reward(file: str) -> Any:
@@ -174,12 +176,12 @@ def _write(stream: Any, data: bytes) -> None:
         stream.write(data)
 
 
-def _read_end(stream: Any) -> str:
+def _read_tail(stream: Any) -> str:
     """Read a stream until it ends; return the last 2000 characters."""
     data = b""
     with stream:
-        while piece := stream.read1(MAX_OUTPUT):
-            data = (data + piece)[-MAX_OUTPUT:]
+        while chunk := stream.read1(MAX_OUTPUT):
+            data = (data + chunk)[-MAX_OUTPUT:]
     return data.decode(errors="replace").strip()[-2000:]
 
 
@@ -187,47 +189,47 @@ _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
 _threads = ThreadPoolExecutor(1 << 20)  # effectively unlimited: no call waits
-_groups: set[int] = set()  # process groups of programs
-_left_behind: list[Future[Any] | asyncio.Task[Any]] = []  # agents that ignored a stop
+_process_groups: set[int] = set()  # process groups of programs
+_abandoned: list[Future[Any] | asyncio.Task[Any]] = []  # agents that ignored a stop
 
 
-def _kill_all(group: int, mark: str) -> None:
-    """Kill a process group and all other processes with `mark` in their environment."""
+def _kill_all(group: int, marker: str) -> None:
+    """Kill a process group and all other processes with `marker` in their environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    _groups.discard(group)
-    kill_marked(mark)
+    _process_groups.discard(group)
+    kill_by_marker(marker)
 
 
-def kill_marked(mark: str) -> None:
-    """Kill all processes with `mark` in their environment, in any session.
+def kill_by_marker(marker: str) -> None:
+    """Kill all processes with `marker` in their environment, in any session.
 
     Does nothing on systems without `/proc`.
     """
     for _ in range(20):  # they may start others in the meantime
-        marked = []
+        killed = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/environ", "rb") as file:  # empty once it is dead
-                    is_marked = int(name) != os.getpid() and mark.encode() in file.read()
+                    is_marked = int(name) != os.getpid() and marker.encode() in file.read()
                 if is_marked:
-                    marked.append(name)
+                    killed.append(name)
                     os.kill(int(name), signal.SIGKILL)
-        if not marked:
+        if not killed:
             return
         time.sleep(0.01)
 
 
 def _exit(folder: str) -> None:
     """Kill all processes that agents started, then exit at once, because threads may hang."""
-    for group in [*_groups]:
+    for group in [*_process_groups]:
         _kill_all(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    kill_marked(folder)
+    kill_by_marker(folder)
     os._exit(0)
 
 
-def _exit_with(parent: int, folder: str) -> None:
+def _exit_after_parent(parent: int, folder: str) -> None:
     """Exit once the parent process has ended, even if an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
@@ -235,11 +237,11 @@ def _exit_with(parent: int, folder: str) -> None:
     _exit(folder)
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Describe an error and its location, preferably the last line in the agent's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    frames = own or frames
+    agent_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    frames = agent_frames or frames
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:2000] + where
 
@@ -247,82 +249,82 @@ def _describe(error: BaseException) -> str:
 class Episodes:
     """Episodes that run in this process."""
 
-    def __init__(self, play: Play, send: Callable[[Mapping[str, Any]], None]):
+    def __init__(self, run_agent: RunAgent, send: Callable[[Mapping[str, Any]], None]):
         """Create an empty collection.
 
         Args:
-            play: Coroutine function that runs an episode and returns its reward.
+            run_agent: Coroutine function that runs an episode and returns its reward.
             send: Function that sends a message to the run.
         """
-        self._play, self._send = play, send
+        self._run_agent, self._send = run_agent, send
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     def start(self, episode: Mapping[str, Any]) -> None:
         """Start an episode as a new asyncio task."""
         name = episode["episode"]
-        self._tasks[name] = task = asyncio.ensure_future(self._play(episode))
-        task.add_done_callback(functools.partial(self._report, name))
+        self._tasks[name] = task = asyncio.ensure_future(self._run_agent(episode))
+        task.add_done_callback(functools.partial(self._on_done, name))
 
     def stop(self, name: str) -> None:
-        """Cancel an episode; abandon it if it has not ended after `CANCEL_S` seconds."""
+        """Cancel an episode; abandon it if it has not ended after `CANCEL_TIMEOUT_S` seconds."""
         if task := self._tasks.get(name):
             task.cancel()
-            asyncio.get_running_loop().call_later(CANCEL_S, self._leave_behind, name, task)
+            asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._abandon, name, task)
 
-    def _leave_behind(self, name: str, task: asyncio.Task[Any]) -> None:
+    def _abandon(self, name: str, task: asyncio.Task[Any]) -> None:
         if not task.done():
-            _left_behind.append(task)
-            self._end(name, {"error": STOPPED})
+            _abandoned.append(task)
+            self._report_end(name, {"error": STOPPED})
 
-    def _report(self, name: str, task: asyncio.Task[Any]) -> None:
+    def _on_done(self, name: str, task: asyncio.Task[Any]) -> None:
         try:
             value = task.result()
             if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
                 message = f"the reward has {count} bytes as JSON; expected at most {MAX_REWARD}"
                 raise RuntimeError(message)
-            self._end(name, {"reward": value})
+            self._report_end(name, {"reward": value})
         except asyncio.CancelledError:
-            self._end(name, {"error": STOPPED})
+            self._report_end(name, {"error": STOPPED})
         except Exception as error:
-            text = str(error) if type(error) is RuntimeError else _describe(error)
-            self._end(name, {"error": text})
+            text = str(error) if type(error) is RuntimeError else _describe_error(error)
+            self._report_end(name, {"error": text})
 
-    def _end(self, name: str, outcome: Mapping[str, Any]) -> None:
+    def _report_end(self, name: str, outcome: Mapping[str, Any]) -> None:
         if self._tasks.pop(name, None) is not None:  # else it was abandoned
-            num_left = sum(not call.done() for call in _left_behind)
-            self._send({"episode": name, "num_left": num_left, **outcome})
+            num_abandoned = sum(not call.done() for call in _abandoned)
+            self._send({"episode": name, "num_left": num_abandoned, **outcome})
 
 
-async def main(agent: Mapping[str, Any], given: Any, out: Any) -> None:
+async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> None:
     """Load the agent, report that it is ready, and run episodes until the input ends.
 
     Args:
         agent: Agent settings: `function`, `command` and `settings`.
-        given: Input pipe from the run.
-        out: Output pipe to the run.
+        input_pipe: Input pipe from the run.
+        output_pipe: Output pipe to the run.
     """
 
     def send(message: Mapping[str, Any]) -> None:
-        out.write(json.dumps(message).encode() + b"\n")
-        out.flush()
+        output_pipe.write(json.dumps(message).encode() + b"\n")
+        output_pipe.flush()
 
-    folder = os.environ[FOLDER]
-    threading.Thread(target=_exit_with, args=(os.getppid(), folder), daemon=True).start()
+    folder = os.environ[FOLDER_VARIABLE]
+    threading.Thread(target=_exit_after_parent, args=(os.getppid(), folder), daemon=True).start()
     try:
         if agent["command"]:
             if shutil.which(agent["command"][0]) is None:
                 raise FileNotFoundError(f"there is no program {agent['command'][0]}")
-            play = play_program(agent["command"], folder)
+            run_agent = wrap_program(agent["command"], folder)
         else:
-            play = play_function(load(agent["function"]), agent["settings"])
+            run_agent = wrap_function(load_function(agent["function"]), agent["settings"])
     except BaseException as error:
-        send({"failed": _describe(error)})
+        send({"failed": _describe_error(error)})
         return
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader(limit=1 << 28)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), given)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), input_pipe)
     send({"ready": True})
-    episodes = Episodes(play, send)
+    episodes = Episodes(run_agent, send)
     while line := await lines.readline():
         message = json.loads(line)
         if "end" in message:
@@ -338,7 +340,7 @@ if __name__ == "__main__":
     # Child processes do not inherit duplicated descriptors. So programs that agents start can
     # neither read the run's messages, which contain reward keys, nor print among ours.
     pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as devnull:
+        os.dup2(devnull.fileno(), 0)
     os.dup2(2, 1)  # agents' output
     asyncio.run(main(json.loads(sys.argv[1]), *pipes))

@@ -65,13 +65,13 @@ class SampledTurn:
     """A completion that an agent received: prompt ids, sampled output and text."""
 
     prompt_ids: tuple[int, ...]
-    sampled: OutputChunk
+    output: OutputChunk
     text: str
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Return the prompt and sampled ids."""
-        return self.prompt_ids + self.sampled.token_ids
+        return self.prompt_ids + self.output.token_ids
 
 
 AgentContext = tuple[SampledTurn, ...]
@@ -109,7 +109,7 @@ class AgentSession:
         self.name, self.reward_key = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
         self.reward: RewardBody | None = None
         self.conflict = self.warning = ""
-        self.is_spent = self._is_over = False
+        self.is_out_of_budget = self._is_closed = False
         self._key, self._params, self._limits, self._max_turns = key, params, limits, max_turns
         self._turns: dict[Completion, SampledTurn] = {}  # in order of completion
         self._num_requests = 0
@@ -127,27 +127,29 @@ class AgentSession:
                 message = f"n is {request.num_samples}; expected 1 while a run trains."
                 raise RequestError(400, message, param="n")
             if self._num_requests >= self._max_turns:
-                self.is_spent = True
+                self.is_out_of_budget = True
                 raise RequestError(
                     400,
                     f"the episode has had {self._num_requests} completions; expected at most "
                     "config.rollout.max_turns.",
                     code="max_turns",
                 )
-            contexts = contexts_of(self._delivered_turns())
-            num_used, num_sampled = _num_tokens(contexts)
+            contexts = group_into_contexts(self._delivered_turns())
+            num_used, num_sampled = _count_tokens(contexts)
             index = _find_context(contexts, request.prompt_ids)
             if index is not None:  # its ids are part of the prompt
                 num_used -= len(contexts[index][-1].ids)
             num_prompt = len(request.prompt_ids)
             num_left = self._limits.max_total_tokens - num_used
-            room = min(num_left - num_prompt, self._limits.max_response_tokens - num_sampled)
-            if room < 1:
-                self.is_spent = True
+            num_available = min(
+                num_left - num_prompt, self._limits.max_response_tokens - num_sampled
+            )
+            if num_available < 1:
+                self.is_out_of_budget = True
                 raise ContextLengthError(num_prompt, min(num_left, num_prompt))
             self._num_requests += 1
             key = derive_context_key(self._key, self._num_requests)
-        max_tokens = min(request.max_tokens, room)
+        max_tokens = min(request.max_tokens, num_available)
         return dataclasses.replace(request, params=self._params, max_tokens=max_tokens), [key]
 
     def record(self, completion: Completion) -> None:
@@ -158,18 +160,20 @@ class AgentSession:
         """
         with self._lock:
             is_new = completion not in self._turns
-            if self._is_over or not (is_new or completion.is_undelivered):
+            if self._is_closed or not (is_new or completion.is_undelivered):
                 return
             if is_new:
-                sampled = completion.choices[0].joined()
-                text = completion.model.text_of(sampled)
-                turn = SampledTurn(completion.request.prompt_ids, sampled, text)
+                output = completion.choices[0].merge_chunks()
+                text = completion.model.decode_text(output)
+                turn = SampledTurn(completion.request.prompt_ids, output, text)
                 self._turns[completion] = turn
-            num_used, num_sampled = _num_tokens(contexts_of(self._delivered_turns(completion)))
+            num_used, num_sampled = _count_tokens(
+                group_into_contexts(self._delivered_turns(completion))
+            )
             excess = num_used - self._limits.max_total_tokens
             if excess > 0 or num_sampled > self._limits.max_response_tokens:
                 turn = self._turns.pop(completion)
-                self.is_spent = True
+                self.is_out_of_budget = True
                 raise ContextLengthError(len(turn.ids), max(len(turn.ids) - max(excess, 1), 0))
 
     def post_reward(self, keys: Sequence[str], data: bytes) -> None:
@@ -207,7 +211,7 @@ class AgentSession:
     def close(self) -> None:
         """Reject all further requests and rewards."""
         with self._lock:
-            self._is_over = True
+            self._is_closed = True
 
     def turns(self) -> list[SampledTurn]:
         """Return the completions that the agent received, in order of completion.
@@ -217,23 +221,23 @@ class AgentSession:
         with self._lock:
             return self._delivered_turns()
 
-    def _delivered_turns(self, sent: Completion | None = None) -> list[SampledTurn]:
-        """Return the delivered turns, and that of `sent`, which is about to be delivered."""
+    def _delivered_turns(self, about_to_send: Completion | None = None) -> list[SampledTurn]:
+        """Return the delivered turns, and the turn of `about_to_send`."""
         turns = list(self._turns.values())
         return [
             turn
             for index, (completion, turn) in enumerate(self._turns.items())
             if not completion.is_undelivered
-            or completion is sent
+            or completion is about_to_send
             or any(later.prompt_ids[: len(turn.ids)] == turn.ids for later in turns[index + 1 :])
         ]
 
     def _check_open(self) -> None:
-        if self._is_over:
+        if self._is_closed:
             raise RequestError(409, "the episode is over.", code="episode_over")
 
 
-def contexts_of(turns: Sequence[SampledTurn]) -> list[AgentContext]:
+def group_into_contexts(turns: Sequence[SampledTurn]) -> list[AgentContext]:
     """Group turns into contexts. A turn joins the longest context that its prompt starts with."""
     contexts: list[AgentContext] = []
     for turn in turns:
@@ -255,13 +259,13 @@ def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...])
     return max(lengths, key=lambda index: (lengths[index], index), default=None)
 
 
-def _num_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
+def _count_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
     """Return the number of tokens in all contexts, and how many of them were sampled."""
     num_all = sum(len(context[-1].ids) for context in contexts)
-    return num_all, sum(len(turn.sampled.token_ids) for context in contexts for turn in context)
+    return num_all, sum(len(turn.output.token_ids) for context in contexts for turn in context)
 
 
-def num_common(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+def common_prefix_length(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:
     """Return the length of the longest prefix that `token_ids` shares with any of `others`."""
     longest = 0
     for other in others:

@@ -26,13 +26,13 @@ if __name__ == "__main__":  # else `import verifiers` would find this file
     folder = Path(__file__).parent
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != folder]
 
-CHAT = "jaxrl_chat"
+CHAT_HARNESS = "jaxrl_chat"
 """Harness name under which verifiers finds the chat loop below."""
 
 NO_ANSWER = "judged by the environment"
 """Placeholder for tasks that have no answer."""
 
-SPENT = "config.rollout.max_turns"
+MAX_TURNS_TEXT = "config.rollout.max_turns"
 """Text in the endpoint's error message when an episode has no turns left."""
 
 _environments: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
@@ -86,13 +86,13 @@ async def play(
             f"task {task.get('id')!r} has no metadata.verifiers; expected a record written by "
             f"`python {Path(__file__).name} {environment}`."
         )
-    env = await open_environment(environment, arguments or {})
-    kind = type(env.taskset).task_type()
-    built = kind(kind.data_type().model_validate(data), env.config.taskset.task)
+    env = await get_environment(environment, arguments or {})
+    task_class = type(env.taskset).task_type()
+    vf_task = task_class(task_class.data_type().model_validate(data), env.config.taskset.task)
     renderer = {"name": renderer} if isinstance(renderer, str) else renderer
     client = {"base_url": base_url, "renderer": renderer, "renderer_model_name": tokenizer}
     context = build_context(model, client, api_key, sampling or {})
-    episode = await env.run_episode(built, context)
+    episode = await env.run_episode(vf_task, context)
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
         with open(traces, "ab", buffering=0) as file:  # one write per line: processes share it
@@ -103,7 +103,7 @@ async def play(
             f"verifiers' episode of {environment} failed: "
             + "; ".join(f"{error.type}: {error.message}" for error in errors)
         )
-    trace = trained_trace(episode, base_url)
+    trace = find_trained_trace(episode, base_url)
     return {
         "reward": trace.reward,
         "is_correct": trace.reward >= solved_from,
@@ -125,7 +125,7 @@ def build_context(
     return ModelContext(model=model, client=config, sampling=SamplingConfig(**sampling))
 
 
-def trained_trace(episode: Any, base_url: str) -> Any:
+def find_trained_trace(episode: Any, base_url: str) -> Any:
     """Return the trace of the agent that called the endpoint.
 
     Raises:
@@ -141,7 +141,7 @@ def trained_trace(episode: Any, base_url: str) -> Any:
     return traces[0]
 
 
-async def open_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
+async def get_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
     """Load an environment and start its servers, once per event loop; return it."""
     loop = asyncio.get_running_loop()
     loaded = _environments.setdefault(loop, {})
@@ -162,7 +162,7 @@ async def _serve(
     environment: str, arguments: Mapping[str, Any], ready: asyncio.Future[Any]
 ) -> None:
     try:
-        env = load(environment, arguments)
+        env = load_env(environment, arguments)
         async with env.serving():
             # Each episode has its own URL. verifiers keeps the URL's client as long as the server
             # between it and the agent, so each episode gets its own server too.
@@ -175,7 +175,7 @@ async def _serve(
         ready.set_exception(error)
 
 
-def load(environment: str, arguments: Mapping[str, Any]) -> Any:
+def load_env(environment: str, arguments: Mapping[str, Any]) -> Any:
     """Load an environment whose agents run locally, as subprocesses or in-process chats.
 
     Raises:
@@ -190,21 +190,21 @@ def load(environment: str, arguments: Mapping[str, Any]) -> Any:
         resolve_env_config,
     )
 
-    _add_chat()
-    environment = module_name(environment)
-    block = json.loads(json.dumps(arguments))  # a deep copy
-    block["taskset"] = {**block.get("taskset", {}), "id": environment}
-    for name, field in env_config_type(environment, block.get("id", "")).model_fields.items():
-        if isinstance(seat := field.default, AgentConfig):
-            agent = block.setdefault(name, {})
-            if "runtime" not in seat.model_fields_set:
+    _register_chat_harness()
+    environment = make_importable(environment)
+    env_config = json.loads(json.dumps(arguments))  # a deep copy
+    env_config["taskset"] = {**env_config.get("taskset", {}), "id": environment}
+    for name, field in env_config_type(environment, env_config.get("id", "")).model_fields.items():
+        if isinstance(default_agent := field.default, AgentConfig):
+            agent = env_config.setdefault(name, {})
+            if "runtime" not in default_agent.model_fields_set:
                 agent.setdefault("runtime", {"type": "subprocess"})
-            if seat.harness is None and default_harness_id(environment) != environment:
-                agent.setdefault("harness", {"id": CHAT})
-    return load_environment(resolve_env_config(block))
+            if default_agent.harness is None and default_harness_id(environment) != environment:
+                agent.setdefault("harness", {"id": CHAT_HARNESS})
+    return load_environment(resolve_env_config(env_config))
 
 
-def module_name(environment: str) -> str:
+def make_importable(environment: str) -> str:
     """Return an environment's module name; make a file importable here and in tool processes.
 
     Raises:
@@ -218,14 +218,14 @@ def module_name(environment: str) -> str:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-        others = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([*([others] if others else []), folder])
+        existing = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*([existing] if existing else []), folder])
     return path.stem
 
 
-def _add_chat() -> None:
+def _register_chat_harness() -> None:
     """Register an in-process chat loop; verifiers' own harnesses start a program per turn."""
-    if CHAT in sys.modules:
+    if CHAT_HARNESS in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
     from verifiers.v1.configs.harness import HarnessConfig
@@ -277,8 +277,10 @@ def _add_chat() -> None:
                         )
                     except APIStatusError as error:
                         # A limit of the environment, the run or the context ends the chat.
-                        is_spent = SPENT in str(error) or is_context_overflow(error)
-                        if trace.stop_condition is None and not is_spent:
+                        is_out_of_budget = MAX_TURNS_TEXT in str(error) or is_context_overflow(
+                            error
+                        )
+                        if trace.stop_condition is None and not is_out_of_budget:
                             return ProgramResult(exit_code=1, stdout="", stderr=str(error))
                         break
                     message = completion.choices[0].message
@@ -304,12 +306,12 @@ def _add_chat() -> None:
             return await call_mcp(connections, routes, call.name, arguments)
 
     # verifiers imports a harness by its module name.
-    module = types.ModuleType(CHAT)
+    module = types.ModuleType(CHAT_HARNESS)
     vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
-    sys.modules[CHAT] = module
+    sys.modules[CHAT_HARNESS] = module
 
 
-def records(
+def iter_records(
     environment: str, arguments: Mapping[str, Any], num_tasks: int | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the tasks of an environment as task records for jaxrl.
@@ -317,8 +319,8 @@ def records(
     Raises:
         ValueError: The taskset is unbounded and `num_tasks` is None, or JSON omits some fields.
     """
-    taskset = load(environment, arguments).taskset
-    environment = module_name(environment)
+    taskset = load_env(environment, arguments).taskset
+    environment = make_importable(environment)
     if not taskset.bounded and num_tasks is None:
         raise ValueError(f"the tasks of {environment} never end; expected --num=N.")
     fields = type(taskset).task_type().data_type().model_fields
@@ -349,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num", type=int, metavar="N", help="default: all")
     flags = parser.parse_args(argv)
     try:
-        for record in records(flags.environment, json.loads(flags.arguments), flags.num):
+        for record in iter_records(flags.environment, json.loads(flags.arguments), flags.num):
             print(json.dumps(record, ensure_ascii=False))
     except (ValueError, ImportError) as error:
         sys.exit(f"{flags.environment}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
-from jaxrl.extras.serve.agents.environment import AgentEnv, PlayedEngine
+from jaxrl.extras.serve.agents.environment import AgentEngine, AgentEnv
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.types import Draw
@@ -34,7 +34,7 @@ def limits(**changes):
 
 @functools.cache
 def played_engine():
-    return make_engine(kind=PlayedEngine, kinds=("full", "greedy"))
+    return make_engine(kind=AgentEngine, kinds=("full", "greedy"))
 
 
 @contextlib.contextmanager

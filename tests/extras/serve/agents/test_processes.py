@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.extras.serve.agents import processes
 from jaxrl.extras.serve.agents.processes import AgentProcesses, AgentSettings
-from jaxrl.extras.serve.agents.runner import play_program
+from jaxrl.extras.serve.agents.runner import wrap_program
 from tests.helpers import cancelled, processes_with
 
 AGENT = """
@@ -121,7 +121,7 @@ def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(p
     made, ended = play("plays", 2, settings={"a": [1, {"b": None}]})
     names = ["one", "prints", "three", "four"]
     for name in names:
-        made.play(episode(name))
+        made.start_episode(episode(name))
     told = dict((name, (value, why)) for name, value, why in (ended.get(timeout=60) for _ in names))
     assert {why for _, why in told.values()} == {""}
     for name in names:
@@ -134,61 +134,61 @@ def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(p
 def test_what_a_function_starts_reads_nothing_of_the_episodes(play):
     made, ended = play("runs")
     for name in "ab":
-        made.play(episode(name))
+        made.start_episode(episode(name))
     assert sorted(ended.get(timeout=60) for _ in "ab") == [("a", [0, ""], ""), ("b", [0, ""], "")]
 
 
 def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
     play, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(processes, "MAX_LEFT", 2)
+    monkeypatch.setattr(processes, "MAX_ABANDONED", 2)
     made, ended = play("plays")
-    made.play(episode("first", "a"))
+    made.start_episode(episode("first", "a"))
     first = ended.get(timeout=60)[1][4]
     for name in ("b", "c"):
-        made.play(episode(name, f"{tmp_path}/{name} hangs"))
+        made.start_episode(episode(name, f"{tmp_path}/{name} hangs"))
         assert until((tmp_path / f"{name} hangs").exists)
         made.stop(name)
         assert ended.get(timeout=60) == (name, None, "it was stopped")
-    made.play(episode("last", "d"))
+    made.start_episode(episode("last", "d"))
     assert ended.get(timeout=60)[1][4] != first
     made.check()
     assert until(lambda: is_gone(first))
 
 
 def test_a_process_that_does_not_react_is_killed_with_its_episodes(play, monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "REACTION_S", 0.5)
+    monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.5)
     made, ended = play("blocks")
-    made.play(episode("a", f"{tmp_path}/hangs"))
+    made.start_episode(episode("a", f"{tmp_path}/hangs"))
     assert until((tmp_path / "hangs").exists)
-    made.play(episode("b", "fine"))
+    made.start_episode(episode("b", "fine"))
     made.stop("a")
     time.sleep(0.6)
     made.check()
     told = [ended.get(timeout=60) for _ in range(2)]
     assert sorted(name for name, _, _ in told) == ["a", "b"]
     assert all("its process is gone" in why for _, _, why in told)
-    made.play(episode("c"))
+    made.start_episode(episode("c"))
     assert ended.get(timeout=60) == ("c", 1, "")
 
 
 def test_an_async_agent_that_ignores_its_end_counts_as_left_behind(play, monkeypatch):
     made, ended = play("waits")
     for name in "abc":
-        made.play(episode(name, "hangs"))
+        made.start_episode(episode(name, "hangs"))
         made.stop(name)
         made.stop(name)
         assert ended.get(timeout=60) == (name, None, "it was stopped")
-    assert made._processes[0].num_left == 0
-    monkeypatch.setattr(processes, "MAX_LEFT", 1)
+    assert made._processes[0].num_abandoned == 0
+    monkeypatch.setattr(processes, "MAX_ABANDONED", 1)
     made, ended = play("ignores")
-    made.play(episode("a", "hangs"))
+    made.start_episode(episode("a", "hangs"))
     [process] = made._processes
-    made.play(episode("b"))
+    made.start_episode(episode("b"))
     assert ended.get(timeout=60) == ("b", 1, "")
     made.stop("a")
     assert ended.get(timeout=60) == ("a", None, "it was stopped")
-    made.play(episode("c"))
+    made.start_episode(episode("c"))
     assert ended.get(timeout=60) == ("c", 1, "")
     made.check()
     assert until(lambda: is_gone(process.pid))
@@ -198,7 +198,7 @@ def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
     python = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
     made, ended = play("lonely", python=str(python / "bin" / "python"))
-    made.play(episode("a"))
+    made.start_episode(episode("a"))
     _, _, why = ended.get(timeout=60)
     assert "No module named 'numpy'" in why
     assert "agent.py, line" in why
@@ -228,7 +228,7 @@ def test_an_agent_that_cannot_be_loaded_is_told_at_once(play, changes, why):
 def test_modules_beside_an_agent_are_found_and_its_own_line_is_named(play, tmp_path):
     (tmp_path / "agents_sibling.py").write_text("TEXT = 'no JSON'")
     made, ended = play("reads")
-    made.play(episode("a"))
+    made.start_episode(episode("a"))
     _, _, why = ended.get(timeout=60)
     line = AGENT[: AGENT.index("return json.loads")].count("\n") + 1
     assert why.startswith("JSONDecodeError")
@@ -257,7 +257,7 @@ sleep 3600 & echo $! > {tmp_path}/other; echo $$ > {tmp_path}/shell"""
         (waits, lambda made: made.close() is None),  # as at the end of the run
         (ends, lambda _: ends_ended.get(timeout=60) == ("a", 1, "")),
     ):
-        made.play(program_episode("a"))
+        made.start_episode(program_episode("a"))
         pids = list(map(pid_in, files))
         assert end(made)
         assert until(lambda pids=pids: all(map(is_gone, pids)))
@@ -267,7 +267,7 @@ sleep 3600 & echo $! > {tmp_path}/other; echo $$ > {tmp_path}/shell"""
 
 @pytest.mark.parametrize("turns", range(4))
 def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, tmp_path):
-    play = play_program(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
+    play = wrap_program(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
     assert cancelled(play(program_episode("a")), turns, 1)
     assert not processes_with(tmp_path)
 
@@ -297,12 +297,12 @@ time.sleep(3600)
 
 def test_a_process_that_reads_nothing_stops_nobody(play, tmp_path):
     made, ended = play("blocks")
-    made.play(episode("a", f"{tmp_path}/hangs"))
+    made.start_episode(episode("a", f"{tmp_path}/hangs"))
     assert until((tmp_path / "hangs").exists)
 
     def play_more():
         for number in range(40):
-            made.play(episode(str(number), "x" * 10_000))
+            made.start_episode(episode(str(number), "x" * 10_000))
         made.stop("a")
 
     telling = threading.Thread(target=play_more, daemon=True)
@@ -318,7 +318,7 @@ def test_a_process_that_reads_nothing_stops_nobody(play, tmp_path):
 def test_of_what_agents_print_the_end_is_kept_and_an_answer_of_many_bytes_refused(play):
     made, ended = play("chatters")
     made.open()
-    made.play(episode("a"))
+    made.start_episode(episode("a"))
     most = 0
     while ended.empty():
         most = max(most, len(made._processes[0].stderr_buffer))
@@ -330,7 +330,7 @@ def test_of_what_agents_print_the_end_is_kept_and_an_answer_of_many_bytes_refuse
 def test_an_end_is_noticed_where_a_fork_holds_the_pipes(play, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_POLL_S", 0.2)
     made, ended = play("forks")
-    made.play(episode("a", f"{tmp_path}/forked"))
+    made.start_episode(episode("a", f"{tmp_path}/forked"))
     assert "its process is gone" in ended.get(timeout=60)[2]
 
 
@@ -351,7 +351,7 @@ def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, scri
     monkeypatch.setattr(tempfile, "tempdir", None)
     # It prints much before it reads its input, which is long.
     made, ended = play(command=("sh", "-c", f"yes | head -c 2000000; {READ_FILE}; {script}"))
-    made.play(program_episode("a", question="x" * 2_000_000))
+    made.start_episode(program_episode("a", question="x" * 2_000_000))
     name, reward, told = ended.get(timeout=30)
     assert (name, reward) == ("a", value)
     assert why in told if why else not told
@@ -361,7 +361,7 @@ def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, scri
 
 def test_programs_end_where_their_process_is_killed(play, tmp_path):
     made, ended = play(command=("sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600"))
-    made.play(program_episode("a"))
+    made.start_episode(program_episode("a"))
     pid = pid_in(tmp_path / "shell")
     [process] = made._processes
     process.kill()

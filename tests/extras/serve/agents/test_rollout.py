@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl.envs.base import Outcome
 from jaxrl.extras.serve.agents import rollout as agent_rollout
-from jaxrl.extras.serve.agents.environment import PlayedEngine
+from jaxrl.extras.serve.agents.environment import AgentEngine
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import Seeds
 from jaxrl.types import flatten_groups
@@ -327,7 +327,7 @@ def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):
 
 
 def test_an_engine_that_fails_ends_the_rollout(tmp_path):
-    engine = make_engine(kind=PlayedEngine, kinds=("full",))
+    engine = make_engine(kind=AgentEngine, kinds=("full",))
     with agents("converses", settings={"folder": str(tmp_path)}, engine=engine) as rollout:
         engine.step = lambda **_: 1 / 0
         with pytest.raises(RuntimeError, match="the engine failed") as caught:

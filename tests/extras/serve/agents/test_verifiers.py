@@ -278,8 +278,10 @@ def test_one_agent_is_trained():
     here, other = "http://127.0.0.1:1/r/0/v1", "https://api.example.org/v1"
     player = trace_of(here, "player")
     episode = SimpleNamespace(traces=[trace_of(other, "user"), player])
-    assert verifiers.trained_trace(episode, here) is player
+    assert verifiers.find_trained_trace(episode, here) is player
     with pytest.raises(ValueError, match="player, second; expected one"):
-        verifiers.trained_trace(SimpleNamespace(traces=[player, trace_of(here, "second")]), here)
+        verifiers.find_trained_trace(
+            SimpleNamespace(traces=[player, trace_of(here, "second")]), here
+        )
     with pytest.raises(ValueError, match="none; expected one"):
-        verifiers.trained_trace(SimpleNamespace(traces=[]), here)
+        verifiers.find_trained_trace(SimpleNamespace(traces=[]), here)
