@@ -107,7 +107,7 @@ def split_minibatches(
 
 
 def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], bool]:
-    """Return a predicate that is True for trajectories to train on; it may raise `UserCodeError`."""
+    """Return a predicate for trajectories to train on; it may raise `UserCodeError`."""
     if (predicate := filter.trajectory_filter) is None:
         return lambda _: True
 

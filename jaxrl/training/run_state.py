@@ -189,7 +189,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Create the progress from the result of `to_json`; drop groups that do not fit `method`."""
+        """Create it from the result of `to_json`, without groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Drop all
@@ -287,7 +287,7 @@ class RunState:
         return move_moments(state, HOST_MEMORY) if offloads else state
 
     def init_or_restore_reference(self, params: Params) -> Params | None:
-        """Return the reference, a copy of the stage's initial policy; None if no KL term needs it."""
+        """Return the reference, a copy of the stage's initial policy; None if it is not needed."""
         if not self.components.method.has_reference:
             return None
         if self.progress.stage_step > 0:
@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the budget is spent, counting pending and prefetched usage."""
+        """Raise `BudgetSpentError` if the budget is spent, including pending and prefetched usage."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
