@@ -129,7 +129,7 @@ class KLBudget:
         """Set multipliers to `max(0, multiplier + rate * (kl - budget))` in measured buckets.
 
         ARES (https://arxiv.org/abs/2510.08457). The multiplier scales the configured coefficient;
-        in the released code, it scales the previous coefficient.
+        the released code multiplies the previous coefficient instead.
 
         Args:
             kls: Divergence in nats per token by bucket, averaged over tokens, then over
@@ -350,7 +350,7 @@ class Controllers:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
-        """Create an instance from the result of `dataclasses.asdict`; missing states start fresh."""
+        """Create an instance from the result of `asdict`; missing states start fresh."""
         new = cls.init(method)
         states = {field.name: getattr(new, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():

@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the budget is spent, including pending and prefetched usage."""
+        """Raise `BudgetSpentError` if all usage, including prefetched groups, exceeds the budget."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger

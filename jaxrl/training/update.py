@@ -96,7 +96,7 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh. Every process has the complete batch and supplies its shards."""
+    """Put a host batch on the mesh; each process has all of it and supplies its own shards."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -179,7 +179,7 @@ class MicroBatchLoop:
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
-        """Run `step` on each micro-batch of `packed` and return the sums; `batch` is on devices."""
+        """Run `step` on each micro-batch of `packed`, whose device copy is `batch`."""
         capacities, attachments = logit_capacities(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(capacities):
@@ -231,7 +231,7 @@ class ScoreStep:
         return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
-        """Score `packed`, whose device copy is `batch`: float32 [A, b, T], 0 where no loss is."""
+        """Score `packed`, whose device copy is `batch`; tokens without loss get 0."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
 
