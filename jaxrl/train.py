@@ -561,7 +561,7 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
 
 
 def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
-    """Return the value of `eval.best_metric`; None if it is unused, missing or not finite.
+    """Return the metric that selects the best checkpoint; None if unused, missing or not finite.
 
     Raises:
         ValueError: The evaluation has no metric of that name.

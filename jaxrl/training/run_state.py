@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if all usage, including prefetched groups, exceeds the budget."""
+        """Raise `BudgetSpentError` if the budget is spent; prefetched groups are included."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
