@@ -186,7 +186,7 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """False after an environment error, which excludes it from the loss and all statistics."""
+        """False after an environment error; the loss and all statistics exclude the trajectory."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
 
     @property
@@ -476,7 +476,7 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """Training state, which the update step changes."""
+    """Parameters, optimizer state and counters, which the update step changes."""
 
     params: Params  # float32 master weights
     opt_state: Any

@@ -69,7 +69,7 @@ def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
-    """Return `seq_mean_token_sum` divided by `max_response_tokens`, which is constant."""
+    """Return `seq_mean_token_sum` divided by `max_response_tokens`, a constant length."""
     return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
 
 

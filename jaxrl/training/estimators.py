@@ -20,7 +20,7 @@ class AdvantageEstimator:
     """The configured advantage estimator. Trajectories with environment errors get 0."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
-        """Prepare the estimator, which compiles on first use; `seed` is for those that sample."""
+        """Prepare the estimator, which compiles on first use. Estimators that sample use `seed`."""
         self._advantage, self._seed = advantage, seed
         estimator, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = estimator.arguments

@@ -120,7 +120,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Config section `optimizer`; or `sft.optimizer`, with defaults for the last three fields."""
+    """Optimizer (config section `optimizer`, or `sft.optimizer` with defaults for the last three)."""
 
     lr: float
     schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up

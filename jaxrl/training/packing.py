@@ -328,7 +328,7 @@ def select_tokens(
 
 
 def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
-    """Omit a prompt's shared tokens from all sequences of a row but the first with that prompt."""
+    """Return a row in which only the first sequence with each prompt keeps the shared tokens."""
     seen: set[int] = set()
     out = []
     for index in row:
@@ -486,10 +486,10 @@ def _fill_arrays(
 def fill_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
-    """Return the arrays of `Tower.input_arrays` and the packed attachments, or {} and None.
+    """Pack attachments; return the arrays of `Tower.input_arrays` and a `PackedAttachments`.
 
-    A device holds each attachment of its rows once. The capacity is the smallest that suffices on
-    every device; see `CAPACITY_DIVISORS`.
+    Returns {} and None without attachments. A device holds each attachment of its rows once. The
+    capacity is the smallest that suffices on every device; see `CAPACITY_DIVISORS`.
 
     Raises:
         ValueError: The attachments exceed the largest capacity.

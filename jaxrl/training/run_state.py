@@ -89,7 +89,7 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """The sampler, which exists unless a model behind an endpoint samples."""
+        """The sampler; missing if a model behind an endpoint samples."""
         assert self.sampler is not None, f"{self.external} plays"
         return self.sampler
 
@@ -189,7 +189,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Create it from the result of `to_json`, without groups that do not fit `method`."""
+        """Create the progress from `to_json`'s result; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Drop all
@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the budget is spent; prefetched groups are included."""
+        """Raise `BudgetSpentError` if the run, including prefetched groups, has spent its budget."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
