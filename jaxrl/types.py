@@ -181,7 +181,7 @@ class Trajectory:
 
     @property
     def task_id(self) -> str:
-        """The task's id in its data set."""
+        """Id of the task in its dataset."""
         return self.task.id
 
     @property
@@ -287,7 +287,7 @@ class Group:
 
     @property
     def task_id(self) -> str:
-        """The task's id in its data set."""
+        """Id of the task in its dataset."""
         return self.trajectories[0].task_id
 
     @property

@@ -189,7 +189,7 @@ def relaxed_kl(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Compute KL factors, smaller for wrong, exploring answers to easy tasks (second chance).
+    """Compute KL factors, reduced for wrong, exploratory answers to easy tasks (second chance).
 
     ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
 

@@ -179,7 +179,7 @@ class AdaptiveKL:
     def update(
         self, kl: float, num_samples: int, *, target: float = 0.1, horizon: int = 10_000
     ) -> AdaptiveKL:
-        """Return `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
+        """Scale the coefficient by `1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`.
 
         Section 2.2 of https://arxiv.org/abs/1909.08593, which also counts samples. NaN (no scored
         tokens) changes nothing.

@@ -45,7 +45,7 @@ from jaxrl.types import Group, Params, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A training stage."""
+    """A training stage, with its optimizer, batch shape and update step."""
 
     num_steps: int
     batch_size: int  # trajectories or demonstrations per mini-batch
@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the run, including prefetched groups, has spent its budget."""
+        """Raise `BudgetSpentError` if the run has spent its budget, prefetched groups included."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
