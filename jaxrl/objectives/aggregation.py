@@ -54,10 +54,7 @@ def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
 
 
 def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
-    """Return weights that average over each trajectory's tokens, then over trajectories.
-
-    Trajectories without trained tokens do not count.
-    """
+    """Return weights that average over tokens, then over trajectories that have tokens."""
     return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
 
 

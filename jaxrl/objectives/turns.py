@@ -17,7 +17,7 @@ def turn_returns(
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """Compute the return from each turn onward, `rest_rewards + sum over s >= t d^(s - t) r_s`.
+    """Compute the return from each turn onward: `rest_rewards + sum_{s >= t} d^(s - t) r_s`.
 
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
     (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the

@@ -304,10 +304,7 @@ class BalanceStep:
 
 
 class GradientStep:
-    """Compiled gradient: `gradient(params, batch, packed)` returns a `GradAccumulator`.
-
-    Gradients are sharded like the trained parameters.
-    """
+    """Gradient, sharded like parameters: `gradient(params, batch, packed) -> GradAccumulator`."""
 
     def __init__(
         self,
