@@ -193,7 +193,7 @@ class Trajectory:
     def error(self) -> str:
         """Message of the environment error; "" if there was none."""
         texts = [turn.error for turn in self.turns if turn.error]
-        return "" if self.is_scored else texts[-1] if texts else "it has no text"
+        return "" if self.is_scored else texts[-1] if texts else "no error message"
 
     def require(self, name: str) -> Any:
         """Return the field `name`, such as `divergence`, which the step must have computed.

@@ -234,7 +234,7 @@ def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypat
     play(run_settings(tiny_world, **BASE), workdir)
     assert contents() == before
     assert lasting(workdir) == lasting(base)
-    said = f"evaluated before, with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
+    said = f"already evaluated with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
     assert said in capsys.readouterr().out.replace("\n", "")
 
 

@@ -384,6 +384,6 @@ def apply_filter(
     if flags.dtype != bool or flags.shape != (count,):
         raise UserCodeError(
             f"config.filter.name names {group_filter.name!r}, which returned {flags.dtype} "
-            f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
+            f"{list(flags.shape)}; expected bool [{count}], one per trajectory."
         )
     return flags

@@ -77,7 +77,7 @@ class AdvantageEstimator:
                 f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
                 f"{list(advantages.shape)} with {np.isfinite(advantages).sum()} finite numbers, "
                 f"from {np.isfinite(columns.rewards).sum()} finite rewards; expected finite "
-                f"{list(shape)}, one a trajectory{' and turn' * (len(shape) == 2)}."
+                f"{list(shape)}, one per trajectory{' and turn' * (len(shape) == 2)}."
             )
         if len(shape) == 1:
             return with_fields(groups, advantage=[float(advantage) for advantage in advantages])

@@ -90,7 +90,7 @@ class Components:
     @property
     def engine(self) -> Sampler:
         """The sampler; missing if a model behind an endpoint samples."""
-        assert self.sampler is not None, f"{self.external} plays"
+        assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
 
 
@@ -373,5 +373,5 @@ class RunState:
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:
             self.save()
-        self.display.activity("waiting for the checkpoint to be on the disk")
+        self.display.activity("waiting for the checkpoint to be written")
         self.checkpointer.wait()
