@@ -168,7 +168,7 @@ def evaluate_step(
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
         evaluate(run_state, params)
-    display.log(f"done; the model of step {step} is in {folder}")
+    display.log(f"done; {folder} contains the model of step {step}")
 
 
 def describe_no_learning(num_steps: int, learning_rate: float) -> str:
@@ -389,7 +389,7 @@ def load_initial_params(run_state: RunState) -> Params:
             display.log(f"{check.operation}: {check.kernel} passes its check: {check.finding}")
         else:
             display.log(
-                f"warning: {check.operation}: {check.kernel} fails its check; trying the next kernel: "
+                f"warning: {check.operation}: {check.kernel} fails its check, trying the next: "
                 f"{check.finding}"
             )
     display.log(f"sampler shapes: {run_state.components.engine.shapes()}")
