@@ -3,21 +3,21 @@
 python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
 Needs models/Qwen2.5-VL-7B-Instruct, and verifiable problems as data/ares/train.jsonl and test.jsonl
-(docs/data.md). The mesh is one host of eight devices of 80 GiB (docs/plan.md); the paper used eight
-hosts. Prompts that are too long with their images are left out. configs/ares_small.py trains the
+(docs/data.md). The mesh is one host with eight 80 GiB devices (docs/plan.md); the paper used eight
+hosts. Prompts that are too long with their images are dropped. configs/ares_small.py trains the
 same method on a laptop.
 
-Hyper-parameters are published, except 500 steps (paper: 50 epochs) and a bootstrap pass over 512
+Hyperparameters are as published, except 500 steps (paper: 50 epochs) and a bootstrap pass over 512
 tasks (paper: all; released code: none). Other differences:
 
-- Training starts from the public instructed model, not from the paper's cold start.
-- KL budgets are the paper's, with token weights, on the configured coefficient. The released code
-  moves one coefficient per difficulty and compounds it.
-- The entropy window of a token starts after it, as in the code. The paper counts the token too.
-- Every token may begin a window. The code requires a trigger word, here an option.
-- The reward's coefficient follows the target of the previous batch. The code moves the target
+- Training starts from the public instruct model, without the paper's cold start.
+- KL budgets and token-level KL weights follow the paper and scale the configured coefficient. The
+  released code multiplies one coefficient per difficulty again and again.
+- The entropy window of a token starts after it, as in the code. The paper includes the token.
+- Every token may start a window. The code requires a trigger word, which is an option here.
+- The reward's coefficient is updated with the previous batch's target. The code updates the target
   first.
-- Groups are filtered by accuracy. The code filters by a reward that all-wrong groups pass.
+- Groups are filtered by accuracy. The code filters by reward, which lets all-wrong groups pass.
 - Videos are not supported. The prompt's wording and the sampler's sizes are ours.
 """
 
@@ -28,7 +28,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set an entropy reward by difficulty, a looser KL term at high entropy, and KL budgets."""
+    """Set GRPO with ARES's entropy reward, KL budgets, and a weaker KL term at high entropy."""
     config.rollout.temperature = 1.0
     config.rollout.top_p = 0.99
     config.filter.name = "accuracy_range"

@@ -1,25 +1,25 @@
-"""BAPO (https://arxiv.org/abs/2601.11037): Qwen2.5-7B-Instruct searches, one host of 8 devices.
+"""BAPO (https://arxiv.org/abs/2601.11037): Qwen2.5-7B-Instruct learns to search, on 8 devices.
 
 python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 
 Needs models/Qwen2.5-7B-Instruct, models/e5-base-v2, 5,000 multi-hop questions as
 data/bapo/train.jsonl, validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as
 data/bapo/eval.jsonl, and Wikipedia 2018 in passages of 100 words as data/wiki18/corpus.jsonl
-(docs/data.md). E5 finds five passages, as published. The Python tool is an extra:
+(docs/data.md). E5 retrieves five passages, as published. The Python tool is an extra:
 pip install -e '.[python-tool]'. configs/bapo_small.py trains the same method on a laptop.
 
-Hyper-parameters are published, except the rate of abstentions that closes the early stage: 0.1,
-where paper and code have 0.05. Other differences:
+Hyperparameters are as published, except the abstention rate at which the stage gate withholds the
+bonus: 0.1 instead of 0.05. Other differences:
 
-- Groups are resampled twice, as the paper counts. The code's loop ends one earlier.
+- Groups are resampled up to twice, as in the paper. The code's loop ends one attempt earlier.
 - Evaluations below the best are counted over the run, as in the code. The best starts at minus
   infinity, not 0.
-- The sample gate's "more than 3 of 8" distinct answers is at least n/2, for any n.
-- Groups are formed by task, not by eight consecutive places.
-- The code ends a response without calls left with an end-of-turn id and trains on it; here it ends.
+- The sample gate requires at least n/2 distinct answers; the paper says "more than 3 of 8".
+- Groups are formed by task, not from eight consecutive trajectories.
+- If no calls are left, the response ends. The code appends an end-of-turn id and trains on it.
 - Python runs in a sandbox without packages and with a fixed clock.
-- A failed search does not count as a score.
-- The tokens of a search result, the prompt's wording and the sampler's sizes are ours.
+- Episodes with a failed search are excluded, not scored.
+- The length of search results, the prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -38,7 +38,7 @@ an honest search, you cannot find out what is asked, say so: \
 
 
 def set_environment(config: ConfigDict) -> None:
-    """Set BAPO's tags, its two tools and its reward."""
+    """Set BAPO's tags, tools and reward."""
     config.env.search.protocol = "bapo"
     config.env.search.tools = ("python",)
     config.reward.weights = {"bapo": 1.0}  # F1, or -1 for a malformed response
@@ -46,7 +46,7 @@ def set_environment(config: ConfigDict) -> None:
 
 
 def set_method(config: ConfigDict) -> None:
-    """Reward abstentions if no sample of a group is right, once accuracy stops rising."""
+    """Set GRPO with BAPO's reward for abstentions, its two gates, and resampling."""
     config.shaping.boundary_aware = True
     config.shaping.stage_level = True
     config.shaping.sample_level = True

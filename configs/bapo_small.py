@@ -1,11 +1,11 @@
-"""BAPO as in configs/bapo.py, on questions of which some have no answer, on a laptop CPU.
+"""The BAPO method of configs/bapo.py on questions, some without an answer, on a laptop CPU.
 
-Search is BM25. Two low evaluations, not five, start the late stage.
+Search is BM25. The late stage starts after more than two low evaluations instead of five.
 
 python -m examples.bapo_world --out=data/bapo_small
 python -m jaxrl.launch --config=configs/bapo_small.py --workdir=runs/bapo_small
 
-Another world's folder may follow the file name: --config=configs/bapo_small.py:data/other
+To use another data folder, append it: --config=configs/bapo_small.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -3,12 +3,12 @@
 python -m examples.quickstart_world --out=data/collapse --max_hops=1
 python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
 
-The quickstart's model and warm start on one-hop questions. Four updates per batch, no KL term,
-small groups and a learning rate that rises to three times the quickstart's reproduce what users of
-search training see after some hundred steps. docs/research/results.md has the result and the
-remedies.
+Uses the quickstart's model and warm start, with one-hop questions. Four updates per batch, no KL
+term, small groups and a learning rate that rises to three times the quickstart's reproduce the
+collapse that users of search training see after hundreds of steps. docs/research/results.md has
+the results and remedies.
 
-Another world's folder may follow the file name: --config=configs/collapse.py:data/other
+To use another data folder, append it: --config=configs/collapse.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
-"""The world of configs/collapse.py with the protection of configs/search_r1_stable.py.
+"""configs/collapse.py with the protection against collapse of configs/search_r1_stable.py.
 
 python -m examples.quickstart_world --out=data/collapse --max_hops=1
 python -m jaxrl.launch --config=configs/collapse_stable.py --workdir=runs/collapse_stable
 
-Another world's folder may follow the file name: --config=configs/collapse_stable.py:data/other
+To use another data folder, append it: --config=configs/collapse_stable.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -4,17 +4,18 @@ python -m jaxrl.launch --config=configs/dapo.py --workdir=runs/dapo
 
 Needs models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
 data/dapo_math/aime24.jsonl (docs/data.md). configs/dapo_small.py trains the same method on a
-laptop. Hyper-parameters are those of the published run, including its warm-up of 10 rollouts
-(paper: 20). Differences: answers are compared by value, not as normalized text; a trajectory
-without sampled tokens is in no mean, where the code divides by zero; the mesh has 64 devices,
-theirs 128 H20. The number of steps, the prompt's wording and the sampler's sizes are ours.
+laptop. Hyperparameters are those of the published run, including its warm-up of 10 rollouts
+(paper: 20). Differences: answers are compared by value, not as normalized text; trajectories
+without sampled tokens are excluded from means, where the code divides by zero; the mesh has 64
+devices instead of 128 H20. The number of steps, the prompt's wording and the sampler's sizes are
+ours.
 
-Three runs were published. The argument selects one, such as --config=configs/dapo.py:early. Their
+The argument selects one of three published runs, such as --config=configs/dapo.py:early. Their
 published scores on AIME 2024 are means of 32 samples:
 
-full                 everything: 52%; the default
-no_dynamic_sampling  also trains on groups that are all right or all wrong: 50%
-early                that, and tokens are averaged within a response first, then over responses: 44%
+full                 the complete method, the default: 52%
+no_dynamic_sampling  also trains on all-correct and all-wrong groups: 50%
+early                in addition, averages tokens within each response first: 44%
 """
 
 from typing import Any
@@ -36,18 +37,18 @@ SETUPS: dict[str, dict[str, Any]] = {
     "no_dynamic_sampling": EVERY_GROUP,
     "early": {**EVERY_GROUP, "loss.aggregation": "seq-mean-token-mean"},
 }
-"""Changes of each published run."""
+"""Changes to the config for each published run."""
 
 
 def set_environment(config: ConfigDict) -> None:
-    """Reward the last `Answer:` line with 1 or -1."""
+    """Reward the last `Answer:` line with 1 if it is correct, else -1."""
     config.env.name = "math"
     config.reward.weights = {"math": 1.0}
     config.reward.correct = "math"
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set clip-higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
+    """Set clip-higher, dynamic sampling, token-level loss and overlong shaping, without KL."""
     config.rollout.temperature = 1.0
     config.filter.name = "varied"
     config.filter.varied.metric = "acc"

@@ -1,9 +1,9 @@
-"""DAPO as in configs/dapo.py, on small word problems, on a laptop CPU.
+"""The DAPO method of configs/dapo.py on short word problems, on a laptop CPU.
 
 python -m examples.math_world --out=data/math
 python -m jaxrl.launch --config=configs/dapo_small.py --workdir=runs/dapo_small
 
-Another world's folder may follow the file name: --config=configs/dapo_small.py:data/other
+To use another data folder, append it: --config=configs/dapo_small.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,13 +1,13 @@
-r"""Warm start, reinforcement learning and evaluation in about a minute, to see that all works.
+r"""Warm start, RL and evaluation in about a minute, to check that everything works.
 
 python -m examples.quickstart_world --out=data/debug --num_people=40 --num_held_out=8 \
     --num_demonstrations=400
 python -m jaxrl.launch --config=configs/debug_tiny.py --workdir=runs/debug
 
-The loss of the warm start falls from 7.3 to about 1.3, and rewards are around 0.2. Hardly any
-answer is right, because nothing is trained long enough.
+The warm start's loss falls from 7.3 to about 1.3, and rewards are around 0.2. Few answers are
+correct, because training is too short.
 
-Another world's folder may follow the file name: --config=configs/debug_tiny.py:data/other
+To use another data folder, append it: --config=configs/debug_tiny.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
-"""Train a small Qwen2.5-VL to look, on a laptop CPU: `make looking`.
+"""Train a small Qwen2.5-VL to answer questions about images, on a laptop CPU: `make looking`.
 
 python -m examples.looking_world --out=data/looking
 python -m jaxrl.launch --config=configs/looking.py --workdir=runs/looking
 
-Another world's folder may follow the file name: --config=configs/looking.py:data/other
+To use another data folder, append it: --config=configs/looking.py:data/other
 """
 
 from ml_collections import ConfigDict

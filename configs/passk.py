@@ -1,14 +1,14 @@
-"""Pass@k training, then Pass@1 (https://arxiv.org/abs/2508.10751): Qwen2.5-7B-Instruct, 8 devices.
+"""Pass@k, then pass@1 training (https://arxiv.org/abs/2508.10751): Qwen2.5-7B-Instruct, 8 devices.
 
 python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
 
 Needs models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl and
 test.jsonl (docs/data.md). configs/passk_small.py trains the same method on a laptop.
-Hyper-parameters are published. As in the paper, training ends with pass@1, here within the run: k
-falls from 4 to 1, which makes the advantages GRPO's. Differences: correctness is a boolean, where
-the code compares rewards with 1 and 0; a group with fewer than k wrong answers teaches nothing,
-where the code divides by zero; only puzzles with one-line solutions are used. Numbers of steps,
-lengths, the prompt's wording and the sampler's sizes are ours.
+Hyperparameters are as published. As in the paper, training ends with pass@1, here in the same run:
+k falls from 4 to 1, which is GRPO. Differences: correctness is a boolean, where the code compares
+rewards with 1 and 0; groups with fewer than k wrong answers have zero advantages, where the code
+divides by zero; only puzzles with one-line solutions are used. The number of steps, the lengths,
+the prompt's wording and the sampler's sizes are ours.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +18,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set the closed-form advantages of sets of k answers."""
+    """Set closed-form pass@k advantages with k = 4."""
     config.rollout.temperature = 1.0
     config.advantage.name = "pass_at_k"
     config.advantage.pass_at_k.k = 4

@@ -1,9 +1,9 @@
-"""Pass@k training, then Pass@1, as in configs/passk.py, on small puzzles, on a laptop CPU.
+"""The pass@k method of configs/passk.py on small puzzles, on a laptop CPU.
 
 python -m examples.puzzle_world --out=data/puzzles
 python -m jaxrl.launch --config=configs/passk_small.py --workdir=runs/passk_small
 
-Another world's folder may follow the file name: --config=configs/passk_small.py:data/other
+To use another data folder, append it: --config=configs/passk_small.py:data/other
 """
 
 from ml_collections import ConfigDict

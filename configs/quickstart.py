@@ -3,7 +3,7 @@
 python -m examples.quickstart_world --out=data/quickstart
 python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
 
-Another world's folder may follow the file name: --config=configs/quickstart.py:data/other
+To use another data folder, append it: --config=configs/quickstart.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-r"""The quickstart played by an agent of Pydantic AI over HTTP.
+r"""The quickstart, with episodes run by a Pydantic AI agent over HTTP.
 
 python3 -m venv agent && agent/bin/pip install "pydantic-ai-slim[openai]"
 python -m examples.calls_world --out=data/calls
@@ -6,10 +6,10 @@ python -m jaxrl.launch --config=configs/quickstart_calls.py --workdir=runs/calls
     --config.stages="('sft','evaluate')"
 python -m jaxrl.launch --config=configs/quickstart_agent.py --workdir=runs/agent
 
-The warm start is that of configs/quickstart_calls.py. From there on, examples/framework_agent.py
-plays all episodes, held-out ones too.
+The warm start is that of configs/quickstart_calls.py. After it, examples/framework_agent.py runs
+all episodes, including held-out ones.
 
-Another world's folder may follow the file name: --config=configs/quickstart_agent.py:data/other
+To use another data folder, append it: --config=configs/quickstart_agent.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
 python -m examples.calls_world --out=data/calls
 python -m jaxrl.launch --config=configs/quickstart_calls.py --workdir=runs/calls
 
-Another world's folder may follow the file name: --config=configs/quickstart_calls.py:data/other
+To use another data folder, append it: --config=configs/quickstart_calls.py:data/other
 """
 
 from ml_collections import ConfigDict

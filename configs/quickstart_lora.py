@@ -1,12 +1,12 @@
-r"""The quickstart's reinforcement learning with an adapter, after a warm start of the whole model.
+r"""The quickstart's RL stage with a LoRA adapter, after a warm start of the full model.
 
     python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/warm \
       --config.stages="('sft',)"
     python -m jaxrl.launch --config=configs/quickstart_lora.py --workdir=runs/lora
 
-Exact match equals that of the whole model, in 80 steps instead of 60 (docs/adapters.md). Everything
-else is as in quickstart.py. The model is 64 wide, so this rank saves no memory; it shows that the
-method learns.
+In 80 steps instead of 60, it reaches the exact match of full training (docs/adapters.md). All other
+settings are those of quickstart.py. The model's width is 64, so a rank of 64 saves no memory; the
+run only shows that the method learns.
 """
 
 from ml_collections import ConfigDict

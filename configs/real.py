@@ -3,10 +3,10 @@
 python -m examples.real_world --out=data/real
 python -m jaxrl.launch --config=configs/real.py --workdir=runs/real
 
-docs/research/real.md has the result and the sources. Prompts have up to 91 tokens, turns of a
-demonstration up to 40, 99% of the documents up to 108.
+docs/research/real.md has the results and sources. Prompts have up to 91 tokens, demonstration turns
+up to 40, and 99% of the documents up to 108.
 
-Another world's folder may follow the file name: --config=configs/real.py:data/other
+To use another data folder, append it: --config=configs/real.py:data/other
 """
 
 from ml_collections import ConfigDict

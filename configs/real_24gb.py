@@ -1,4 +1,4 @@
-"""The world of configs/real.py on one accelerator of 24 GB: a larger model, longer answers.
+"""The data of configs/real.py on one 24 GB accelerator, with a larger model and longer responses.
 
 JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-0.5B-Instruct PRESET=real_24gb
 
@@ -17,7 +17,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
 
 
 def set_sizes(config: ConfigDict) -> None:
-    """Set sizes for one accelerator."""
+    """Set lengths, batch sizes and learning rates for one 24 GB accelerator."""
     config.model.dtype = "bfloat16"
     config.model.remat = "full"
     config.search.local.topk = 3

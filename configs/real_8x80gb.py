@@ -1,4 +1,4 @@
-"""The world of configs/real.py on one host of eight accelerators of 80 GB.
+"""The data of configs/real.py, with sizes for one host with eight 80 GB accelerators.
 
 JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-7B-Instruct PRESET=real_8x80gb
 

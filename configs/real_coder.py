@@ -8,7 +8,7 @@ python -m jaxrl.launch --config=configs/real_coder.py:search_r1 --workdir=runs/c
 The argument is the protocol: `qwen` (tool calls of the chat template, which this model never makes)
 or `search_r1` (tags, explained in the prompt), optionally followed by a comma and the world's
 folder. `config.search.engine` is `local` (BM25), `dense` (all-MiniLM-L6-v2) or `hybrid`. The 50
-questions are drawn from all 1,000, including those whose answer BM25 does not find.
+questions are sampled from all 1,000, including those whose answer BM25 does not find.
 """
 
 from ml_collections import ConfigDict

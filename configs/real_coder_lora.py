@@ -1,4 +1,4 @@
-"""Train an adapter of Qwen2.5-Coder-1.5B-Instruct on an int8 base to search, on a CPU.
+"""Train a LoRA adapter for search on an int8 Qwen2.5-Coder-1.5B-Instruct, on a CPU.
 
 python -m examples.real_world --out=data/real --with_coder
 python -m jaxrl.launch --config=configs/real_coder_lora.py --workdir=runs/coder_lora

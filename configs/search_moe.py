@@ -2,11 +2,11 @@
 
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 
-Needs models/Qwen3-30B-A3B, and questions and documents as configs/search_r1.py. This follows no
-publication as a whole. It is Search-R1 with GSPO (https://arxiv.org/abs/2507.18071): sequence
-ratios, a narrow clip, no KL term and no entropy bonus; and router replay (R3,
-https://arxiv.org/abs/2510.11370). Search is BM25. The numbers are a starting point: no run of this
-size was made. configs/search_moe_small.py trains the same on a laptop.
+Needs models/Qwen3-30B-A3B, and the questions and documents of configs/search_r1.py. It does not
+reproduce a publication. It combines Search-R1 with GSPO (https://arxiv.org/abs/2507.18071), that
+is, sequence ratios, a narrow clip range, no KL term and no entropy bonus, and with router replay
+(R3, https://arxiv.org/abs/2510.11370). Search is BM25. The settings are a starting point and have
+not been run at this size. configs/search_moe_small.py trains the same method on a laptop.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ from jaxrl.config import default_config
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set Search-R1 without a KL term, whose reference would double the memory of weights."""
+    """Set Search-R1 with GSPO and router replay. A KL reference would double weight memory."""
     search_r1.set_method(config)
     config.kl.coef = 0.0
     config.loss.name = "gspo"

@@ -1,11 +1,11 @@
 """The quickstart with the method of configs/search_moe.py and a small mixture of experts.
 
-Search is BM25. The clip is ten times wider, because answers are short.
+Search is BM25. The clip range is ten times wider, because answers are short.
 
 python -m examples.quickstart_world --out=data/quickstart_moe --num_experts=8
 python -m jaxrl.launch --config=configs/search_moe_small.py --workdir=runs/search_moe_small
 
-Another world's folder may follow the file name: --config=configs/search_moe_small.py:data/other
+To use another data folder, append it: --config=configs/search_moe_small.py:data/other
 """
 
 from ml_collections import ConfigDict

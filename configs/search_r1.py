@@ -1,22 +1,22 @@
-"""Search-R1 (https://arxiv.org/abs/2503.09516): Qwen2.5-7B on NQ and HotpotQA, one 8-device host.
+"""Search-R1 (https://arxiv.org/abs/2503.09516): Qwen2.5-7B on NQ and HotpotQA, with 8 devices.
 
 python -m jaxrl.launch --config=configs/search_r1.py --workdir=runs/search_r1
 
 Needs models/Qwen2.5-7B, models/e5-base-v2 (intfloat/e5-base-v2), questions as
 data/nq_hotpotqa/train.jsonl and test.jsonl, and Wikipedia 2018 in passages of 100 words
-(PeterJinGo/wiki-18-corpus) as data/wiki18/corpus.jsonl (docs/data.md). As published, E5 finds three
-passages; the first run builds the index (docs/search.md). Passages in int8 on the devices give the
-same results. configs/search_r1_small.py trains the same method on a laptop.
+(PeterJinGo/wiki-18-corpus) as data/wiki18/corpus.jsonl (docs/data.md). As published, E5 retrieves
+three passages; the first run builds the index (docs/search.md). It is stored in int8 on the
+devices, which gives the same results. configs/search_r1_small.py trains the method on a laptop.
 
-Hyper-parameters are those of the published script, train_grpo.sh. Differences:
+Hyperparameters are those of the published script, train_grpo.sh. Differences:
 
 - GRPO only: there is no critic for the paper's PPO.
 - Three turns share 1,500 sampled tokens, where the script allows 500 per turn.
 - A turn with neither query nor answer ends the episode. The code inserts a retry hint.
-- The advantage divides by the population's standard deviation, with an epsilon of 1e-8.
+- Advantages are divided by the population standard deviation, with an epsilon of 1e-8.
 - Documents cannot forge tags.
-- A failed search does not earn 0: the trajectory counts for nothing.
-- Evaluations come every 100 steps, not 50.
+- Trajectories with a failed search are excluded; they do not get a reward of 0.
+- Evaluations run every 100 steps instead of 50.
 - The prompt's wording and the sampler's sizes are ours.
 """
 
@@ -34,7 +34,7 @@ Question: {question}"""
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set GRPO with a KL term to the first policy and masked observations."""
+    """Set GRPO with a KL term against the initial policy."""
     config.reward.weights = {"exact_match": 1.0}
     config.rollout.temperature = 1.0
     config.advantage.name = "grpo"
@@ -50,7 +50,7 @@ def set_method(config: ConfigDict) -> None:
 
 
 def set_retriever(config: ConfigDict) -> None:
-    """Search Wikipedia 2018 with E5, passages in int8 split over the devices."""
+    """Set dense search of Wikipedia 2018 with E5 and int8 passages, sharded over the devices."""
     config.search.engine = "dense"
     config.search.dense.corpus = "data/wiki18/corpus.jsonl"
     config.search.dense.encoder = "models/e5-base-v2"

@@ -1,13 +1,13 @@
-"""Search-R1 after a shorter description: groups of two, four updates per batch, one device.
+"""Search-R1 from a shorter description: groups of two, four updates per batch, one device.
 
 python -m jaxrl.launch --config=configs/search_r1_brief.py --workdir=runs/search_r1_brief
 
-Differs from the paper (configs/search_r1.py): two answers per question, four updates on every batch
-of one question, a KL term to the policy before them, and rewards for format and for similar
-answers. Needs models/Qwen2.5-0.5B-Instruct, and questions and corpus as configs/search_r1.py
-(docs/data.md). The description leaves the engine open; this is BM25. The bonus for the truth
-replaces what similarity would earn. There is no retry hint. The number of steps and the lengths
-besides the 500 sampled tokens are ours.
+Differences from the paper (configs/search_r1.py): two answers per question, four updates on each
+batch of one question, a KL penalty against the policy before those updates, and rewards for the
+format and for similar answers. Needs models/Qwen2.5-0.5B-Instruct, and the questions and corpus of
+configs/search_r1.py (docs/data.md). The description does not name a search engine; this config uses
+BM25. The exact-match bonus replaces the similarity reward. There is no retry hint. The number of
+steps and all lengths except the 500 sampled tokens are ours.
 """
 
 from ml_collections import ConfigDict
@@ -35,7 +35,7 @@ EXAMPLES = (
 
 
 def set_method(config: ConfigDict) -> None:
-    """Set GRPO with four updates per batch, held near the policy before them."""
+    """Set GRPO with four updates per batch and a KL penalty against the policy before them."""
     config.reward.weights = {"format": 1.0, "answer": 1.0}
     config.reward.correct = "answer"
     config.env.search.search_r1.format_reward = 0.5

@@ -1,11 +1,11 @@
-r"""Search-R1 with an adapter: Qwen3-4B on one GPU of 24 GiB (https://arxiv.org/abs/2503.09516).
+r"""Search-R1 with a LoRA adapter: Qwen3-4B on a 24 GiB GPU (https://arxiv.org/abs/2503.09516).
 
     python -m jaxrl.launch --config=configs/search_r1_lora.py --workdir=runs/search_r1_lora
 
 Method and prompt are those of search_r1.py. Differences: an adapter of rank 32 on all linear
-layers, on bfloat16 weights, with a higher learning rate; 32 questions of 8 trajectories in one
-mini-batch, since one device samples them; three searches instead of two, which share 2,000 tokens
-with the answer; 500 steps; BM25 instead of E5, whose vectors do not fit.
+layers, on bfloat16 weights, with a higher learning rate; one mini-batch of 32 questions with 8
+trajectories each, since there is only one device; three searches instead of two, which share 2,000
+tokens with the answer; 500 steps; BM25 instead of E5, whose vectors do not fit.
 
     jaxrl plan --config=configs/search_r1_lora.py --plan_devices=1 --plan_memory_gib=24 \
       --config.model.path=configs/models/qwen3-4b
@@ -18,7 +18,7 @@ from jaxrl.config import default_config
 
 
 def set_adapter(config: ConfigDict) -> None:
-    """Train an adapter of all linear layers, with a matching learning rate."""
+    """Set a LoRA adapter on all linear layers, with a matching learning rate."""
     config.model.lora.rank = 32
     config.model.lora.alpha = 64.0
     config.model.lora.base_dtype = config.model.dtype

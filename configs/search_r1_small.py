@@ -1,11 +1,11 @@
-"""Search-R1 as in configs/search_r1.py, in the quickstart's world, on a laptop CPU.
+"""The Search-R1 method of configs/search_r1.py on the quickstart's data, on a laptop CPU.
 
 Search is BM25.
 
 python -m examples.quickstart_world --out=data/quickstart
 python -m jaxrl.launch --config=configs/search_r1_small.py --workdir=runs/search_r1_small
 
-Another world's folder may follow the file name: --config=configs/search_r1_small.py:data/other
+To use another data folder, append it: --config=configs/search_r1_small.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,13 +1,14 @@
-"""Search-R1 as in configs/search_r1.py, with protection against collapse.
+"""configs/search_r1.py with protection against collapse.
 
 python -m jaxrl.launch --config=configs/search_r1_stable.py --workdir=runs/search_r1_stable
 
-Needs what configs/search_r1.py needs. The sentinel checks every step (docs/watch.md). If the policy
-goes wrong, the run rolls back to the last good checkpoint, with other samples and half the learning
-rate. If ids, keys, rewards or results are wrong, it stops, since no rollback helps.
+Needs the same files as configs/search_r1.py. The sentinel checks every step (docs/watch.md). If the
+policy deteriorates, the run rolls back to the last healthy checkpoint, with other samples and half
+the learning rate. If ids, keys, rewards or results are wrong, the run stops, because a rollback
+would not help.
 
-configs/collapse_stable.py does the same in a world that collapses on a laptop. There, of seventeen
-changes, this one alone learned as fast as without and ended above plain GRPO's best
+configs/collapse_stable.py uses the same protection in a setup that collapses on a laptop. Of
+seventeen remedies, only this one learned as fast as plain GRPO and ended above its best score
 (docs/research/results.md), so the others are off. It is untested at this size.
 """
 
@@ -19,11 +20,11 @@ NOT_THE_POLICY = (
     *("prompts_differ", "keys_repeat", "advantages_uneven", "ids_differ", "sampler_differs"),
     *("rewards_constant", "suddenly_right", "judge_says_yes", "search_changed"),
 )
-"""Signs of faults that no earlier checkpoint repairs."""
+"""Signs of faults that rolling back cannot fix."""
 
 
 def set_stability(config: ConfigDict) -> None:
-    """Let the sentinel roll back, or stop if that would not help."""
+    """Set the sentinel to roll back, or to stop if a rollback would not help."""
     config.watch.name = "sentinel"
     config.watch.action = "roll_back"
     config.watch.actions = dict.fromkeys(NOT_THE_POLICY, "stop")

@@ -3,7 +3,7 @@
 python -m examples.looking_world --out=data/seeking --kind=seeking
 python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
-Another world's folder may follow the file name: --config=configs/seeking.py:data/other
+To use another data folder, append it: --config=configs/seeking.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """Settings shared by the small versions of the methods: two-layer models on a laptop CPU.
 
-Each method's own settings are in the file of its paper. This file has sizes, rates and paths.
+Settings of a method are in the config of its paper. This file has sizes, learning rates and paths.
 """
 
 from ml_collections import ConfigDict
@@ -9,7 +9,7 @@ from jaxrl.config import default_config
 
 
 def small_world(world: str) -> ConfigDict:
-    """Return a short warm start and a few steps in a world like the quickstart's."""
+    """Return a config with a short warm start and 20 RL steps, on data like the quickstart's."""
     config = default_config().lock()
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 20
@@ -46,7 +46,7 @@ def small_world(world: str) -> ConfigDict:
 
 
 def small_math(world: str) -> ConfigDict:
-    """A warm start of 900 steps and 60 of training on a world of `examples/math_world.py`."""
+    """Return a config with 900 warm-start and 60 RL steps, on data of `examples/math_world.py`."""
     config = small_world(world)
     config.num_steps = 60
     config.env.name = "math"
@@ -58,7 +58,7 @@ def small_math(world: str) -> ConfigDict:
     config.rollout.max_num_seqs = 128
     config.rollout.max_prompt_tokens = 56
     config.rollout.max_response_tokens = 96
-    config.rollout.max_total_tokens = 168  # the longest demonstrations ramble on to there
+    config.rollout.max_total_tokens = 168  # length of the longest demonstrations
 
     config.optimizer.lr = 3e-4
     config.eval.final_suites = ("sampled", "greedy")

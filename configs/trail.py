@@ -1,13 +1,13 @@
-"""Episodes of four times the context, on a laptop CPU: follow a trail of eight people.
+"""Episodes four times as long as the context, on a laptop CPU: follow a trail of eight people.
 
 python -m examples.trail_world --out=data/trail
 python -m jaxrl.launch --config=configs/trail.py --workdir=runs/trail
 
-A context has room for the prompt, a result and the next query. Before the second result, the
-episode continues in a new context with the prompt and the last turn (docs/environments.md). Set
-config.rollout.context.name to 'drop_observations' to keep all queries.
+A context has room for the prompt, a result and the next query. Before each further result, the
+episode continues in a new context with the prompt and the last turn (docs/environments.md). To
+keep all queries, set config.rollout.context.name to 'drop_observations'.
 
-Another world's folder may follow the file name: --config=configs/trail.py:data/other
+To use another data folder, append it: --config=configs/trail.py:data/other
 """
 
 from ml_collections import ConfigDict

@@ -160,7 +160,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
     else:
         progress.ledger += UsageStats.from_json(distributed.broadcast(spent.to_json()))
         text = file.with_suffix(".txt")
-        run_state.display.log(f"evaluated before, with the same settings: {text}")
+        run_state.display.log(f"already evaluated with the same settings: {text}")
     metrics |= progress.ledger.metrics()
     metrics["weights_step"] = progress.effective_weights_step
     run_state.metrics_log.write(progress.step, "evaluate", metrics)
@@ -249,7 +249,7 @@ def run_suites(
     errors = {suite: first_error(flatten_groups(groups_by_suite[suite])) for suite in unscored}
     for suite, error in errors.items():
         display.log(
-            f"warning: {label} {suite}: no question could be scored, since every "
+            f"warning: {label} {suite}: no question could be scored, because every "
             f"episode ended in an environment error; the first: {error}"
         )
     is_only_stage = run_state.settings.stages == ("evaluate",)

@@ -113,8 +113,8 @@ def describe_unsaved_work(run_state: RunState) -> str:
     replies = run_state.settings.replay_folder
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
-        return f"the replies so far are kept in {folder}. The same command requests only the others"
-    return "there was nothing to save yet. The same command starts again"
+        return f"responses so far are saved in {folder}. The same command requests only the rest"
+    return "there was nothing to save yet. The same command starts over"
 
 
 def evaluate_step(
@@ -168,7 +168,7 @@ def evaluate_step(
         folder = workdir / "steps" / str(step)
         components.export(params, folder)
         evaluate(run_state, params)
-    display.log(f"done; {folder} holds the model of step {step}")
+    display.log(f"done; {folder} contains the model of step {step}")
 
 
 def describe_no_learning(num_steps: int, learning_rate: float) -> str:
@@ -389,7 +389,7 @@ def load_initial_params(run_state: RunState) -> Params:
             display.log(f"{check.operation}: {check.kernel} passes its check: {check.finding}")
         else:
             display.log(
-                f"warning: {check.operation}: {check.kernel} gives way to the next kernel: "
+                f"warning: {check.operation}: {check.kernel} fails its check, trying the next: "
                 f"{check.finding}"
             )
     display.log(f"sampler shapes: {run_state.components.engine.shapes()}")

@@ -92,6 +92,6 @@ def sft(run_state: RunState, params: Params) -> Params:
 def supervised_loss(
     logprobs: jax.Array, entropies: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, Metric]]:
-    """Compute the cross-entropy of the tokens in `loss_mask`; a `TokenLoss`."""
+    """Compute the cross-entropy of the tokens in `loss_mask`. Implements `update.TokenLoss`."""
     loss = negative_log_likelihood(logprobs, batch.loss_mask)
     return loss, {"sft/nll_loss": Metric(loss, "loss"), "sft/entropy": Metric(entropies)}

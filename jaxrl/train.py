@@ -109,7 +109,7 @@ def train(run_state: RunState, params: Params) -> Params:
     elif count := len(progress.in_flight_tasks):
         run_state.display.log(
             f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; their "
-            "episodes start again"
+            "episodes start over"
         )
     run_state.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
@@ -429,7 +429,7 @@ def bootstrap_controllers(run_state: RunState) -> None:
     tasks = components.tasks[: count if count >= 0 else None]
     if not tasks:
         return
-    run_state.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
+    run_state.display.log(f"train: setting up the controllers with a rollout of {len(tasks)} tasks")
     sampler = make_sampler(run_state, BOOTSTRAP_STEP, 0, run_state.should_stop)
     groups: list[Group] = []
     size = method.tasks_per_step
@@ -561,7 +561,7 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
 
 
 def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
-    """Return the value of `eval.best_metric`; None if it is unused, missing or not finite.
+    """Return the metric that selects the best checkpoint; None if unused, missing or not finite.
 
     Raises:
         ValueError: The evaluation has no metric of that name.

@@ -181,19 +181,19 @@ class Trajectory:
 
     @property
     def task_id(self) -> str:
-        """The task's id in its data set."""
+        """Id of the task in its dataset."""
         return self.task.id
 
     @property
     def is_scored(self) -> bool:
-        """False after an environment error, which excludes it from the loss and all statistics."""
+        """False after an environment error; the loss and all statistics exclude the trajectory."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
 
     @property
     def error(self) -> str:
         """Message of the environment error; "" if there was none."""
         texts = [turn.error for turn in self.turns if turn.error]
-        return "" if self.is_scored else texts[-1] if texts else "it has no text"
+        return "" if self.is_scored else texts[-1] if texts else "no error message"
 
     def require(self, name: str) -> Any:
         """Return the field `name`, such as `divergence`, which the step must have computed.
@@ -287,7 +287,7 @@ class Group:
 
     @property
     def task_id(self) -> str:
-        """The task's id in its data set."""
+        """Id of the task in its dataset."""
         return self.trajectories[0].task_id
 
     @property
@@ -476,7 +476,7 @@ class Batch:
 
 @struct.dataclass
 class TrainState:
-    """Training state, which the update step changes."""
+    """Parameters, optimizer state and counters, which the update step changes."""
 
     params: Params  # float32 master weights
     opt_state: Any

@@ -84,8 +84,8 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
         with pytest.raises(Interrupted):
             run(settings_of(config), workdir, parts, Display(), lambda: len(written()) > 0)
         told = capsys.readouterr().out
-        kept = f"stopped; the replies so far are kept in {workdir / 'replies'}. The same command"
-        assert f"{kept} requests only the others" in told
+        kept = f"stopped; responses so far are saved in {workdir / 'replies'}. The same command"
+        assert f"{kept} requests only the rest" in told
         assert "nothing to save" not in told
         kept = [json.loads(json.loads(line)["query"]) for line in written()]
         asked = len(server.requests)  # some of them under way, which may be asked again

@@ -58,8 +58,8 @@ def test_a_run_goes_on_with_the_kernels_that_pass(tiny_world, tmp_path, monkeypa
 
     assert "attention: triton, in the sampler xla, where mosaic failed its check" in said
     # A line that begins with `warning:` goes to standard error.
-    warnings = [line for line in said if "gives way to the next kernel" in line]
-    assert [line.split(" gives way")[0] for line in warnings] == [
+    warnings = [line for line in said if "trying the next: " in line]
+    assert [line.split(" fails its check")[0] for line in warnings] == [
         "warning: attention of the update: mosaic",
         "warning: attention of the sampler, decoding: mosaic",
         "warning: attention of the sampler, decoding: triton",

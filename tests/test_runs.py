@@ -237,7 +237,7 @@ def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypat
     play(run_settings(tiny_world, **BASE), workdir)
     assert contents() == before
     assert lasting(workdir) == lasting(base)
-    said = f"evaluated before, with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
+    said = f"already evaluated with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
     assert said in capsys.readouterr().out.replace("\n", "")
 
 
@@ -397,7 +397,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     told = capsys.readouterr().err
     reason = "ended in an environment error; the first: no route to host"
     assert told.count(f"warning: each of the 16 episodes of this batch {reason}") == 2
-    assert told.count(f"no question could be scored, since every episode {reason}") == 2
+    assert told.count(f"no question could be scored, because every episode {reason}") == 2
     assert told.count("NOTHING WAS LEARNED in the 2 steps of the train stage") == 1
     assert told.splitlines()[-1].startswith("warning: NOTHING WAS LEARNED")
     assert "nan" not in told

@@ -278,7 +278,7 @@ def _same_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _group_counts(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Return the size of each trajectory's group and its number of correct members; 0 if none."""
+    """Return the size and correct members of each trajectory's group; 0 for negative ids."""
     same = _same_group(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 

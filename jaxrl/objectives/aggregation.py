@@ -54,10 +54,7 @@ def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
 
 
 def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
-    """Return weights that average over each trajectory's tokens, then over trajectories.
-
-    Trajectories without trained tokens do not count.
-    """
+    """Return weights that average over tokens, then over trajectories that have tokens."""
     return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
 
 
@@ -69,7 +66,7 @@ def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
-    """Return `seq_mean_token_sum` divided by `max_response_tokens`, which is constant."""
+    """Return `seq_mean_token_sum` divided by `max_response_tokens`, a constant length."""
     return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
 
 

@@ -35,7 +35,7 @@ def k3(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
 
 
 def absolute(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
-    """Return the absolute log-ratio, verl's `abs`."""
+    """Return the absolute value of the log-ratio, verl's `abs`."""
     # jnp.abs has gradient 1 at 0, the value of every log-ratio at the first update.
     return jnp.sign(log_ratios) * log_ratios
 

@@ -182,7 +182,7 @@ def _surrogates(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Compute the surrogate losses with the unclipped and with the clipped ratio."""
+    """Compute the unclipped and the clipped surrogate loss."""
     ratio = jnp.exp(log_ratio)
     return -ratio * advantages, -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
 

@@ -46,7 +46,7 @@ def boundary_aware_rewards(
     bonus: float = 0.5,
     max_rate: float = 0.1,
 ) -> Float[np.ndarray, " N"]:
-    """Reward abstentions in groups without a positive score, and only there.
+    """Reward abstentions, but only in groups without a positive score.
 
     BAPO (https://arxiv.org/abs/2601.11037). In a group without a positive score, each well-formed
     abstention gains `bonus`; in any other group its reward is 0. Two gates keep the policy from
@@ -189,7 +189,7 @@ def relaxed_kl(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Compute KL factors, smaller for wrong, exploring answers to easy tasks (second chance).
+    """Compute KL factors, reduced for wrong, exploratory answers to easy tasks (second chance).
 
     ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
 

@@ -17,15 +17,15 @@ def turn_returns(
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """Compute the return from each turn onward: `rest_rewards + sum over s >= t of d^(s - t) r_s`.
+    """Compute the return from each turn onward: `rest_rewards + sum_{s >= t} d^(s - t) r_s`.
 
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
     (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the
-    last turn, a row continues with `rest_rewards`, which are not discounted. Sums are in float64,
+    last turn, a row continues with `rest_rewards`, which are not discounted. Sums use float64,
     so that equal returns stay equal in any order of summation.
 
     Args:
-        rest_rewards: Trajectory-level reward, not assigned to any turn, such as answer correctness.
+        rest_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.
         turn_rewards: Reward of each turn, 0 for missing turns. It must depend only on that turn,
             its observation and earlier turns.
         discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the

@@ -1,7 +1,7 @@
 """Collection of a step's groups: take tasks, roll out, shape rewards, filter.
 
-Decisions depend on the trajectories of all processes, in task order, so all processes make the same
-decisions.
+Decisions are based on the trajectories of all processes, in task order, so all processes make the
+same decisions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, flatten_g
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
 DivergenceFn = Callable[[Sequence[Group]], list[Group]]
-"""Function that adds the divergence of each trajectory, if the method uses it."""
+"""Function that adds a divergence to each trajectory, if the method uses it."""
 
 
 class NotEnoughGroupsError(ValueError):
-    """The filter kept too few groups within `filter.max_batches`, or all tasks are skipped."""
+    """Too few groups passed the filter within `filter.max_batches`, or all tasks are skipped."""
 
 
 FATAL_ERRORS = (
@@ -44,7 +44,7 @@ FATAL_ERRORS = (
     UserCodeError,
     BudgetSpentError,
 )
-"""Errors that end a run while it collects. Finished work is saved first."""
+"""Errors during collection that end the run, after completed steps are saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +55,19 @@ class CollectedGroups:
     buffered_groups: list[Group]  # surplus groups, for the next step
     in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
     num_tasks_taken: int  # total number of tasks taken from the stream
-    sampled_stats: list[GroupStats]  # all sampled groups, also those that did not pass the filter
+    sampled_stats: list[GroupStats]  # all sampled groups, including those that the filter dropped
     metrics: dict[str, float]
     ledger: UsageStats = field(default_factory=UsageStats)  # usage, dropped groups included
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON values without loss, before divergences are measured."""
+        """Convert to plain JSON values, without loss if divergences are not measured yet."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUP_FIELDS}
         return {**plain, **groups}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> CollectedGroups:
-        """Restore what `to_json` returned."""
+        """Create an instance from the result of `to_json`."""
         fields: dict[str, Any] = {
             n: serialization.groups_from_json(saved[n]) for n in _GROUP_FIELDS
         }
@@ -81,12 +81,12 @@ _GROUP_FIELDS = ("groups", "buffered_groups")
 
 @dataclass(kw_only=True)
 class StepSampler:
-    """Sampler of a step's groups, over all processes, with their usage."""
+    """Sampler of a step's groups on all processes, which also adds up their usage."""
 
     rollout: RolloutFunction  # rollout over all processes
     sampling: SamplingConfig
     should_stop: Callable[[], bool] = lambda: False
-    progress: Callable[[int, int], None] = lambda done, total: None  # counts trajectories
+    progress: Callable[[int, int], None] = lambda done, total: None  # shows trajectories done
     check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
     on_usage: Callable[[UsageStats], None] = lambda usage: None  # receives all usage so far
     prices: Mapping[str, float] = field(default_factory=dict)  # price of an attempt, by tool
@@ -95,7 +95,7 @@ class StepSampler:
     records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
     def sample(self, draws: Sequence[Draw]) -> list[Group]:
-        """Sample a group for each draw, and return the finished ones.
+        """Sample a group for each draw, and return the groups that are complete.
 
         Raises:
             BudgetSpentError: The run has spent its budget.
@@ -113,10 +113,10 @@ class StepSampler:
         return groups
 
     def sample_with_retries(self, draws: Sequence[Draw], attempts: int) -> tuple[list[Group], int]:
-        """Sample groups, and resample those without a reward above 0 or an abstention.
+        """Sample groups, and resample those that have neither a positive reward nor an abstention.
 
         BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the complete group, and the
-        last attempt counts, whatever its rewards.
+        last attempt is used regardless of its rewards.
 
         Returns:
             The groups, and the number of resampled groups, counted once per attempt.
@@ -132,7 +132,7 @@ class StepSampler:
             resampled = self.sample(
                 [dataclasses.replace(draws[i], attempt=attempt) for i in indices]
             )
-            # Every draw has a group: the config refuses unfinished_tasks together with retries.
+            # Every draw has a group: validation rejects unfinished_tasks together with retries.
             for index, group in zip(indices, resampled, strict=True):
                 groups[index] = group
             num_resampled += len(indices)
@@ -154,16 +154,16 @@ def collect(
     """Sample batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
     Args:
-        sampler: Sampler of groups.
-        stream: Tasks in order.
-        method: Method of the run.
+        sampler: Sampler of the step.
+        stream: Stream of training tasks.
+        method: Training method.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
-        buffered_groups: Groups that earlier steps did not need.
-        in_flight_tasks: Stream indices of the tasks in flight.
+        buffered_groups: Surplus groups from earlier steps.
+        in_flight_tasks: Stream indices of tasks that earlier steps started but did not finish.
         controllers: Controllers before the step. They hold the tasks to skip, the early or late
             stage, and the KL coefficient for the filter.
-        add_divergences: Function that adds divergences, for a filter on rewards minus their KL
-            term.
+        add_divergences: Function that adds divergences, for a filter on rewards minus the KL
+            penalty.
         failures: Counter of failed batches, and log for warnings.
 
     Raises:
@@ -177,7 +177,7 @@ def collect(
     sampler.unfinished = [
         Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
     ]
-    # Groups without any reward are resampled, in the early stage only on request.
+    # Groups without a positive reward are resampled; in the early stage, only on request.
     should_resample = controllers.is_late or settings.resample_early
     attempts = settings.resample_attempts if should_resample else 0
     while len(accepted) < num_wanted:
@@ -193,7 +193,7 @@ def collect(
         draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
         groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
         failures.count(flatten_groups(groups))
-        # The filter sees shaped rewards.
+        # The filter uses shaped rewards.
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
             shaped = add_divergences(shaped)
@@ -267,7 +267,7 @@ def draw(
 
 
 def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
-    """Return metrics of all groups that a step sampled; shares are NaN without groups."""
+    """Return metrics over all groups that a step sampled; shares are NaN if there are none."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
     return {
@@ -282,7 +282,7 @@ def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[
 
 
 def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
-    """Describe the numbers of groups of each kind, and the first error."""
+    """Describe how many groups of each kind there are, and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
@@ -291,9 +291,9 @@ def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
 
 
 def describe_failures(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
-    """Describe how many episodes of a step failed, and the first error; None if none or all did.
+    """Describe how many episodes of a step failed, and the first error; None if none or all failed.
 
-    `FailureCounter` reports batches in which all failed.
+    `FailureCounter` reports batches in which every episode failed.
     """
     total = len(sampled_stats) * group_size
     failed = total - sum(group.num_scored for group in sampled_stats)
@@ -324,13 +324,13 @@ def _filter_groups(
 ) -> list[Group]:
     """Return the groups that pass the filter.
 
-    With advantages by turn, a group passes if it passes on the returns of any one turn.
+    With advantages by turn, a group passes if its returns pass for any turn.
 
     Args:
-        groups: Groups with shaped rewards, and divergences if the filter compares the KL term.
-        unshaped: The same groups before their rewards were shaped.
-        method: Method with the filter.
-        kl_coef: Coefficient of the KL term in the reward.
+        groups: Groups with shaped rewards, and divergences if the filter uses the KL penalty.
+        unshaped: The same groups before reward shaping.
+        method: Training method; `method.filter` is the filter.
+        kl_coef: Coefficient of the KL penalty in the reward.
     """
     group_filter = method.filter.group_filter
     if group_filter is None:
@@ -359,8 +359,8 @@ def _filter_groups(
 
         passes |= apply_filter(group_filter, column, len(passes))
     accepted = {int(index) for index in columns.group_ids[passes]}
-    # A lone survivor of environment errors has nothing to be compared with. A configured group size
-    # of 1 is intended.
+    # A single trajectory left after environment errors has nothing to be compared with. A
+    # configured group size of 1 is intended.
     min_scored = min(2, method.group_size)
     return [
         group for i, group in enumerate(groups) if i in accepted and len(group.scored) >= min_scored
@@ -370,12 +370,12 @@ def _filter_groups(
 def apply_filter(
     group_filter: NamedFunction, column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
-    """Apply the filter to `count` trajectories; return bool `[count]`.
+    """Apply the filter to `count` trajectories, and return bool `[count]`.
 
-    `column` returns an array by name.
+    `column` returns the array with a given name.
 
     Raises:
-        UserCodeError: The filter failed, or returned another dtype or shape.
+        UserCodeError: The filter failed, or returned a wrong dtype or shape.
     """
     call_filter = wrap_user_code(
         group_filter.key, group_filter.name, lambda *arrays: np.asarray(group_filter(*arrays))
@@ -384,6 +384,6 @@ def apply_filter(
     if flags.dtype != bool or flags.shape != (count,):
         raise UserCodeError(
             f"config.filter.name names {group_filter.name!r}, which returned {flags.dtype} "
-            f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
+            f"{list(flags.shape)}; expected bool [{count}], one per trajectory."
         )
     return flags

@@ -1,9 +1,9 @@
-"""States that a run adapts between steps: coefficients, targets, gates, difficulties.
+"""Adaptive controllers, updated between steps: coefficients, targets, gates, difficulties.
 
-Every state is a frozen dataclass of plain JSON values, and checkpoints store it as JSON. `update`
-returns the next state; settings are arguments, not state. `Controllers` holds the states that the
-method uses. `update_controllers` updates them from the trajectories of a step, `update_stage_gate`
-from an evaluation.
+The state of a controller is a frozen dataclass of plain JSON values, stored in checkpoints as JSON.
+`update` returns the next state; settings are arguments, not state. `Controllers` holds the states
+that the method uses. `update_controllers` updates them from the trajectories of a step,
+`update_stage_gate` from an evaluation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jaxrl.training.method import (
 from jaxrl.types import EntropyWindows, Group, GroupStats, Trajectory, flatten_groups, with_fields
 
 BUCKETS = ("easy", "medium", "hard")
-"""Difficulties of tasks for the current policy."""
+"""Difficulty buckets of tasks, under the current policy."""
 
 KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
-"""ARES's bounds on the KL divergence to the reference, in nats, by difficulty."""
+"""Budgets of the KL divergence from the reference in ARES, in nats, by difficulty."""
 
 
 def grade_difficulty(num_correct: int, num_samples: int) -> str:
-    """Grade a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
+    """Grade a task: easy if at least 2/3 of its samples are correct, medium from 1/3, else hard.
 
-    ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
+    ARES (https://arxiv.org/abs/2510.08457). Compares integers, so that 2 of 3 is exactly 2/3.
     """
     if 3 * num_correct >= 2 * num_samples:
         return "easy"
@@ -50,7 +50,7 @@ def grade_difficulty(num_correct: int, num_samples: int) -> str:
 
 @dataclass(frozen=True)
 class DifficultyBuckets:
-    """Difficulty of every task when it was last sampled."""
+    """Difficulty of each task when it was last sampled."""
 
     buckets: dict[str, str] = field(default_factory=dict)  # by task id
 
@@ -114,7 +114,7 @@ class EntropyCoefficients:
 
 @dataclass(frozen=True)
 class KLBudget:
-    """A multiplier of the KL coefficient for each difficulty, by dual ascent on a budget."""
+    """Multipliers of the KL coefficient by difficulty, set by dual ascent on a KL budget."""
 
     # By bucket.
     multipliers: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 1.0))
@@ -126,16 +126,16 @@ class KLBudget:
         budgets: Mapping[str, float] = KL_BUDGETS,
         rate: float = 0.01,
     ) -> KLBudget:
-        """Return `max(0, multiplier + rate * (kl - budget))`; unmeasured buckets do not change.
+        """Set multipliers to `max(0, multiplier + rate * (kl - budget))` in measured buckets.
 
         ARES (https://arxiv.org/abs/2510.08457). The multiplier scales the configured coefficient;
-        the released code compounds it.
+        the released code multiplies the previous coefficient instead.
 
         Args:
             kls: Divergence in nats per token by bucket, averaged over tokens, then over
                 trajectories. NaN means no measurement.
-            budgets: Target divergence in nats by bucket.
-            rate: Change of a multiplier per nat.
+            budgets: Target divergence in nats per token, by bucket.
+            rate: Change of a multiplier per nat above the budget.
         """
         updated = {
             bucket: max(0.0, self.multipliers[bucket] + rate * (float(kl) - budgets[bucket]))
@@ -147,7 +147,7 @@ class KLBudget:
 
 @dataclass(frozen=True)
 class StageGate:
-    """Detector of the end of the early stage, in which correctness still rises."""
+    """Stage gate, which ends the early stage of training when correctness stops rising."""
 
     best: float | None = None  # best validation so far; None before the first
     tolerance: int = 0  # number of validations below the best at that time
@@ -156,9 +156,8 @@ class StageGate:
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
         """Update after one validation.
 
-        BAPO (https://arxiv.org/abs/2601.11037). Validations below the best count over the complete
-        run; they need not be consecutive. More than `max_tolerance` of them end the early stage for
-        good.
+        BAPO (https://arxiv.org/abs/2601.11037). The late stage begins, for good, after more than
+        `max_tolerance` validations below the best so far. They need not be consecutive.
 
         Args:
             value: Mean correctness without bonuses. NaN changes nothing.
@@ -173,17 +172,17 @@ class StageGate:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A KL coefficient that holds the divergence near a target."""
+    """KL coefficient with proportional control, which keeps the divergence near a target."""
 
     coef: float
 
     def update(
         self, kl: float, num_samples: int, *, target: float = 0.1, horizon: int = 10_000
     ) -> AdaptiveKL:
-        """Return `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
+        """Scale the coefficient by `1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`.
 
         Section 2.2 of https://arxiv.org/abs/1909.08593, which also counts samples. NaN (no scored
-        token) changes nothing.
+        tokens) changes nothing.
 
         Args:
             kl: Divergence of the batch in nats per token.
@@ -199,7 +198,7 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class LogKL:
-    """A KL coefficient that follows a target divergence slowly, on a logarithmic scale."""
+    """KL coefficient adapted slowly, on a log scale, to keep the divergence near a target."""
 
     coef: float
     average: float = 0.0  # moving average of kl / target - 1
@@ -220,8 +219,8 @@ class LogKL:
         """Average the error `kl / target - 1`, and change the coefficient every `every` updates.
 
         The change is `log coef += rate * clip(average, -0.2, 0.2)`. ARES's code
-        (https://github.com/shawn0728/ARES) runs this in place of the paper's dual ascent,
-        `KLBudget`. It averages the divergence and, at changes only, averages the error again. Here
+        (https://github.com/shawn0728/ARES) uses this instead of the paper's dual ascent,
+        `KLBudget`. It averages the divergence and, only at changes, averages the error again. Here
         the error is averaged once per update. NaN changes nothing.
 
         Args:
@@ -230,7 +229,7 @@ class LogKL:
             decay: Decay of the average per update.
             rate: Change of the logarithm per unit of clipped average error.
             every: Number of updates between changes of the coefficient.
-            dead_zone: Average error below which nothing changes.
+            dead_zone: Absolute average error below which the coefficient does not change.
             min_coef: Lower bound of the coefficient.
             max_coef: Upper bound of the coefficient.
         """
@@ -250,7 +249,7 @@ def _clip(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class EntropyThreshold:
-    """Window entropy at which a token counts as undecided."""
+    """Threshold from which a window entropy counts as high."""
 
     value: float | None = None  # nats; None before the first estimate
 
@@ -261,16 +260,16 @@ class EntropyThreshold:
         percentile: float = 95.0,
         decay: float = 0.99,
     ) -> EntropyThreshold:
-        """Move toward the median over samples of a high percentile of their window entropies.
+        """Move the threshold toward the median over samples of their window-entropy percentile.
 
-        The first estimate becomes the value. Later ones give
+        The first estimate becomes the value. Later estimates update it to
         `decay * value + (1 - decay) * estimate`. Samples without windows are ignored, and so are
-        samples with a non-finite value, which would stay in the average forever. Without any
-        sample, nothing changes.
+        samples with a non-finite value, which would stay in the average forever. If no samples are
+        left, nothing changes.
 
         Args:
             window_entropies: Defined window entropies of each sample in nats, 1-D.
-            percentile: Percentile of a sample's windows, interpolated linearly.
+            percentile: Percentile of a sample's windows, 0 to 100, interpolated linearly.
             decay: Decay of the moving average.
         """
         samples = [
@@ -287,7 +286,7 @@ class EntropyThreshold:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Tasks that are not sampled anymore: all samples solved them with low entropy."""
+    """Tasks that are no longer sampled: all samples solved them with low entropy."""
 
     task_ids: dict[str, float] = field(default_factory=dict)  # mean entropy in nats by task id
 
@@ -326,7 +325,7 @@ class SkipSet:
 
 @dataclass(frozen=True)
 class Controllers:
-    """All adaptive states; None for those that the method does not use."""
+    """States of all adaptive controllers; None for those that the method does not use."""
 
     gate: StageGate | None = None
     threshold: EntropyThreshold | None = None
@@ -351,7 +350,7 @@ class Controllers:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
-        """Restore what `dataclasses.asdict` returned; missing states start new."""
+        """Create an instance from the result of `asdict`; missing states start fresh."""
         new = cls.init(method)
         states = {field.name: getattr(new, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
@@ -362,12 +361,12 @@ class Controllers:
 
     @property
     def is_late(self) -> bool:
-        """False in the early stage of a stage-level method, else True."""
+        """False in the early stage of a method with a stage gate, else True."""
         return self.gate is None or self.gate.is_late
 
     @property
     def entropy_threshold(self) -> float | None:
-        """Window entropy in nats at which a token counts as undecided; None if unknown."""
+        """Threshold in nats from which a window entropy counts as high; None if unknown."""
         return None if self.threshold is None else self.threshold.value
 
     def bucket(self, task_id: str) -> str:
@@ -379,7 +378,7 @@ class Controllers:
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Return the numbers of all states as `controller/<name>/<field>`; tasks as counts."""
+        """Return all states as metrics `controller/<name>/<field>`; tasks become counts."""
         states = dataclasses.asdict(self)
         if self.buckets is not None:
             counts = Counter(self.buckets.buckets.values())
@@ -408,18 +407,18 @@ def update_controllers(
     method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
-    """Return the controllers after a step's samples, and its groups with marked windows.
+    """Update the controllers from a step's groups; return them, and the groups with `windows`.
 
-    A step uses the `kl` state from before the step: otherwise the divergence would set the
+    The step uses the `kl` state from before it, because otherwise a divergence would set the
     coefficient of its own penalty. It uses all other states as returned here. Divergences are
-    measured before the update.
+    measured before the parameter update.
 
     Args:
         controllers: Controllers before the step.
-        groups: Groups to train on, with divergences.
-        sampled_stats: All sampled groups, whether they passed the filter or not.
-        method: Method of the run, with the rates of change.
-        is_trigger: Ids that may count as undecided, bool [V]; None counts all.
+        groups: Groups to train on, with divergences if the method needs them.
+        sampled_stats: Statistics of all sampled groups, including those that the filter dropped.
+        method: Training method, with the settings of the controllers.
+        is_trigger: bool [V], True for token ids that may start a high-entropy window; None for all.
     """
     groups, shaping = list(groups), method.shaping
     scored = [group for group in groups if group.scored]
@@ -432,7 +431,7 @@ def update_controllers(
             [len(group.scored) for group in scored],
         )
     # Skip tasks that all samples solved with low entropy. Groups with environment errors do not
-    # count: a single survivor would skip its task for good.
+    # count: a single remaining sample could skip its task for good.
     if controllers.skipped is not None:
         complete = [stats for stats in sampled_stats if stats.num_scored == method.group_size]
         updated["skipped"] = controllers.skipped.update(
@@ -486,12 +485,12 @@ def update_controllers(
 def update_stage_gate(
     controllers: Controllers, correctness: float, shaping: ShapingSettings
 ) -> Controllers:
-    """Return the controllers after an evaluation.
+    """Return the controllers with the stage gate updated after an evaluation.
 
     Args:
         controllers: Controllers before the evaluation.
         correctness: Share of correct greedy answers; NaN if nothing was scored.
-        shaping: Settings with the tolerance of the early stage.
+        shaping: Settings of reward shaping, with the gate's tolerance.
     """
     if controllers.gate is None:
         return controllers
@@ -517,7 +516,7 @@ def _mark_windows(
     is_trigger: np.ndarray | None,
     shaping: ShapingSettings,
 ) -> EntropyWindows:
-    """Return the windows of one trajectory. Those that reach the threshold in nats are high."""
+    """Return the windows of a trajectory, marked high where they reach the threshold in nats."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]
@@ -538,7 +537,7 @@ def _mark_windows(
 
 
 def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
-    """Return the task id and nats per token of each measured trajectory with trained tokens."""
+    """Return the task id and mean divergence, in nats per token, of each measured trajectory."""
     return [
         (t.task_id, t.divergence.mean)
         for t in flatten_groups(groups)

@@ -20,7 +20,7 @@ class AdvantageEstimator:
     """The configured advantage estimator. Trajectories with environment errors get 0."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
-        """Prepare the estimator, which compiles on first use; `seed` is for those that sample."""
+        """Prepare the estimator, which compiles on first use. Estimators that sample use `seed`."""
         self._advantage, self._seed = advantage, seed
         estimator, function = advantage.estimator, advantage.estimator.function
         names = self._arrays = estimator.arguments
@@ -77,7 +77,7 @@ class AdvantageEstimator:
                 f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
                 f"{list(advantages.shape)} with {np.isfinite(advantages).sum()} finite numbers, "
                 f"from {np.isfinite(columns.rewards).sum()} finite rewards; expected finite "
-                f"{list(shape)}, one a trajectory{' and turn' * (len(shape) == 2)}."
+                f"{list(shape)}, one per trajectory{' and turn' * (len(shape) == 2)}."
             )
         if len(shape) == 1:
             return with_fields(groups, advantage=[float(advantage) for advantage in advantages])

@@ -106,7 +106,7 @@ def explain_no_learning(
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
         return f"no trajectory had a signal: all compared values were equal (rewards {spread})"
     if not update_metrics:
-        return "no trajectory has a loss (config.filter.trajectories leaves all of them out)"
+        return "no trajectory has a loss (config.filter.trajectories excludes all of them)"
     if all(m["skipped"].value for m in update_metrics):
         return "its update was skipped, since the gradient was not finite"
     return None

@@ -68,7 +68,7 @@ class ProgressBar(Protocol):
         """Print text that stays on screen."""
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Begin the progress line of a stage."""
+        """Start the progress line of a stage."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show the main metrics of a step."""

@@ -120,7 +120,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Config section `optimizer`, or `sft.optimizer`, which lacks the last three fields."""
+    """Optimizer (config section `optimizer`, or `sft.optimizer` without the last three fields)."""
 
     lr: float
     schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up

@@ -41,8 +41,7 @@ def make_minibatches(
     Environment errors and trajectories that `filter.trajectories` drops are excluded; the latter
     still count in their group's statistics. With `optimizer.skip_signal_free`, trajectories with an
     advantage of 0 go to `PackedBatch.rest`, which yields metrics but no gradient, unless another
-    loss term gives them a gradient. They still count in the aggregation that sets the token weights
-    of the others.
+    loss term gives them a gradient. They still count in `loss.aggregation`.
 
     Args:
         groups: Groups with advantages, and with divergences if the method needs them.
@@ -107,7 +106,7 @@ def split_minibatches(
 
 
 def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], bool]:
-    """Return a predicate for trajectories to train on, which may raise `UserCodeError`."""
+    """Return a predicate for trajectories to train on; it may raise `UserCodeError`."""
     if (predicate := filter.trajectory_filter) is None:
         return lambda _: True
 
@@ -143,7 +142,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.nda
 
 
 def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
-    """Add observations to the loss mask if `mask_observations` is off, without repeated tokens."""
+    """Add observations, except repeated tokens, to the loss mask if `mask_observations` is off."""
     if loss.mask_observations:
         return trajectory
     is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length

@@ -13,7 +13,7 @@ from jaxrl.training.method import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
-    """Return a linear warm-up followed by `schedule` down to `final_lr_fraction` of the peak."""
+    """Return the learning-rate schedule: a linear warm-up followed by `settings.schedule`."""
     peak, warmup, schedule = settings.lr, settings.warmup_steps, settings.schedule
     offered = {
         "peak": peak,

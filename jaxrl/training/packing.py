@@ -1,4 +1,4 @@
-"""Packing of trajectories into batches; nothing else packs or pads."""
+"""Packing of trajectories into batches. No other module packs or pads."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch
 
 CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
-"""Divisors of the maximum attachment capacity. Each one in use compiles a program."""
+"""Divisors of the maximum attachment capacity. Each divisor in use compiles a program."""
 
 
 class TokenSequence(Protocol):
-    """The part of a trajectory or a demonstration that packing reads."""
+    """Attributes of a trajectory or demonstration that packing uses."""
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 [L]."""
+        """Token ids: int32 [L]."""
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """Bool [L]."""
+        """True for tokens to train on: bool [L]."""
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
-        """float32 [L], nats."""
+        """Log-probabilities from the sampler, in nats: float32 [L]."""
 
     @property
     def contexts(self) -> tuple[tuple[int, int], ...]:
-        """See `Trajectory.contexts`."""
+        """Start of each context after the first, and its repeated tokens; see `Trajectory`."""
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Attachments with tokens in the sequence."""
+        """Attachments, in the order of their placeholder tokens."""
 
     @property
     def token_arrays(self) -> Mapping[str, np.ndarray]:
@@ -50,7 +50,7 @@ class TokenSequence(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """The shape of all mini-batches of a stage, which share one compilation."""
+    """Shape of all mini-batches of a stage, which share one compilation."""
 
     num_micro: int  # A, micro-batches
     micro_rows: int  # b, rows of a micro-batch; a multiple of data * fsdp * expert
@@ -71,7 +71,7 @@ class BatchShape:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that fit for any lengths."""
+        """Number of sequences that fit regardless of their lengths."""
         sequences_per_row = self.row_tokens // (self.max_tokens or self.row_tokens)
         return self.num_micro * self.micro_rows * sequences_per_row
 
@@ -91,11 +91,11 @@ class BatchShape:
             num_sequences: Number of sequences in a mini-batch.
             micro_rows: Number of full-length sequences that a micro-batch holds.
             row_tokens: Length of the longest sequence.
-            shards_with_prompts: Number of devices that split the rows if kernels share prompts,
-                else 0. Each device then has one long row per micro-batch in place of its several:
-                more sequences share a prompt, and there is less padding. These kernels skip what a
-                token does not attend to.
-            settings: Further fields of the shape.
+            shards_with_prompts: Number of row shards if the attention kernels support shared
+                prompts, else 0. Each device then has one long row per micro-batch instead of
+                several: more sequences share a prompt, and there is less padding. These kernels
+                skip tokens that are not attended to.
+            settings: Other fields of the shape.
         """
         shape = cls(
             num_micro=max(-(-num_sequences // micro_rows), 1),
@@ -119,16 +119,16 @@ class PackedAttachments:
     """Attachments of a batch. They stay on the host until their micro-batch is computed."""
 
     tower: Tower
-    # Attachments of a device's own tokens, by micro-batch and device.
+    # Attachments with tokens on a device, by micro-batch and device.
     cells: Mapping[tuple[int, int], tuple[Attachment, ...]]
-    num_shards: int  # number of such devices
+    num_shards: int  # number of devices that split the tokens
     divisor: int  # entry of `CAPACITY_DIVISORS`, which sets the capacity
     num_patches: int  # P, patches on each device
 
     def make_shard_inputs(
         self, micro: int, shard: int, dtype: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return patches `[P, values]` in `dtype` and int32 places `[P, W]` of a micro-batch."""
+        """Return a shard's patches `[P, values]` in `dtype` and int32 coordinates `[P, W]`."""
         collated = self.tower.collate(self.cells.get((micro, shard), ()))
         patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
         places = np.zeros((self.num_patches, self.tower.num_coords), np.int32)
@@ -139,13 +139,13 @@ class PackedAttachments:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A batch on the host, and how much of it is used."""
+    """A batch on the host, with statistics of its packing."""
 
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # non-empty micro-batches
     num_tokens: int  # tokens of all sequences, before prompts are shared
-    num_shared: int  # tokens among them that a shared prompt saves
-    num_loss_tokens: int  # sampled tokens of the mini-batch, those left out of the batch included
+    num_shared: int  # tokens among them that sharing prompts saves
+    num_loss_tokens: int  # sampled tokens of the complete mini-batch, including `rest`
     padding: float  # share of padding in the non-empty micro-batches
     imbalance: float  # excess of the fullest device's tokens over the mean, relative to the mean
     attachments: PackedAttachments | None = None  # None without attachments
@@ -155,8 +155,8 @@ class PackedBatch:
 def logit_capacities(packed: PackedBatch, num_shards: int, num_pieces: int = 1) -> list[int]:
     """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
-    The capacity is in quarters of a device's tokens: no device has more tokens with loss. Rows are
-    split over `num_shards`, and each row into `num_pieces`.
+    It is the smallest capacity, in quarters of a device's tokens, that holds the tokens with loss
+    of every device. Rows are split over `num_shards`, and each row into `num_pieces`.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # the logits for a token are computed at the token before it
@@ -172,7 +172,7 @@ def logit_capacities(packed: PackedBatch, num_shards: int, num_pieces: int = 1) 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Sizes of a sequence, for packing."""
+    """Sizes of a sequence and its shared prompt, in tokens."""
 
     length: int  # tokens; contexts after the first count without the shared tokens
     prompt: int  # equal for sequences whose contexts begin with the same `num_shared` tokens
@@ -182,24 +182,24 @@ class Item:
 
 
 def split_contexts(sequence: TokenSequence) -> list[slice]:
-    """Return the slice of tokens of each context, in order."""
+    """Return the token slice of each context, in order."""
     starts = [0, *(start for start, _ in sequence.contexts)]
     return [*map(slice, starts, [*starts[1:], len(sequence.token_ids)])]
 
 
 def select_arrays(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Return the recorded arrays `[L, ...]` of a sequence that `shape` asks for."""
+    """Return the recorded arrays `[L, ...]` of a sequence that are named in `shape`."""
     recorded = sequence.token_arrays
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
 
 def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
-    """Measure each sequence and the prefix that it can share.
+    """Return the sizes of each sequence and of the prefix that it can share.
 
-    The token before the first one with loss predicts it, so each sequence computes its own copy of
-    that token, and the shared prefix ends before it. Two prefixes are equal only if their
-    attachments and recorded arrays are equal too. A sequence of several contexts shares a prefix
-    only if all of them begin with it.
+    The shared prefix ends before the token that predicts the first loss token, because each
+    sequence needs its own copy of that token. Two prefixes are equal only if their attachments and
+    recorded arrays are also equal. A sequence with several contexts shares a prefix only if every
+    context begins with it.
 
     Raises:
         ValueError: A sequence has several contexts, and the model reads attachments.
@@ -249,7 +249,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 def _has_equal_prefix(
     sequence: TokenSequence, context: slice, num_shared: int, shape: BatchShape
 ) -> bool:
-    """Return True if a context begins like the sequence, without a loss on those tokens."""
+    """Return True if a context begins with the sequence's prefix and has no loss on it."""
     span = slice(context.start, context.start + num_shared)
     arrays = [sequence.token_ids, *select_arrays(sequence, shape).values()]
     is_equal = all(np.array_equal(x[span], x[:num_shared]) for x in arrays)
@@ -261,16 +261,16 @@ def assign_rows(
 ) -> list[list[int]]:
     """Pack sequences into rows by first fit, trying rows with the same prompt first.
 
-    Try two orders and keep the one with fewer rows: all sequences by decreasing length, or prompt
-    by prompt and by decreasing length within each.
+    Tries two orders and keeps the one with fewer rows: all sequences by decreasing length, or
+    grouped by prompt and by decreasing length within a prompt.
 
     Args:
         items: Sizes of the sequences, each at most a row long.
-        row_tokens: Tokens of a row.
-        row_units: Attachment tokens of a row; None for as many as it has tokens.
+        row_tokens: Capacity of a row in tokens.
+        row_units: Capacity of a row in attachment tokens; `row_tokens` if None.
 
     Returns:
-        Indices of the sequences of each row; those with the same prompt are adjacent.
+        Sequence indices of each row. Sequences with the same prompt are adjacent.
     """
     totals: dict[int, int] = {}
     for item in items:
@@ -284,7 +284,7 @@ def assign_rows(
 def _first_fit(
     items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
 ) -> list[list[int]]:
-    """Pack in this order into rows of `whole[0]` tokens and `whole[1]` attachment tokens."""
+    """Pack items in `order` into rows with capacity `whole`: tokens and attachment tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -307,15 +307,15 @@ def _first_fit(
 
 
 Row = list[tuple[int, int]]
-"""Index of each sequence in a row, and the number of its leading tokens that are left out."""
+"""Index of each sequence in a row, and the number of its leading tokens that are omitted."""
 
 
 def select_tokens(
     sequence: TokenSequence, item: Item, num_omitted: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices and positions, int32 `[n]`, of the tokens of a sequence that a row computes.
+    """Return indices and positions, int32 `[n]`, of the tokens that a sequence adds to a row.
 
-    Another sequence of the row computes the first `num_omitted` tokens.
+    The first `num_omitted` tokens are already in the row, from a sequence with the same prompt.
     """
     contexts = split_contexts(sequence)
     first = [num_omitted, *[item.num_shared] * (len(contexts) - 1)]
@@ -328,7 +328,7 @@ def select_tokens(
 
 
 def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
-    """Leave out the shared tokens of a prompt in all but its first sequence of a row."""
+    """Return a row in which only the first sequence with each prompt keeps the shared tokens."""
     seen: set[int] = set()
     out = []
     for index in row:
@@ -347,17 +347,17 @@ def pack(
     num_loss_tokens: int | None = None,
     num_shards: int = 1,
 ) -> PackedBatch:
-    """Pack one mini-batch.
+    """Pack sequences into a mini-batch.
 
     Args:
         sequences: Trajectories or demonstrations to train on.
         advantages: One float32 value per sequence, or one per token of each sequence.
         shape: Shape of the batch.
-        token_fields: Further fields of `Batch`, float32 [L] per sequence. Without `token_weights`
-            these are 0.
-        num_loss_tokens: Sampled tokens of the mini-batch, if `sequences` omits some.
-        num_shards: Number of devices that share the rows of a micro-batch; each gets about the same
-            number of tokens.
+        token_fields: Other per-token fields of `Batch` by name, float32 [L] per sequence. If
+            `token_weights` is missing, all weights are 0.
+        num_loss_tokens: Number of sampled tokens in the complete mini-batch; those of `sequences`
+            if None.
+        num_shards: Number of devices that split the rows of a micro-batch.
 
     Raises:
         ValueError: A sequence is longer than `shape` allows.
@@ -404,20 +404,20 @@ def pack(
 
 
 def _num_computed(items: Sequence[Item], row: Row) -> int:
-    """Count the tokens that a row computes; a shared prompt counts once."""
+    """Count the tokens in a row; a shared prompt counts once."""
     return sum(items[index].length - num_omitted for index, num_omitted in row)
 
 
 def balance_rows(
     rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
-    """Order rows so that every device gets the same number of them, and about as many tokens.
+    """Order rows so that all devices get equal numbers of rows and similar numbers of tokens.
 
-    Devices split the rows of a micro-batch in order. So first assign all rows to devices, by
-    largest differencing, then distribute each device's rows over the micro-batches.
+    Devices split the rows of a micro-batch in order. Rows are first assigned to devices by largest
+    differencing, then the rows of each device are distributed over the micro-batches.
 
     Returns:
-        The rows, padded with empty ones to complete micro-batches, and each device's tokens.
+        Rows, including empty ones that complete a micro-batch, and the number of tokens by device.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
     sizes = [_num_computed(items, row) for row in padded]
@@ -486,10 +486,10 @@ def _fill_arrays(
 def fill_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
-    """Return the arrays of `Tower.input_arrays` and the attachments of rows, or {} and None.
+    """Pack attachments; return the arrays of `Tower.input_arrays` and a `PackedAttachments`.
 
-    A device holds each attachment of its rows once. The capacity is the smallest of
-    `CAPACITY_DIVISORS` that suffices on every device.
+    Returns {} and None without attachments. A device holds each attachment of its rows once. The
+    capacity is the smallest that suffices on every device; see `CAPACITY_DIVISORS`.
 
     Raises:
         ValueError: The attachments exceed the largest capacity.
@@ -504,7 +504,7 @@ def fill_attachments(
         cell.setdefault(attachment, len(cell))
     units_of = {slot: tower.collate(tuple(cell)).units for slot, cell in cells.items()}
     most = max(sum(attachment.num_patches for attachment in cell) for cell in cells.values())
-    # A row's attachments may all fall in one piece of it, so a piece gets the capacity of the row.
+    # All attachments of a row may fall in a single piece, so each piece gets the row's capacity.
     room = b // num_shards * shape.row_units * tower.patches_per_token
     if most > room:
         raise ValueError(
@@ -543,8 +543,8 @@ def _iterate_by_device(
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
     """Yield each attachment once for each device that has tokens of it.
 
-    Each item is (micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens on
-    that device, and their indices among all of its tokens.
+    Yields (micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens on that
+    device, and the positions of these tokens within the attachment.
     """
     tower, b, size = shape.tower, shape.micro_rows, shape.row_tokens // shape.num_pieces
     assert tower is not None

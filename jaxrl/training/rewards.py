@@ -18,7 +18,7 @@ from jaxrl.types import Columns, Group, flatten_groups, with_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
-    """Add `amounts` [N], in the order of `flatten_groups`, to the rewards; record it as `part`."""
+    """Add `amounts` [N], in `flatten_groups` order, to the rewards, and record them as `part`."""
     new_rewards = [
         (
             float(np.float32(t.reward) + np.float32(amount)),

@@ -45,7 +45,7 @@ from jaxrl.types import Group, Params, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A training stage."""
+    """A training stage, with its optimizer, batch shape and update step."""
 
     num_steps: int
     batch_size: int  # trajectories or demonstrations per mini-batch
@@ -89,8 +89,8 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """The sampler, which exists unless a model behind an endpoint samples."""
-        assert self.sampler is not None, f"{self.external} plays"
+        """The sampler; missing if a model behind an endpoint samples."""
+        assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
 
 
@@ -189,7 +189,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
-        """Restore the progress from `to_json`, without groups that do not fit `method`."""
+        """Create the progress from `to_json`'s result; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
         # With --accept_changes the method may have changed. Drop groups of another size. Drop all
@@ -287,7 +287,7 @@ class RunState:
         return move_moments(state, HOST_MEMORY) if offloads else state
 
     def init_or_restore_reference(self, params: Params) -> Params | None:
-        """Return a copy of the stage's initial policy, or None if no KL term needs it."""
+        """Return the reference, a copy of the stage's initial policy; None if it is not needed."""
         if not self.components.method.has_reference:
             return None
         if self.progress.stage_step > 0:
@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if usage, also pending and prefetched, exceeds the budget."""
+        """Raise `BudgetSpentError` if the run has spent its budget, prefetched groups included."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger
@@ -373,5 +373,5 @@ class RunState:
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:
             self.save()
-        self.display.activity("waiting for the checkpoint to be on the disk")
+        self.display.activity("waiting for the checkpoint to be written")
         self.checkpointer.wait()

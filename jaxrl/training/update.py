@@ -1,4 +1,4 @@
-"""The update step: a program for the gradients of micro-batches, and one for the optimizer."""
+"""The update step: one program for micro-batch gradients and one for the optimizer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from jaxrl.training.packing import (
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
-"""Function of logprobs and entropies `[b, T]` and their micro-batch to losses and metrics `[b, T]`.
+"""Function from logprobs and entropies `[b, T]` and a micro-batch to losses and metrics `[b, T]`.
 
-The update sums the losses with `token_weights`. Each metric knows its reduction.
+The update sums the losses, weighted by `token_weights`. Each metric specifies its reduction.
 """
 
 
@@ -66,7 +66,7 @@ def state_shardings(
 def init_state(
     params: Params, mesh: Mesh, trained: ParamSpec, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Initialize the optimizer. Parameters are donated, so that one master copy exists."""
+    """Initialize the training state. The parameters are donated, so only one copy exists."""
 
     def init(params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -88,7 +88,7 @@ def init_state(
 
 
 def move_moments(state: TrainState, memory: str) -> TrainState:
-    """Move the moments to a kind of memory: `device` or `HOST_MEMORY`."""
+    """Move the optimizer's moments to a memory kind: `device` or `HOST_MEMORY`."""
     opt_state = jax.tree.map(
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), state.opt_state
     )
@@ -96,7 +96,7 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh. Every process holds all of it and supplies its own part."""
+    """Put a host batch on the mesh; each process has all of it and supplies its own shards."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -128,15 +128,15 @@ def put_patches(
 
 
 class MicroBatchLoop:
-    """`sums = micro_batches(params, sums, batch, packed)`: accumulate over micro-batches.
+    """Loop that accumulates over micro-batches: `sums = loop(params, sums, batch, packed)`.
 
-    Without attachments, nothing waits for the devices. A GPU gets one micro-batch per call, because
-    a loop of a length that its host does not know would make the host wait. Elsewhere a call takes
-    consecutive micro-batches with the same logit capacity: on a CPU each call allocates its memory
-    again, which takes a quarter of its time.
+    Without attachments, the host never waits for the devices. On a GPU, each program call runs one
+    micro-batch, because a loop of dynamic length would make the host wait. On other devices, a call
+    runs consecutive micro-batches with the same logit capacity: on a CPU, a call allocates all of
+    its memory again, which takes a quarter of its time.
 
-    With attachments a call takes one micro-batch. Its patches go to the devices while the previous
-    one is computed, and no earlier, so the devices hold those of two micro-batches at most.
+    With attachments, each call runs one micro-batch. Its patches are transferred while the previous
+    micro-batch runs, so the devices hold the patches of at most two micro-batches.
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
@@ -179,7 +179,7 @@ class MicroBatchLoop:
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
-        """Accumulate over the micro-batches of `packed`; `batch` is the same on the devices."""
+        """Run `step` on each micro-batch of `packed`, whose device copy is `batch`."""
         capacities, attachments = logit_capacities(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(capacities):
@@ -207,10 +207,10 @@ class MicroBatchLoop:
 
 
 class ScoreStep:
-    """`score(params, batch, packed) -> float32 [A, b, T]`: logprobs of tokens with loss."""
+    """Compiled scoring: `score(params, batch, packed)` returns log-probabilities [A, b, T]."""
 
     def __init__(self, model: Model, *, temperature: float):
-        """Score under the distribution of `temperature`."""
+        """Prepare scoring, with logits divided by `temperature`."""
         self._mesh, self.model, bare_model = model.mesh, model, model.without_base
 
         def add(
@@ -231,14 +231,14 @@ class ScoreStep:
         return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
-        """Score `packed`, given as `batch` on the devices; 0 for tokens without loss."""
+        """Score `packed`, whose device copy is `batch`; tokens without loss get 0."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
 
 
 @struct.dataclass
 class GradAccumulator:
-    """Gradients and metrics summed over the micro-batches so far."""
+    """Sums of gradients and metrics over the micro-batches so far."""
 
     gradients: Params  # float32
     metrics: dict[str, Metric]  # sums before `Metric.finish`
@@ -249,7 +249,7 @@ class GradAccumulator:
     def add_metrics(
         self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any
     ) -> GradAccumulator:
-        """Add the measurements of a micro-batch."""
+        """Add the metrics, number of tokens and model statistics of a micro-batch."""
         return replace(
             self,
             metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
@@ -258,7 +258,7 @@ class GradAccumulator:
         )
 
     def finish_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Return the metrics of all micro-batches and of the model's `statistics`."""
+        """Return the final metrics, including those of the model's `statistics`."""
         metrics = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
@@ -297,14 +297,14 @@ class BalanceStep:
         self.add = MicroBatchLoop(model, "balance", add)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch, coef: float) -> Any:
-        """Return `Statistics.balance_weights` of the mini-batch."""
+        """Compute `Statistics.balance_weights` for the mini-batch."""
         zeros = self._init_sums(params, self._model.without_attachments(batch))
         sums = self.add(params, zeros, batch, packed)
         return self._balance_weights(sums, np.float32(coef))
 
 
 class GradientStep:
-    """`gradient(params, batch, packed) -> GradAccumulator`, sharded like the trained parameters."""
+    """Gradient, sharded like parameters: `gradient(params, batch, packed) -> GradAccumulator`."""
 
     def __init__(
         self,
@@ -323,10 +323,10 @@ class GradientStep:
             token_loss: Loss of each token.
             temperature: Sampling temperature.
             entropy_gradient: True to differentiate through the entropies.
-            balance_coef: Coefficient of `Statistics.balance_loss` over the complete mini-batch. An
-                extra pass counts the experts that its tokens reach.
-            shares_programs: True to share programs with other gradients of this loss, see
-                `cached_jit`; False for user code, which may be edited in between.
+            balance_coef: Coefficient of `Statistics.balance_loss` over the complete mini-batch. If
+                nonzero, an extra forward pass counts the tokens of each expert.
+            shares_programs: True to share compiled programs with other instances for this loss,
+                see `cached_jit`; False for user code, which may be edited between runs.
         """
         shardings, stats = param_shardings(model.mesh, model.trained), model.architecture.statistics
         key: Hashable = None
@@ -410,7 +410,7 @@ class GradientStep:
         self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
-        """Sum over the micro-batches of `packed`; `batch` is the same on the devices."""
+        """Return the sums over the micro-batches of `packed`, whose device copy is `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.
@@ -424,10 +424,10 @@ class GradientStep:
 
 
 class UpdateStep:
-    """`update(state, batch, packed) -> (state, metrics)`: one optimizer step; donates `state`.
+    """Compiled optimizer step: `update(state, batch, packed)` returns the new state and metrics.
 
-    Calls do not wait for the devices. A step with a non-finite gradient changes neither parameters
-    nor moments, and counts in `TrainState.num_skipped`.
+    `state` is donated. Calls do not wait for the devices. A step with a non-finite gradient changes
+    neither parameters nor moments, and is counted in `TrainState.num_skipped`.
     """
 
     def __init__(
@@ -440,9 +440,9 @@ class UpdateStep:
         shares_programs: bool = False,
         **settings: Any,
     ):
-        """Prepare the update of the float32 master weights; `settings` are those of `GradientStep`.
+        """Prepare the update of the float32 master weights; `settings` are for `GradientStep`.
 
-        With `offload` the optimizer's moments are on the devices only during the update.
+        With `offload`, the optimizer's moments are on the devices only during the optimizer step.
         """
         self._offload = offload
         self.gradient = GradientStep(model, token_loss, shares_programs=shares_programs, **settings)
@@ -498,7 +498,7 @@ class UpdateStep:
     def __call__(
         self, state: TrainState, batch: Batch, packed: PackedBatch, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Take one step on `packed`, given as `batch` on the devices.
+        """Take an optimizer step on `packed`, whose device copy is `batch`.
 
         `lr_scale` multiplies the learning rate.
         """

@@ -38,7 +38,7 @@ def test_the_first_error_is_one_short_printable_line():
     trajectories = [make_trajectory(), failure("no\n  such\x1b[31m host"), failure("other")]
     assert first_error(trajectories) == "no such\\x1b[31m host"
     assert len(first_error([failure("x" * 10_000)])) < 250
-    assert first_error([dataclasses.replace(make_failure(), turns=())]) == "it has no text"
+    assert first_error([dataclasses.replace(make_failure(), turns=())]) == "no error message"
     assert first_error([make_trajectory()]) == ""
 
 
