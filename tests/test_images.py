@@ -533,7 +533,7 @@ class TestEpisodes:
     def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
         task = looking_task(tmp_path)
         with pytest.raises(
-            UnreadableError, match=r"'t7': .*the model reads none.*columns={'images'"
+            UnreadableError, match=r"'t7': .*the model does not support images.*columns={'images'"
         ):
             player(None).prompt_fits(task)
         with pytest.raises(StartError, match="'t7' has 1 images, and its chat 0 marks <image>"):
@@ -740,7 +740,7 @@ class TestDemonstrations:
     @pytest.mark.parametrize(
         ("fields", "has_processor", "why"),
         [
-            ({}, False, r"d.jsonl:1 has images, and the model reads none"),
+            ({}, False, r"d.jsonl:1 has images, but the model does not"),
             ({"images": ["no.png"]}, True, r"d.jsonl:1, of config.sft.source: .*no.png cannot be"),
             (
                 {"messages": [{"role": "user", "content": "?"},
@@ -768,9 +768,7 @@ class TestDemonstrations:
         saved(tmp_path / "a.png")
         for token in (PAD, VIDEO):
             chat = [*CHAT, {"role": "assistant", "content": f"a {token} dot"}]
-            why = (
-                f"d.jsonl:1: a message of the assistant has '{token}', the placeholder of an image"
-            )
+            why = f"d.jsonl:1: an assistant message has '{token}', the placeholder of an image"
             with pytest.raises(ValueError, match=re.escape(why)):
                 self.read(tmp_path, {"messages": chat}, processor)
 
