@@ -536,7 +536,7 @@ class TestEpisodes:
             UnreadableError, match=r"'t7': .*the model does not support images.*columns={'images'"
         ):
             player(None).prompt_fits(task)
-        with pytest.raises(StartError, match="'t7' has 1 images, and its chat 0 marks <image>"):
+        with pytest.raises(StartError, match="'t7' has 1 images, but its chat has 0 marks <image>"):
             player(processor).prompt_fits(dataclasses.replace(task, question="What?"))
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:200])
         assert player(processor).prompt_fits(task)  # of which only the size was looked at
@@ -580,7 +580,10 @@ class TestEpisodes:
     @pytest.mark.parametrize(
         ("images", "why"),
         [
-            ((Picture(data=b"no"),), "a tool shows an image: an image of 2 bytes cannot be read"),
+            (
+                (Picture(data=b"no"),),
+                "a tool returned an invalid image: an image of 2 bytes cannot be read",
+            ),
             ((Picture(data=encoded(drawn(90, 90))),), r"images of \d+ tokens, which are not cut"),
             (("a.png",), "an observation has an image that is not a Picture"),
         ],

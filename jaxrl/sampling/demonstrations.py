@@ -323,8 +323,8 @@ def _check_results(
             call = "<tool_call>" if protocol.in_template else " or ".join(closing_tags)
             raise ValueError(
                 f"{location}: {len(contents)} messages with the role 'tool' follow {num_calls} "
-                f"calls in {written[-40:]!r}; expected a result for each {call} that ends an assistant "
-                "message."
+                f"calls in {written[-40:]!r}; expected a result for each {call} that ends an "
+                "assistant message."
             )
         if role == "assistant":
             written = contents[-1]

@@ -2,9 +2,10 @@
 
 It works on token ids. `prefill.py` batches the tokens and attachments to prefill.
 
-Requests wait in a queue and are admitted in order while there are free rows and cache pages. A running row is decoded in chunks until it stops. It then waits until the caller
-resumes it with the tokens of an observation, or finishes it. A waiting row keeps its pages, so only
-the new tokens are prefilled on resume. Samples of a prompt share its full pages.
+Requests wait in a queue and are admitted in order while there are free rows and cache pages. A
+running row is decoded in chunks until it stops. It then waits until the caller resumes it with the
+tokens of an observation, or finishes it. A waiting row keeps its pages, so only the new tokens are
+prefilled on resume. Samples of a prompt share its full pages.
 
 If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
@@ -499,7 +500,7 @@ class Engine:
         current = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != current:
             raise RuntimeError(
-                f"requests with temperature {temperature} and top_p {top_p} cannot join requests with "
+                f"requests with temperature {temperature} and top_p {top_p} cannot join those with "
                 f"{current[0]} and {current[1]}; finish or clear those first."
             )
         self._temperature, self._top_p = temperature, top_p
@@ -789,7 +790,7 @@ class Engine:
         return self._put_pages(fill)
 
     def _put_pages(self, make: Any) -> Cache:
-        """Create `PAGES_PER_TRANSFER` pages per shard with `make(shape)` and put them on devices."""
+        """Put `PAGES_PER_TRANSFER` pages per shard, created by `make(shape)`, on the devices."""
         count = self.num_shards * PAGES_PER_TRANSFER
         pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))
@@ -876,8 +877,8 @@ class Engine:
     def _prefill_rows(self, running: list[list[Row]]) -> None:
         """Prefill the unread tokens of rows, in pieces of `Programs.block_tokens`.
 
-        Each call of `embed` takes the attachments of as many rows as fit. Text uses the same programs
-        and ignores the embeddings of earlier attachments.
+        Attachments are embedded for as many rows at a time as fit. Text uses the same programs and
+        ignores the embeddings of earlier attachments.
         """
         small, large = self.append_sizes[0], self.append_sizes[-1]
         remaining = [deque(row for row in rows if row.prefill_ids) for rows in running]
@@ -957,7 +958,7 @@ class Engine:
 def _pop_recorded(
     row: Row, report: decode.ChunkReport, index: int, count: int
 ) -> Mapping[str, np.ndarray]:
-    """Return the recorded arrays of a row since its last event; clear those of prefills."""
+    """Return the arrays recorded for a row since its last event, and clear its blocks."""
     before = [read.arrays for read in row.recorded_blocks]
     row.recorded_blocks = []
     return {
