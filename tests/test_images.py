@@ -539,10 +539,10 @@ class TestEpisodes:
     def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
         task = looking_task(tmp_path)
         with pytest.raises(
-            UnreadableImageError, match=r"'t7': .*the model reads none.*columns={'images'"
+            UnreadableError, match=r"'t7': .*the model does not support images.*columns={'images'"
         ):
             player(None).prompt_fits(task)
-        with pytest.raises(StartError, match="'t7' has 1 images, and its chat 0 marks <image>"):
+        with pytest.raises(StartError, match="'t7' has 1 images, but its chat has 0 marks <image>"):
             player(processor).prompt_fits(dataclasses.replace(task, question="What?"))
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:200])
         assert player(processor).prompt_fits(task)  # of which only the size was looked at
@@ -586,7 +586,10 @@ class TestEpisodes:
     @pytest.mark.parametrize(
         ("images", "why"),
         [
-            ((Picture(data=b"no"),), "a tool shows an image: an image of 2 bytes cannot be read"),
+            (
+                (Picture(data=b"no"),),
+                "a tool returned an invalid image: an image of 2 bytes cannot be read",
+            ),
             ((Picture(data=encoded(drawn(90, 90))),), r"images of \d+ tokens, which are not cut"),
             (("a.png",), "an observation has an image that is not a Picture"),
         ],
@@ -746,7 +749,7 @@ class TestDemonstrations:
     @pytest.mark.parametrize(
         ("fields", "has_processor", "why"),
         [
-            ({}, False, r"d.jsonl:1 has images, and the model reads none"),
+            ({}, False, r"d.jsonl:1 has images, but the model does not"),
             ({"images": ["no.png"]}, True, r"d.jsonl:1, of config.sft.source: .*no.png cannot be"),
             (
                 {"messages": [{"role": "user", "content": "?"},
@@ -774,9 +777,7 @@ class TestDemonstrations:
         saved(tmp_path / "a.png")
         for token in (PAD, VIDEO):
             chat = [*CHAT, {"role": "assistant", "content": f"a {token} dot"}]
-            why = (
-                f"d.jsonl:1: a message of the assistant has '{token}', the placeholder of an image"
-            )
+            why = f"d.jsonl:1: an assistant message has '{token}', the placeholder of an image"
             with pytest.raises(ValueError, match=re.escape(why)):
                 self.read(tmp_path, {"messages": chat}, processor)
 

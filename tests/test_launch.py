@@ -135,7 +135,7 @@ def test_a_missing_flag_is_named(monkeypatch, arguments, missing, example):
     [
         # Flags.
         (["--step=3"], "--step=3 evaluates and exports a checkpoint of the run's own model"),
-        (["--step=3", "--config.stages=('evaluate',)"], "has no such checkpoint; it holds none."),
+        (["--step=3", "--config.stages=('evaluate',)"], "has no such checkpoint; available: none."),
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean"),
         (["train"], "unexpected argument train; settings are --config.key=value."),
         (["-optimizer.lr"], "unexpected argument -optimizer.lr; set this key as --config.optim"),

@@ -214,7 +214,7 @@ def signalled(base, tiny_world, workdir, environment, number):
         process.send_signal(number)
         assert process.wait(timeout=120) == EXIT_INTERRUPTED == 75
     log = file.read_text()
-    assert f"{number.name}: stopping; once more to end at once" in log
+    assert f"{number.name}: stopping; send it again to exit immediately" in log
     assert "Traceback" not in log
     newest = list_steps(workdir / "checkpoints")[-1]
     assert f"stopped; train {newest - NUM_SFT} is saved." in log

@@ -326,11 +326,11 @@ SECOND = {**CALLED, "id": "b"}
 @pytest.mark.parametrize(
     ("protocol", "messages", "message"),
     [
-        (search_r1(), [asking(), RESULT, ANSWER], "has the field 'tool_calls', for which"),
+        (search_r1(), [asking(), RESULT, ANSWER], "has the field 'tool_calls', which"),
         (search_r1(), [{**ANSWER, "reasoning_content": "hm"}], "has the field 'reasoning_content'"),
         (qwen(), [{**ANSWER, "weight": 0}], "drops 'weight' of message 2"),
         (qwen(), [asking(), {**RESULT, "is_error": True}, ANSWER], "has the field 'is_error'"),
-        (qwen(), [asking(), ANSWER], "two messages of the assistant follow each other"),
+        (qwen(), [asking(), ANSWER], "two assistant messages in a row"),
         (
             qwen(),
             [asking(tool_calls=[CALLED, SECOND]), {**RESULT, "tool_call_id": "b"}, RESULT],

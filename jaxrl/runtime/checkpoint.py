@@ -1,14 +1,14 @@
-"""Checkpoints with everything that a restart needs, written by Orbax and verified by a manifest.
+"""Checkpoints of a run, written by Orbax and verified by a manifest.
 
-The folder of a run's checkpoints holds
+The checkpoint folder contains
 
-- `<step>/`: the files of Orbax, and `manifest.json` with the size and hash of every file;
-- `saving`: the number of the step that is being written. If it has no manifest, its save failed;
-- `<step>.orbax-checkpoint-tmp`, `<step>.removed`: steps being written or removed;
+- `<step>/`: Orbax's files, and `manifest.json` with the size and hash of every file;
+- `saving`: the step being written. If that step has no manifest, its save failed;
+- `<step>.orbax-checkpoint-tmp`, `<step>.removed`: checkpoints being written or removed;
 - `<step>.replaced`: the previous checkpoint of a step, until the new one is complete;
-- `damaged/`: unreadable checkpoints, which are never read again.
+- `damaged/`: damaged checkpoints, which are never read again.
 
-With several processes, all take part in Orbax's calls; process 0 does the rest.
+In a multi-process job, all processes call Orbax; process 0 does everything else.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """There are checkpoints, but the one to resume from cannot be read."""
+    """The required checkpoint is missing or damaged, or cannot be restored."""
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Hide the thousand lines that Orbax and its threads print about errors that they also raise.
+    """Hide log lines in which Orbax and its threads repeat errors that they also raise.
 
-    After an error the filters stay active, because some of these lines appear when Python exits.
+    If the body raises, the filters stay active: some of these lines appear when Python exits.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -66,10 +66,10 @@ def quiet_orbax() -> Iterator[None]:
 
 
 class Checkpointer:
-    """Checkpoint manager of `TrainState`, reference parameters and the run's position.
+    """Checkpoint manager for `TrainState`, reference parameters and the run's position.
 
-    The position is a small JSON object. It is read first, because it determines the optimizer
-    state to expect.
+    The position is a small JSON object. It is read first, because it determines the structure of
+    the optimizer state.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Checkpointer:
         keep_best: int = 0,
         log: Callable[[str], None] = print,
     ):
-        """Open or create a folder of checkpoints.
+        """Open or create a checkpoint folder.
 
-        Keep the newest `keep` and the `keep_best` with the highest values. `log` receives lines
-        about damaged checkpoints.
+        Keep the newest `keep` checkpoints and the `keep_best` with the highest evaluation scores.
+        `log` receives lines about damaged checkpoints.
         """
         self._folder = folder.absolute()
         self._keep, self._keep_best = keep, keep_best
@@ -112,17 +112,17 @@ class Checkpointer:
         *,
         value: float | None = None,
     ) -> None:
-        """Save the state after global step `step`, and replace an earlier checkpoint of it.
+        """Save the state after global step `step`, replacing an earlier checkpoint of that step.
 
-        Return when the arrays are copied to the host, so that they may be donated. Writing
+        Return once the arrays are copied to the host; the caller may then donate them. Writing
         continues in the background.
 
         Args:
-            step: Global step, at least that of the newest checkpoint.
-            state: State on the devices.
-            position: Plain JSON values.
+            step: Global step; not lower than that of the newest checkpoint.
+            state: Training state, on the devices.
+            position: JSON values that describe the run's position.
             ref_params: Reference parameters, if any.
-            value: Value of the evaluation after this step, for `keep_best`.
+            value: Score of the evaluation after this step, if any; `keep_best` compares it.
         """
         self.wait()
         items = {
@@ -154,7 +154,7 @@ class Checkpointer:
         _finish_interrupted(self._folder)
 
     def wait(self) -> None:
-        """Wait until the last save is complete, and raise its error if it failed."""
+        """Wait until the last save is complete; raise its error if it failed."""
         if self._pending_save is not None:
             pending, self._pending_save = self._pending_save, None
             pending.result()
@@ -168,7 +168,7 @@ class Checkpointer:
             self._manager.close()
 
     def values(self) -> dict[int, float | None]:
-        """Return the steps that have a checkpoint, each with the value of its evaluation."""
+        """Return the evaluation score of each saved step; None for a step without evaluation."""
         self.wait()
         pairs = list(self._values().items()) if distributed.is_main() else []
         return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
@@ -177,7 +177,7 @@ class Checkpointer:
         return {step: read_value(self._folder / str(step)) for step in list_steps(self._folder)}
 
     def latest_position(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and position of the newest undamaged checkpoint; None without any.
+        """Return the step and position of the newest undamaged checkpoint; None if there is none.
 
         Raises:
             CheckpointError: See `restore`.
@@ -186,10 +186,10 @@ class Checkpointer:
         return None if step is None else (step, self._read_position(step))
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints after `step` if an undamaged one of it or an earlier step exists.
+        """Remove the checkpoints after `step` if `step` or an earlier step has an undamaged one.
 
         Raises:
-            CheckpointError: No such checkpoint exists. Nothing is removed.
+            CheckpointError: No such step has one; nothing is removed.
         """
         steps = sorted(self.values(), reverse=True)
         earlier = [number for number in steps if number <= step]
@@ -210,7 +210,7 @@ class Checkpointer:
     def restore(
         self, targets: Callable[[dict[str, Any]], dict[str, Any]], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return the position and items of a checkpoint; None without any.
+        """Restore the position and items of a checkpoint; return None if there is none.
 
         Newer damaged checkpoints are logged and moved to `damaged/`.
 
@@ -220,9 +220,8 @@ class Checkpointer:
             step: Step of the checkpoint; None for the newest undamaged one.
 
         Raises:
-            CheckpointError: All checkpoints are damaged, and none is moved. Or the selected one is
-                undamaged but cannot be restored: memory is too small, or the configuration has
-                changed.
+            CheckpointError: All checkpoints are damaged (none is moved), or restoring an undamaged
+                one failed, for example because memory is too small or the configuration changed.
         """
         step = self._select([step] if step is not None else sorted(self.values(), reverse=True))
         if step is None:
@@ -231,10 +230,12 @@ class Checkpointer:
         return position, self._restore_items(step, targets(position))
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
-        """Return the step with the highest value, and its state with arrays like `state`.
+        """Restore the checkpoint with the best evaluation score; return its step and state.
+
+        `state` gives the shapes, dtypes and shardings.
 
         Raises:
-            CheckpointError: No checkpoint with a value can be read.
+            CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
         step = self._select(sort_by_value(self.values()))
         if step is None:
@@ -248,7 +249,7 @@ class Checkpointer:
         return step, TrainState(params=items["params"], **items["optimizer"])
 
     def _select(self, steps: Sequence[int]) -> int | None:
-        """Return the first undamaged step of `steps`; move the damaged ones before it away."""
+        """Return the first undamaged step in `steps`; move damaged ones before it to `damaged/`."""
         self.wait()
         is_main = distributed.is_main()
         step, damaged = choose_step(self._folder, steps) if is_main else (None, [])
@@ -295,7 +296,7 @@ class Checkpointer:
 
 
 def choose_step(folder: Path, steps: Iterable[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the first undamaged step of `steps`, and the damage of those before it."""
+    """Return the first undamaged step in `steps`, and (step, damage) for each one before it."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
         damage = find_damage(folder / str(step), step)
@@ -317,21 +318,21 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return True if a folder holds a checkpoint, damaged or not."""
+    """Return True if a folder has a checkpoint, damaged or not."""
     return bool(list_steps(folder)) or any(folder.glob("*.replaced"))
 
 
 def latest_complete_step(folder: Path) -> int | None:
-    """Return the newest step with a completely written checkpoint; None without any."""
+    """Return the newest step with a completely written checkpoint; None if there is none."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
     names = [path.name.removesuffix(".replaced") for path in manifests]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the newest step with a readable position, and that position, without verification.
+    """Return the newest step whose position is readable, and the position; verify nothing.
 
-    If no position is readable, return the newest step and {}.
+    If no position is readable, return the newest step (0 if there is none) and {}.
     """
     steps = sorted(list_steps(folder), reverse=True)
     for step in steps:
@@ -341,13 +342,13 @@ def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def restore_params(folder: Path, target: Params, step: int | None = None) -> tuple[int, Params]:
-    """Return the step of a checkpoint and its parameters.
+    """Restore the parameters of a checkpoint; return its step and the parameters.
 
     Nothing on disk changes, because the folder may belong to a running job.
 
     Args:
-        folder: Folder of a run's checkpoints.
-        target: Shapes, dtypes and shardings.
+        folder: Checkpoint folder of a run.
+        target: Shapes, dtypes and shardings of the parameters.
         step: Step of the checkpoint; None for the newest undamaged one.
 
     Raises:
@@ -362,18 +363,18 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
 
 
 def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
-    """Return the steps that have a value, highest value first, then earliest step."""
+    """Return the steps with a value, sorted by value (highest first) and then by step."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
 
 
 def steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """Return the newest `keep` steps (at least 1) and the `keep_best` with the highest values."""
+    """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest values."""
     return {*sorted(values)[-keep:], *sort_by_value(values)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:
-    """Write the size and hash of every file of a checkpoint, atomically and after all of them."""
+    """Write a checkpoint's manifest: step, value, and the size and hash of every file."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     content = {"step": step, "value": value, "files": _hash_files(folder, names)}
     with open_atomic(folder / MANIFEST) as file:
@@ -381,7 +382,7 @@ def write_manifest(folder: Path, step: int, value: float | None) -> None:
 
 
 def read_value(folder: Path) -> float | None:
-    """Return the value in a checkpoint's manifest, or None if it has none or is unreadable."""
+    """Return the value in a checkpoint's manifest; None if it has none or is unreadable."""
     try:
         return read_object(folder / MANIFEST)["value"]
     except (OSError, ValueError, KeyError):
@@ -389,7 +390,7 @@ def read_value(folder: Path) -> float | None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Describe the first file of a checkpoint that differs from the manifest; None if all match."""
+    """Describe the first file that differs from a checkpoint's manifest; None if all match."""
     try:
         content = read_object(folder / MANIFEST)
     except (OSError, ValueError):
@@ -421,7 +422,7 @@ def _hash_json(content: dict[str, Any]) -> str:
 
 
 def _finish_interrupted(folder: Path) -> None:
-    """Finish the saves, replacements and removals that a killed process began."""
+    """Finish or undo the saves, replacements and removals that a killed process began."""
     marker = folder / "saving"
     if marker.is_file():
         step = marker.read_text(encoding="utf-8", errors="replace")
@@ -433,7 +434,7 @@ def _finish_interrupted(folder: Path) -> None:
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:
-    """Return the saved items of a state other than its parameters."""
+    """Return everything in a training state except the parameters, for saving."""
     return {
         "opt_state": state.opt_state,
         "num_updates": state.num_updates,

@@ -1,4 +1,4 @@
-"""Compiled functions for a fixed set of shapes, shared between equal keys, interruptible."""
+"""Compiled functions with a fixed set of shapes, a program cache, interruptible compilation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from jaxrl.runtime.preemption import Interrupted
 CPU_HAS_BFLOAT16_MATMUL = jax.__version_info__ >= (0, 12)
 """True if a CPU multiplies bfloat16 directly, except for a single row of activations.
 
-JAX 0.10.2 always multiplies float32 copies, 0.12.0.1 only for a single row. Float32 copies of
-weights that a loop reads are made before the loop and stay until its end.
+JAX 0.10.2 always converts to float32 first, 0.12.0.1 only for a single row. For weights that a loop
+reads, the float32 copies are made before the loop and stay in memory until it ends.
 """
 
 POLL_INTERVAL_S = 0.1
@@ -34,10 +34,10 @@ _threads: list[threading.Thread] = []
 
 @contextmanager
 def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Make compilations of this thread raise `Interrupted` once `should_stop` returns True.
+    """Make compilations in this thread raise `Interrupted` once `should_stop` returns True.
 
-    This has no effect in a job of several processes: the others would wait for this one in the next
-    program.
+    This has no effect in a multi-process job, where the other processes would wait for this one in
+    the next program.
     """
     token = _should_stop.set(lambda: jax.process_count() == 1 and should_stop())
     try:
@@ -49,10 +49,10 @@ def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
 def compile_all(
     compile_fns: Sequence[Callable[[], None]], on_progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Call functions that compile, in parallel; `on_progress` receives the number finished so far.
+    """Call `compile_fns` in parallel; `on_progress` receives the number finished so far.
 
     They run in threads, because XLA blocks signals in the compiling thread. An interrupted
-    compilation continues in its thread, and its program may be called later.
+    compilation continues in its thread, and its program can be used later.
 
     Raises:
         Interrupted: See `interruptible`.
@@ -102,7 +102,7 @@ _cache: LRUCache[Hashable, Any] = LRUCache(maxsize=128)  # a run has about twent
 _module_code: dict[tuple[str, str], Any] = {}  # contents of jaxrl's modules at the last check
 _lock = (
     threading.RLock()
-)  # for both; reentrant because `make` in `get_or_make` may call `get_or_make`
+)  # guards both; reentrant because `make` in `get_or_make` may call `get_or_make`
 
 Result = TypeVar("Result")
 
@@ -112,14 +112,14 @@ def cached_jit(
 ) -> Any:
     """Return `jax.jit` of a function, or the result of an earlier call with an equal key.
 
-    So a notebook that trains twice does not trace and compile its programs twice. Each run calls
+    A notebook that trains twice thus traces and compiles its programs only once. Each run calls
     `clear_cache_if_edited` first.
 
     Args:
         function: Function without arrays in its closure, because it stays in memory.
         name: Name of the program in profiles.
-        key: Key that identifies the computation, together with the name. None and unhashable keys
-            are never shared.
+        key: Key that identifies the computation, together with the name. Results for None and
+            unhashable keys are not cached.
         settings: Settings of `jax.jit`.
     """
 
@@ -131,7 +131,7 @@ def cached_jit(
 
 
 def get_or_make(make: Callable[[], Result], *, name: str, key: Hashable) -> Result:
-    """Return the cached result of `make` for an equal name and key, or call it."""
+    """Return the cached result for `name` and `key`, or call `make` and cache its result."""
     try:
         hash(key)
     except TypeError:
@@ -146,12 +146,12 @@ def get_or_make(make: Callable[[], Result], *, name: str, key: Hashable) -> Resu
 
 
 def join_keys(*parts: Hashable) -> Hashable:
-    """Return a key of several parts for `cached_jit`; None if any part is None."""
+    """Combine several parts into one key for `cached_jit`; return None if any part is None."""
     return None if any(part is None for part in parts) else parts
 
 
 def clear_cache_if_edited() -> None:
-    """Drop all programs if code in jaxrl was reloaded or replaced since the last call."""
+    """Clear the program cache if code in jaxrl was reloaded or replaced since the last call."""
     modules = [(name, vars(m)) for name, m in [*sys.modules.items()] if name.startswith("jaxrl.")]
     code = {(name, key): v for name, space in modules for key, v in [*space.items()]}
     with _lock:
@@ -165,9 +165,9 @@ def clear_cache_if_edited() -> None:
 class CompiledFunction:
     """A function with a fixed set of variants, each compiled once.
 
-    An unexpected shape would cost seconds to minutes on every new batch, so it is an error. The
-    caller names the variant of each call. `jax.jit` would retrace whenever its tracing context
-    changes, for example at the first import of `jax.experimental.pallas` since JAX 0.12.
+    Compiling an unexpected shape would take seconds to minutes, so it is an error. The caller names
+    the variant of each call, because `jax.jit` would retrace whenever its tracing context changes:
+    in JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class CompiledFunction:
         static_argnums: tuple[int, ...] = (),
         key: Hashable = None,
     ):
-        """Wrap a function; see `cached_jit` for `name` and `key`."""
+        """Wrap `function` for the given `variants`; see `cached_jit` for `name` and `key`."""
         self.name = name
         self.variants = frozenset(variants)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -196,11 +196,11 @@ class CompiledFunction:
 
     @property
     def num_programs(self) -> int:
-        """Number of variants compiled so far."""
+        """Return the number of variants compiled so far."""
         return len(self._programs)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
-        """Call the function.
+        """Call the function, after compiling `variant` on first use.
 
         Raises:
             RuntimeError: `variant` is unknown, or was compiled for arguments with other shapes,
@@ -222,7 +222,7 @@ class CompiledFunction:
     def make_compile_fn(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
         """Trace the function for abstract arguments; return a function that compiles it.
 
-        Any thread may call the result.
+        The result may be called from any thread.
         """
         self._check(variant)
         if variant in self._programs:
@@ -237,7 +237,7 @@ class CompiledFunction:
     def _check(self, variant: Hashable) -> None:
         if variant not in self.variants:
             raise RuntimeError(
-                f"{self.name} was called for the shapes {variant}, outside its set "
+                f"{self.name} was called with the variant {variant}; expected one of "
                 f"{sorted(self.variants, key=repr)}. This is a bug in jaxrl."
             )
 

@@ -27,14 +27,14 @@ _folder_set_here: str | None = None
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
-    """Make JAX cache compiled programs in a folder. All processes of a job call this.
+    """Enable JAX's persistent compilation cache. All processes of a job must call this.
 
-    A folder that the user set in JAX, for example by `JAX_COMPILATION_CACHE_DIR`, stays unless
-    `setting` names another. Without a usable folder nothing is cached.
+    If `setting` is empty, a folder that the user set in JAX, for example with
+    `JAX_COMPILATION_CACHE_DIR`, is kept. Without a usable folder, nothing is cached.
 
     Args:
         setting: Value of `config.compilation_cache`: a folder, "" for the user's cache, or "off".
-        log: Function that prints a line.
+        log: Function that prints a warning.
     """
     global _folder_set_here
     current = jax.config.values["jax_compilation_cache_dir"]
@@ -43,7 +43,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
     folder, reason = (None, "") if setting == OFF else _prepare_folder(setting)
     if reason:
         log(
-            f"warning: compiled programs are not kept in {setting or 'the user cache'}: {reason}. "
+            f"warning: cannot cache compiled programs in {setting or 'the user cache'}: {reason}. "
             "Each start compiles them again; set config.compilation_cache to another folder"
         )
     if folder is not None:
@@ -57,7 +57,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
 
 
 def _prepare_folder(setting: str) -> tuple[Path | None, str]:
-    """Create the folder. Return it, or None and the reason why the job cannot use it."""
+    """Create the cache folder; return it, or None and the reason why the job cannot use it."""
     folder, reason = None, ""
     marker_name = f".job-{broadcast(secrets.token_hex(8))}"
     try:
@@ -67,7 +67,7 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
             pass
         if is_main():
             (folder / marker_name).touch()
-            # A full disk or a killed process leaves half a program without its time of use.
+            # A full disk or a killed process leaves partial programs without an access-time file.
             for program in folder.glob("*-cache"):
                 atime_file = program.with_name(program.name.removesuffix("cache") + "atime")
                 if not atime_file.exists():
@@ -75,7 +75,7 @@ def _prepare_folder(setting: str) -> tuple[Path | None, str]:
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         known = format_os_error(error) if isinstance(error, OSError) else None
         reason = known or str(error)
-    # Processes share the autotuning of GPU kernels, so either all or none may find a program.
+    # Processes share the autotuning of GPU kernels, so all of them must use the cache or none.
     reasons = [other for other in gather(reason) if other]
     is_shared = all(gather(folder is not None and (folder / marker_name).exists()))
     if is_main() and folder is not None and not reason:

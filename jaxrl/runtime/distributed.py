@@ -1,7 +1,7 @@
-"""Exchange of host values between the processes of a job.
+"""Exchange of host-side values between the processes of a job.
 
-Each host runs one process. Rollouts run on each process's local devices without waiting for others
-(`sharding.local_mesh`). Updates run on the mesh of all devices. In between, `gather` collects the
+Each host runs one process. Processes sample on their local devices (`sharding.local_mesh`), without
+waiting for each other. Updates run on the mesh of all devices. In between, `gather` collects the
 samples in process order, so that all processes base decisions about the batch on the same values.
 """
 
@@ -17,22 +17,22 @@ from jax.experimental import multihost_utils
 Value = TypeVar("Value")
 
 _BLOCK_SIZES = (1 << 12, 1 << 20)
-"""Bytes of a process in one collective call. Few sizes mean few compilations."""
+"""Bytes that each process sends per collective call. Few sizes mean few compilations."""
 
 
 def is_main() -> bool:
-    """Return True in process 0, which writes files and prints."""
+    """Return True if this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def local_slice(count: int) -> slice:
-    """Return this process's slice of `count` items in order."""
+    """Return this process's slice of `count` items, which are split evenly in process order."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
 
 
 def gather(value: Value) -> list[Value]:
-    """Return the values of all processes, in process order; all processes call this.
+    """Gather a value from every process, in process order; all processes must call this.
 
     Values are sent as JSON over the device network, in blocks of a few sizes. Tuples arrive as
     lists.
@@ -54,22 +54,22 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """Gather the length of every process as bytes, because JAX truncates int64 to 32 bits."""
+    """Gather `length` from every process, as bytes because JAX truncates int64 to 32 bits."""
     encoded = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     gathered = multihost_utils.process_allgather(encoded)
     return [int.from_bytes(row.tobytes(), "little") for row in gathered]
 
 
 def barrier() -> None:
-    """Wait for all processes, so that their changes on disk are complete."""
+    """Wait for all processes; changes that they made on disk before this call are complete."""
     gather(None)
 
 
 def any_process(flag: bool) -> bool:
-    """Return True in all processes if `flag` is true in any; all processes call this."""
+    """Return True in all processes if `flag` is True in any; all processes must call this."""
     return any(gather(flag))
 
 
 def broadcast(value: Value) -> Value:
-    """Return the value of process 0; all processes call this."""
+    """Return process 0's value in every process; all processes must call this."""
     return gather(value)[0]

@@ -1,4 +1,4 @@
-"""Return of freed host memory to the operating system, for runs on a CPU."""
+"""Return freed host memory to the operating system, for runs on a CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """JAX event with the duration of a compilation."""
 
 LONG_COMPILE_S = 0.5
-"""Seconds. A shorter compilation leaves little memory to return."""
+"""Minimum compilation time in seconds. Shorter compilations leave little memory to return."""
 
 
 def trim_memory() -> None:
-    """Return the freed memory that glibc keeps to the operating system.
+    """Make glibc return freed memory to the operating system.
 
-    After a compilation, this is most of what the compiler used.
+    After a compilation, this is most of the memory that the compiler used.
     """
     _trim()(0)
 

@@ -1,4 +1,4 @@
-"""This process's place in a multi-process job, from flags or from the cluster."""
+"""Identity of this process in a multi-process job, from flags or the cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Place of this process in its job."""
+    """Identity of this process in its job, and the address of process 0."""
 
     # Host:port of process 0. JAX detects this field and the next two if they are None.
     coordinator: str | None
@@ -23,7 +23,7 @@ def find_job(
     process_id: int | None,
     cluster: str | None,
 ) -> Job | None:
-    """Return the job that the flags describe, or None for a single process.
+    """Return the job that the flags describe; None for a single process.
 
     Raises:
         ValueError: The flags are incomplete or contradictory, or the cluster did not set its
@@ -36,7 +36,7 @@ def find_job(
     }
     given = [name for name, value in flags.items() if value is not None]
     if cluster is not None and given:
-        raise ValueError(f"--cluster={cluster} and {given[0]} were both set; expected either.")
+        raise ValueError(f"--cluster={cluster} and {given[0]} were both set; expected only one.")
     if cluster == "slurm":
         return _slurm_job()
     if cluster == "tpu":
@@ -64,7 +64,7 @@ def find_job(
 
 
 def _slurm_job() -> Job:
-    """Return the place in a Slurm job step; the job's number determines the port."""
+    """Read the job from Slurm's environment variables; derive the port from the job id."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -76,8 +76,8 @@ def _slurm_job() -> Job:
     num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", count)
     if count != num_nodes:
         raise ValueError(
-            f"SLURM_NTASKS={count} on {num_nodes} nodes; expected one task a node, which takes all "
-            "its devices: set --ntasks-per-node=1."
+            f"SLURM_NTASKS={count} on {num_nodes} nodes; expected one task per node, which uses "
+            "all its devices: set --ntasks-per-node=1."
         )
     port = os.environ.get("JAX_COORDINATOR_PORT") or 61_440 + int(job) % 4096
     return Job(

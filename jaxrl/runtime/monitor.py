@@ -1,12 +1,12 @@
-"""Monitor of one process of a job, in a separate process: a stopped process cannot report itself.
+"""Monitor of one process of a job. It runs separately: a stopped process cannot report itself.
 
-Every process of a job starts one monitor, in a new session, and writes one line per second to it.
-The monitors form a star around the first one, the hub. A process is lost if it was killed, stopped,
-cut off or failed. The hub sends the first loss to all monitors. Each prints the lost process to
-standard error and ends its own process, which would otherwise wait forever in a collective
+Each process of a job starts a monitor in a new session and sends it one line per second. The
+monitor of process 0 is the hub, to which all others connect. A process is lost if it was killed,
+stopped, cut off or failed. The hub sends the first loss to all monitors. Each monitor prints it to
+standard error and ends the monitored process, which would otherwise wait forever in a collective
 operation. This module imports neither JAX nor the rest of jaxrl.
 
-Lines are JSON objects. The first line on standard input holds the settings. The process then sends
+Lines are JSON objects. The first line on standard input has the settings. The process then sends
 `alive`, `finished`, `failed` (the reason) and `stop` (it received a signal). It receives `stop` and
 `lost` (the reason, with the `index` of the process and whether it `failed` by itself). Monitors
 exchange `alive`, `finished`, `stop` and `lost`.
@@ -33,31 +33,31 @@ HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two `alive` lines."""
 
 GRACE_S = 5.0
-"""Seconds in which a process may end by itself after the loss of another."""
+"""Seconds that a process has to exit by itself after another one is lost."""
 
 FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""
 
 MAX_UNAUTHENTICATED = 64
-"""Maximum callers without the token, in addition to missing monitors; the oldest are dropped."""
+"""Maximum number of unauthenticated callers beyond missing monitors; the oldest are dropped."""
 
-_MAX_LINE_BYTES = 1 << 20  # bytes
-_MAX_HELLO_BYTES = 128  # bytes of a token and an index; only a stranger sends more
+_MAX_LINE_BYTES = 1 << 20
+_MAX_HELLO_BYTES = 128  # more than a token and an index need
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings:
-    """Settings of a monitor.
+    """Settings that a process sends to its monitor.
 
     Attributes:
         index: Index of the monitored process in the job.
         pid: Process id of the monitored process.
         names: Names of all processes of the job, for messages.
-        hub: Host and port of the first monitor.
-        hub_fd: Listening socket of the first monitor; -1 for the others.
+        hub: Host and port of the hub.
+        hub_fd: File descriptor of the hub's listening socket; -1 for other monitors.
         token: Secret that proves that a caller belongs to the job.
         deadline_s: Seconds of silence after which a process counts as lost.
-        handshake_timeout_s: Seconds in which a caller must send the token.
+        handshake_timeout_s: Seconds that a caller has to send the token.
     """
 
     index: int
@@ -72,12 +72,12 @@ class MonitorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLoss:
-    """A lost process.
+    """Report of a lost process.
 
     Attributes:
         index: Index of the process in the job.
-        lost: Reason.
-        failed: True if the process reported an error of its own.
+        lost: Reason why it counts as lost.
+        failed: True if the process itself reported an error.
     """
 
     index: int
@@ -86,7 +86,7 @@ class ProcessLoss:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> ProcessLoss:
-        """Restore what `asdict` returned."""
+        """Create a report from a received line, which has the fields of `asdict`."""
         return cls(
             index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
         )
@@ -94,7 +94,7 @@ class ProcessLoss:
 
 @dataclass(kw_only=True)
 class _Link:
-    """A source of lines: the monitored process, the hub, or at the hub another monitor."""
+    """A connection to the monitored process, to the hub, or from another monitor to the hub."""
 
     index: int | None  # index of the process it reports on; None until it has sent the token
     read_fd: int
@@ -115,7 +115,7 @@ class _Link:
         return bool(data)
 
     def lines(self) -> list[dict[str, Any]] | None:
-        """Take the complete lines out of `buffer`; return None if they are malformed."""
+        """Remove and parse the complete lines in `buffer`; return None if any is malformed."""
         *lines, self.buffer = self.buffer.split(b"\n")
         try:
             read = [json.loads(line) for line in lines]
@@ -137,7 +137,7 @@ class _Link:
 
 
 class Monitor:
-    """A monitor of one process; `run` returns when that process has finished or was ended."""
+    """Monitor of one process; `run` returns once the process has finished or been terminated."""
 
     def __init__(self, settings: MonitorSettings):
         """Connect to the process on standard input and output, and to the hub."""
@@ -151,7 +151,7 @@ class Monitor:
         self._loss: ProcessLoss | None = None
         if settings.hub_fd >= 0:
             self._listener = socket.socket(fileno=settings.hub_fd)
-            self._listener.setblocking(False)  # a caller may have closed the connection
+            self._listener.setblocking(False)  # a caller may be gone before accept()
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
         else:
@@ -192,7 +192,7 @@ class Monitor:
             for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
                 if key.data is None:
                     self._accept()
-                elif key.data in self._links:  # an earlier link of this loop may have dropped it
+                elif key.data in self._links:  # not dropped earlier in this loop
                     loss = loss or self._read_link(key.data)
             self._drop_unauthenticated()
             loss = loss or self._check_timeouts() or self._check_failure()
@@ -222,7 +222,7 @@ class Monitor:
         return [link for link in self._links if link.index is None]
 
     def _read_link(self, link: _Link) -> ProcessLoss | None:
-        """Read a link; return the loss that it reports, if any."""
+        """Read from a link; return the loss that it reports or that its end implies, if any."""
         is_open = link.receive()
         if link.index is None and not self._authenticate(link, is_open=is_open):
             return None
@@ -252,7 +252,7 @@ class Monitor:
         return None
 
     def _authenticate(self, link: _Link, *, is_open: bool) -> bool:
-        """Return True if a caller's first line is valid; drop a caller that sends another one."""
+        """Return True if a caller's first line is complete and valid; drop it if it is invalid."""
         hello, newline, buffer = link.buffer.partition(b"\n")
         token, _, index = hello.partition(b" ")
         if is_open and not newline and len(hello) <= _MAX_HELLO_BYTES:
@@ -265,7 +265,7 @@ class Monitor:
             return False
         link.index, link.buffer = int(index), buffer
         self._missing.remove(link.index)
-        # All monitors have joined, and a lost one does not return: stop listening.
+        # Stop listening once all monitors have joined: a lost one never reconnects.
         if not self._missing:
             assert self._listener is not None
             self._selector.unregister(self._listener)
@@ -283,7 +283,7 @@ class Monitor:
             if link.index is None or link.is_finished:
                 continue
             if now - link.last_received_at > deadline_s:
-                why = f"it gave no sign of life for {deadline_s:g} s"
+                why = f"it sent nothing for {deadline_s:g} s"
                 return ProcessLoss(index=link.index, lost=why)
         if self._missing and now - self._started > deadline_s:
             why = f"its monitor did not join within {deadline_s:g} s"
@@ -311,7 +311,7 @@ class Monitor:
             os.write(1, json.dumps(line).encode() + b"\n")
 
     def _terminate(self, loss: ProcessLoss) -> None:
-        """Report the lost process to all monitors and end the monitored one."""
+        """Report the lost process to all monitors and terminate the monitored one."""
         settings = self._settings
         self._broadcast(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
@@ -323,7 +323,7 @@ class Monitor:
         print(f"error: {text}{advice}", file=sys.stderr, flush=True)
         if self._process_link not in self._links:
             return
-        # Ask the process to end. Kill it if it does not, at once if it is silent (stopped).
+        # Ask the process to exit, then kill it; kill it immediately if it is silent (stopped).
         is_silent = time.monotonic() - self._process_link.last_received_at > settings.deadline_s
         deadline = time.monotonic() + (0 if is_silent else GRACE_S)
         self._send_to_process(**asdict(loss))
@@ -339,7 +339,7 @@ class Monitor:
             os.kill(settings.pid, signal.SIGKILL)
 
     def _wait_for_hub(self) -> ProcessLoss | None:
-        """Wait for the loss that the hub reports; return None if it reports none."""
+        """Wait for the hub to report which process was lost; return None if it does not."""
         hub = next((link for link in self._links if link is not self._process_link), None)
         deadline = time.monotonic() + GRACE_S
         while hub is not None and time.monotonic() < deadline:
@@ -357,7 +357,7 @@ class Monitor:
 def main() -> None:
     """Read the settings, then run the monitor."""
     line = b""
-    while not line.endswith(b"\n"):  # byte by byte: the monitor reads what follows
+    while not line.endswith(b"\n"):  # byte by byte: the monitor reads the rest
         byte = os.read(0, 1)
         if not byte:
             return

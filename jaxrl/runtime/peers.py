@@ -1,4 +1,4 @@
-"""Joining of processes, one per host, into one job, and detection of losses."""
+"""Join processes, one per host, into a job, and detect lost ones."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from jaxrl.utils.secrets import redact
 from jaxrl.utils.text import escape_control_chars
 
 JOIN_TIMEOUT_S = 300.0
-"""Seconds in which all processes of a job must have joined."""
+"""Seconds within which all processes of a job must join."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """HTTP/2 connection preface of a client, and empty settings (RFC 9113, sections 3.4 and 6.5)."""
-_SETTINGS = 4  # frame type of a server's answer
+_SETTINGS = 4  # type of the first frame that a server sends
 
 
 def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
-    """Refuse a coordinator address at which another program listens.
+    """Check that no other program listens at the coordinator's address.
 
-    JAX's coordinator speaks gRPC over HTTP/2. Process 0 detects the conflict when it listens.
+    JAX's coordinator speaks gRPC over HTTP/2. Process 0 detects a conflict when it listens.
 
     Raises:
-        OSError: The program at the address does not answer like an HTTP/2 server.
+        OSError: The program at the address does not respond like an HTTP/2 server.
     """
     if not job.coordinator or job.process_id == 0:
         return
@@ -55,24 +55,24 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
             answer = b""
     if answer[3:4] != bytes([_SETTINGS]):
         raise OSError(
-            f"process {job.process_id} found another program than process 0 at {job.coordinator}: "
+            f"process {job.process_id} found a program other than process 0 at {job.coordinator}: "
             "the port is taken. Name a free port in the --coordinator of every process (under "
             "Slurm: JAX_COORDINATOR_PORT)."
         )
 
 
 class MonitorClient:
-    """A process's connection to its monitor; a context manager around the work."""
+    """This process's connection to its monitor; a context manager around the work."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
-        """Start the monitors of all processes; every process of the job calls this.
+        """Start this process's monitor; every process of the job must call this.
 
         Args:
             coordinator: Host:port of process 0; None if JAX detected it.
             deadline_s: Seconds of silence after which a process counts as lost.
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
-        # Each process may know the host of process 0 by another address.
+        # Processes may reach the host of process 0 at different addresses.
         routes = gather(find_route(find_main_address(coordinator)))
         listener = open_listener(routes[1:]) if index == 0 else None
         port = listener.getsockname()[1] if listener else 0
@@ -133,7 +133,7 @@ class MonitorClient:
             os._exit(EXIT_LOST)
 
     def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Extend `should_stop` to the job: it returns True if any process should stop."""
+        """Return a function that returns True if `should_stop` does in any process of the job."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -141,7 +141,7 @@ class MonitorClient:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Report to the monitor how this process ends. A failure ends the process here."""
+        """Report to the monitor how this process ends; after a failure, exit here."""
         has_user_message = isinstance(error, SystemExit)  # its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
@@ -156,7 +156,7 @@ class MonitorClient:
         )
         reason = redact(escape_control_chars(reason))  # the monitor, another process, prints it
         self._write(failed=reason)
-        # Wait for the verdict: the loss of another process may have caused this failure.
+        # Wait for the hub's report: the loss of another process may have caused this failure.
         index = jax.process_index()
         try:
             loss = self._reported_loss.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
@@ -176,7 +176,7 @@ class MonitorClient:
 
 
 def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
-    """Join the job before anything touches a device. Return None if it has one process.
+    """Join the job, before JAX uses any device; return None if it has only one process.
 
     The process ends with `EXIT_LOST` if not all processes join within `JOIN_TIMEOUT_S` seconds.
 
@@ -210,7 +210,7 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
 
 
 def _check_port(coordinator: str) -> None:
-    """Refuse a port that is in use; JAX's error names neither the port nor a fix."""
+    """Check that the port is free: JAX's own error would name neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
     bind_host, _, _ = _bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
     host = bind_host.strip("[]")
@@ -228,7 +228,7 @@ def _check_port(coordinator: str) -> None:
 def _report_waiting(
     job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_TIMEOUT_S
 ) -> Iterator[None]:
-    """Report that this process waits for the others, and end it after `limit_s` seconds."""
+    """Report a wait of `silent_s` seconds for the others; exit after `limit_s` seconds."""
     has_joined = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
@@ -253,7 +253,7 @@ def _report_waiting(
 
 
 def _bind_options(coordinator: str) -> dict[str, Any]:
-    """Bind JAX's coordinator to loopback if its address is loopback, else to all addresses."""
+    """Return the options that bind JAX's coordinator to a loopback address; else {}."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # raised for a host name
         if ipaddress.ip_address(host).is_loopback:
@@ -262,14 +262,14 @@ def _bind_options(coordinator: str) -> dict[str, Any]:
 
 
 def find_main_address(coordinator: str | None) -> str:
-    """Return an address of process 0 that every host can reach; all processes call this."""
+    """Return an address of process 0 that all hosts can reach; all processes must call this."""
     if coordinator is not None:
         return coordinator.rpartition(":")[0].strip("[]")
     return broadcast(find_local_address())
 
 
 def find_local_address() -> str:
-    """Return this host's address on its default route, or its name if there is none."""
+    """Return this host's address on its default route, or its host name if it has none."""
     for family, remote in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((remote, _ANY_PORT))  # reserved for documentation; nothing is sent
@@ -278,7 +278,7 @@ def find_local_address() -> str:
 
 
 def find_route(host: str) -> str:
-    """Return the address at which this host reaches `host`; `host` itself if there is none."""
+    """Return the address at which this host reaches `host`, or `host` if there is no route."""
     addresses: list[Any] = []
     with contextlib.suppress(OSError):
         addresses = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
@@ -298,10 +298,10 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def open_listener(routes: Sequence[str]) -> socket.socket:
-    """Return a socket that listens on the address at which all other processes reach this host.
+    """Open a socket that listens on the address at which the other processes reach this host.
 
-    It listens on all addresses if they use different ones, or one that this host does not have,
-    such as a virtual one.
+    It listens on all addresses if `routes` differ, or if this host does not have the address, such
+    as a virtual one.
     """
     if len(set(routes)) == 1:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Early ends of a run: on a signal, or when evaluations no longer improve."""
+"""Early stopping of a run: on a signal, or when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EXIT_INTERRUPTED = 75
-"""A signal ended the run early; EX_TEMPFAIL of sysexits.h."""
+"""Exit code: a signal ended the run early. EX_TEMPFAIL in sysexits.h."""
 
 EXIT_UNAVAILABLE = 69
-"""Every episode failed, or the search engine was unavailable; EX_UNAVAILABLE of sysexits.h."""
+"""Exit code: all episodes failed, or search was unavailable. EX_UNAVAILABLE in sysexits.h."""
 
 EXIT_BUDGET_SPENT = 78
-"""The run has spent its budget; EX_CONFIG of sysexits.h."""
+"""Exit code: the run has spent its budget. EX_CONFIG in sysexits.h."""
 
 EXIT_LOST = 76
-"""A process of the job is lost, or nothing makes progress; EX_PROTOCOL of sysexits.h."""
+"""Exit code: a process of the job is lost, or the run hangs. EX_PROTOCOL in sysexits.h."""
 
 EXIT_UNHEALTHY = 70
-"""`watch.action` ended the run; EX_SOFTWARE of sysexits.h."""
+"""Exit code: `watch.action` ended the run. EX_SOFTWARE in sysexits.h."""
 
 NOTHING_TO_SAVE = "ended before the first step; there is nothing to save"
 
@@ -37,7 +37,7 @@ _SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
 
 
 def exit_on_signals(message: str = NOTHING_TO_SAVE, code: int | None = EXIT_INTERRUPTED) -> None:
-    """From now on, end the process at once on SIGTERM or SIGINT.
+    """Make SIGTERM and SIGINT end the process immediately.
 
     Args:
         message: Text to print after the signal's name.
@@ -53,7 +53,7 @@ def exit_on_signals(message: str = NOTHING_TO_SAVE, code: int | None = EXIT_INTE
 
 
 def _write_stderr(line: str) -> None:
-    """Write to stderr. A signal may arrive while a print holds the buffer, so do not use print."""
+    """Write a line to stderr without `print`, whose buffer may be locked when a signal arrives."""
     os.write(2, f"{line}\n{_SHOW_CURSOR if os.isatty(2) else ''}".encode())
 
 
@@ -63,12 +63,12 @@ def stop_on_signals(
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once SIGTERM or SIGINT has arrived.
 
-    The first signal requests a stop, the second one ends the process at once. A thread handles
+    The first signal requests a stop; the second one ends the process immediately. A thread handles
     them, because the main thread may be compiling or waiting for other processes.
 
     Args:
         has_started: Function that returns False while there is nothing to save. A signal then ends
-            the process at once with `EXIT_INTERRUPTED`.
+            the process immediately with `EXIT_INTERRUPTED`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     stop_requested = threading.Event()
@@ -87,7 +87,9 @@ def stop_on_signals(
                 os._exit(EXIT_INTERRUPTED)
             stop_requested.set()
             # Unlike a signal handler, this thread may wait for another print to finish.
-            print(f"{name}: stopping; once more to end at once", file=sys.stderr, flush=True)
+            print(
+                f"{name}: stopping; send it again to exit immediately", file=sys.stderr, flush=True
+            )
 
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
@@ -106,7 +108,7 @@ def stop_on_signals(
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The best evaluation of a stage so far; higher is better."""
+    """Best evaluation of a stage so far; higher values are better."""
 
     value: float | None = None  # None before the first evaluation
     step: int = 0  # step of the best evaluation
@@ -115,7 +117,7 @@ class Best:
 
 
 def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
-    """Return the best evaluation after one more; NaN (no score) changes nothing.
+    """Return `best` updated with an evaluation; NaN (no score) changes nothing.
 
     Any higher value is the new best. Patience restarts when the value exceeds the one at its last
     restart by more than `min_delta`, so small improvements add up.

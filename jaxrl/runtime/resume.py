@@ -1,11 +1,11 @@
-"""A workdir's record of its run, and the changes that a resume allows.
+"""Record of a run in its workdir, and the configuration changes that a resume allows.
 
-The configuration is in three places, so that the loss of one file hides no difference:
-`config.json`, the position in every checkpoint, and `config_history.jsonl`. Each start that changes
-something adds a line to the latter with its time, the step, and the old and new value of every
+The configuration is stored three times, so that losing one file hides no change: in `config.json`,
+in the position in every checkpoint, and in `config_history.jsonl`. Each start that changes
+something appends a line to the history with the time, the step, and the old and new value of every
 changed key.
 
-A rollback is recorded in `roll_backs.jsonl` before it is carried out, so a kill in between loses
+A rollback is recorded in `roll_backs.jsonl` before it is applied, so that a kill in between loses
 nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and the usage so far
 (`ledger`). Files and records after `to_step` move to `rolled_back/<number>/`.
 """
@@ -40,17 +40,17 @@ _STEP_FILE = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A workdir's record of its run."""
+    """What a workdir records about its run."""
 
     step: int  # step of the newest checkpoint; 0 if none is readable
     config: dict[str, Any]  # flat configuration, with defaults for unrecorded keys
     contents: dict[str, str]  # fingerprints of the files that the run read
-    warnings: list[str] = field(default_factory=list)  # lines for the user
+    warnings: list[str] = field(default_factory=list)  # lines to print for the user
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A difference between a run and the start that resumes it."""
+    """A key or file that differs between a run and the start that resumes it."""
 
     key: str  # config key, or fingerprint name followed by ` (content)`
     before: Any
@@ -58,31 +58,31 @@ class Change:
     is_free: bool  # True if it does not need --accept_changes
 
     def __str__(self) -> str:
-        """Return `config.key: before -> now`."""
+        """Return `config.key: before -> now`; for a file, `config.key (content): changed`."""
         if self.key.endswith(" (content)"):
             return f"config.{self.key}: changed"
         return f"config.{self.key}: {self.before!r} -> {self.now!r}"
 
 
 def check_checkpoint_exists(folder: Path, step: int) -> None:
-    """Refuse a step without a checkpoint.
+    """Check that a step has a checkpoint.
 
     Raises:
-        ValueError: The step has none. The message lists the steps that have one.
+        ValueError: It has none. The message lists the steps that have one.
     """
     from jaxrl.runtime.checkpoint import list_steps
 
     if step not in (steps := list_steps(folder)):
         available = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"--step={step}: {folder} has no such checkpoint; it holds {available}.")
+        raise ValueError(f"--step={step}: {folder} has no such checkpoint; available: {available}.")
 
 
 def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | None:
-    """Return the record of the run in a workdir; None without checkpoints.
+    """Read the record of the run in a workdir; return None if it has no checkpoints.
 
     Args:
         workdir: Folder with `checkpoints/` and `config.json`.
-        accept_changes: True to accept a run with a lost configuration or unknown keys.
+        accept_changes: True to accept a lost configuration or unknown keys.
 
     Raises:
         ValueError: The configuration is lost or has unknown keys, and `accept_changes` is False.
@@ -92,7 +92,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
 
     if not has_checkpoint(workdir / "checkpoints"):
         return None
-    # config.json is authoritative; a checkpoint replaces a lost one.
+    # config.json is authoritative; if it is lost, use the checkpoint's configuration.
     step, position = read_latest_position(workdir / "checkpoints")
     saved = position.get("config") or {}
     warnings: list[str] = []
@@ -110,7 +110,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
             ) from error
         source = f"checkpoint {step}" if saved else "nothing"
         warnings.append(f"warning: {damage}; {source} records the configuration")
-    # config.json is written last, so its keys were accepted before, if necessary.
+    # config.json is written last, so an earlier start has accepted its keys.
     unknown = sorted((configured or saved).keys() - KEYS.keys())
     unknown = [key for key in unknown if not find_missing_extra(key)]
     if unknown:
@@ -121,8 +121,8 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
                 f"{line}. Name another --workdir to start over; --accept_changes continues without "
                 "them."
             )
-        warnings.append(f"warning: {line}; its checkpoints may hold other arrays too")
-    if configured:  # drop keys of the checkpoint that an earlier start was allowed to drop
+        warnings.append(f"warning: {line}; its checkpoints may contain other arrays too")
+    if configured:  # drop the keys that an earlier start was allowed to drop
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     # Later starts may have changed files, so the history overrides the checkpoint's fingerprints.
     lines, num_damaged = read_history(workdir)
@@ -146,16 +146,16 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
 
 
 def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat configuration after a round trip through JSON."""
+    """Convert a flat configuration to the values that it has after a round trip through JSON."""
     return json.loads(json.dumps(dict(config)))
 
 
 def check_fixed_keys(
     workdir: Path, record: RunRecord, config: Mapping[str, Any], fixed: Sequence[str]
 ) -> None:
-    """Refuse changes of the `fixed` keys, which would make checkpoints unusable.
+    """Check that no `fixed` key has changed, which would make the checkpoints unusable.
 
-    Keys of a missing extra count as 0.
+    A key whose extra is missing counts as 0.
 
     Raises:
         ValueError: A key has changed. The message names it.
@@ -165,8 +165,8 @@ def check_fixed_keys(
         now = config.get(key, 0)
         before = record.config.get(key, now)
         if before != now:
-            folder = find_missing_extra(key)
-            remedy = f"bring jaxrl/extras/{folder}" if folder else "set it"
+            folder = missing_folder(key)
+            remedy = f"put jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
                 f"config.{key} is {now!r}, but {workdir} began with {before!r}; {remedy} back to "
                 "resume, or set --workdir to another folder to start over."
@@ -178,7 +178,7 @@ def find_changes(
 ) -> list[Change]:
     """Return the differences between a run and this start.
 
-    `contents` holds the fingerprints of this start; None to not compare files yet.
+    `contents` holds the fingerprints of this start's files; None if files are not compared yet.
     """
     now = normalize_json(config)
     changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
@@ -191,13 +191,11 @@ def find_changes(
             key for key in changed_keys if not _select_fingerprints(key, record.contents)
         ]
         contents = {}
-    # Keys of a missing extra are no change. Settings that need the extra are refused elsewhere.
-    removed_keys = [
-        key for key in record.config.keys() - KEYS.keys() if not find_missing_extra(key)
-    ]
+    # A missing extra's keys are not a change. Settings that need it are rejected elsewhere.
+    removed_keys = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
     changes = []
     for key in [*changed_keys, *sorted(removed_keys)]:
-        # A key that names another path with the same files changes nothing.
+        # A new path to the same files changes nothing.
         files = _select_fingerprints(key, contents)
         is_moved = bool(files) and files == _select_fingerprints(key, record.contents)
         is_allowed = key in now and (is_free(key, record.config, now) or is_moved)
@@ -221,7 +219,7 @@ def find_changes(
 
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key, or a fingerprint of its file, may change without consent."""
+    """Return True if a key, or the file that it names, may change without --accept_changes."""
     # A fingerprint such as `loss.name's file` follows the rule of its key.
     suffixes = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
     matches = [name for name, suffix in suffixes.items() if not re.match(r"\w", suffix)]
@@ -249,10 +247,10 @@ def _select_fingerprints(key: str, contents: Mapping[str, str]) -> dict[str, str
 
 
 def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -> None:
-    """Refuse changes that would make this a different experiment.
+    """Check that no change makes this a different experiment.
 
     Raises:
-        ValueError: There are such changes. The message lists them.
+        ValueError: Some changes do. The message lists them.
     """
     refused = [change for change in changes if not change.is_free]
     if refused:
@@ -270,7 +268,7 @@ def record_start(
     config: ConfigDict,
     contents: Mapping[str, str],
 ) -> None:
-    """Record this start: first its changes, then its configuration."""
+    """Record this start: first its changes in the history, then its configuration."""
     write_history(workdir, record, changes, contents, config.stages)
     if record is None or set(config.stages) != {"evaluate"}:
         write_config(workdir, config)
@@ -283,7 +281,7 @@ def write_history(
     contents: Mapping[str, str],
     stages: Sequence[str],
 ) -> None:
-    """Add this start to the history if it is the first or changes something.
+    """Append this start to the history if it is the first or changes something.
 
     An evaluation-only start does not change the run, so only its differences are recorded.
     """
@@ -305,7 +303,7 @@ def write_history(
 
 
 def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of the history, oldest first, and the number of damaged lines."""
+    """Read the history; return its lines, oldest first, and the number of damaged lines."""
     path = workdir / HISTORY_FILE
     data = path.read_bytes() if path.is_file() else b""
     texts = [text for text in data.splitlines() if text.strip()]
@@ -320,7 +318,7 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_config(workdir: Path, config: ConfigDict) -> None:
-    """Write `config.json`; rename an unreadable one first."""
+    """Write `config.json`; first rename an existing one that is unreadable."""
     path = workdir / "config.json"
     try:
         read_flat_config(path)
@@ -333,20 +331,20 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
 
 
 def launch_folder(run: Path) -> Path:
-    """Return the folder from which a run was last started; if unknown, the current folder."""
+    """Return the folder from which a run was last started, or the current one if unknown."""
     folder = Path(str(_starts(run)[-1].get("folder", "")))
     return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
 
 
 def add_code_folders(run: Path) -> None:
-    """Append the folders in which a run found user code to `sys.path`."""
+    """Append to `sys.path` the folders from which a run imported user code."""
     for folder in _starts(run)[-1].get("code_folders", []):
         if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
 
 def read_prompt_time(run: Path) -> datetime:
-    """Return the time for the prompts of a run: that of its first start.
+    """Return the time that prompts of a run show: the time of its first start, if recorded.
 
     Chat templates may insert today's date. A run that resumes on another day keeps the first date.
     """
@@ -355,7 +353,7 @@ def read_prompt_time(run: Path) -> datetime:
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
-    """Return the starts in a run's `environment.json`; one empty start if it is unreadable."""
+    """Read the starts in a run's `environment.json`; return `[{}]` if there are none."""
     try:
         return read_starts(run / "environment.json") or [{}]
     except (OSError, ValueError):
@@ -370,12 +368,12 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     """
     starts = parse_json(path.read_bytes(), str(path))
     if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
-        raise ValueError(f"{path} holds no list of objects")
+        raise ValueError(f"{path} is not a list of objects")
     return starts
 
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
-    """Record a rollback. This start carries it out; after a kill, the next one does."""
+    """Record a rollback. This start applies it or, if it is killed first, the next one does."""
     (workdir / ROLLED_BACK_FOLDER).mkdir(exist_ok=True)  # fail now, not at every later start
     lines = [*read_rollbacks(workdir), line]
     with open_atomic(workdir / ROLLBACKS_FILE) as file:
@@ -383,7 +381,7 @@ def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
 
 
 def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
-    """Return the rollbacks of a run, oldest first.
+    """Read the rollbacks of a run, oldest first.
 
     Raises:
         ValueError: A line is damaged.
@@ -404,10 +402,10 @@ def read_rollbacks(workdir: Path) -> list[dict[str, Any]]:
 
 
 def archive_later_output(workdir: Path, step: int, number: int) -> None:
-    """Set aside the output after `step`, the target of rollback `number`.
+    """Archive the output after `step`, the target of rollback `number`.
 
-    Move trajectories and evaluations, and copy `metrics.jsonl` and `sentinel.jsonl`. After a kill,
-    another call completes the work.
+    Move trajectories and evaluations, and copy `metrics.jsonl` and `sentinel.jsonl`. If the process
+    is killed, another call completes the work.
     """
     archive = workdir / ROLLED_BACK_FOLDER / str(number)
     done_marker = archive / "done"
@@ -426,14 +424,14 @@ def archive_later_output(workdir: Path, step: int, number: int) -> None:
 
 
 def delete_later_output(workdir: Path, step: int) -> None:
-    """Remove the files that a killed run wrote after `step`, from which it resumes."""
+    """Delete the files that a killed run wrote after `step`, from which it resumes."""
     unfinished = (path for name in _FOLDERS for path in workdir.glob(f"{name}/*.unfinished"))
     for path in [*_list_later_output(workdir, step), *unfinished]:
         path.unlink()
 
 
 def _list_later_output(workdir: Path, step: int) -> list[Path]:
-    """Return the files with trajectories and evaluations of later steps."""
+    """Return the files with trajectories and evaluations of steps after `step`."""
     files = [path for name in _FOLDERS for path in workdir.glob(f"{name}/*")]
     steps = ((path, _STEP_FILE.fullmatch(path.name)) for path in files)
     return [path for path, match in steps if match and int(match[1]) > step]

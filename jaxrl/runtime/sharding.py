@@ -1,4 +1,4 @@
-"""The device mesh and the shardings of arrays.
+"""Device mesh and array shardings.
 
 Parameters name their axes (`Architecture.logical_axes`), and the rules below map those names to
 mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each row over context.
@@ -29,7 +29,7 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split packed rows."""
 
 CONTEXT_AXIS = "context"
-"""Mesh axis that splits each packed row into pieces of equal length."""
+"""Mesh axis that splits each packed row into equally long pieces."""
 
 PIECE_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 """Mesh axes that split pieces of packed rows, and the sampler's rows and pages."""
@@ -57,12 +57,12 @@ def mesh_sizes(
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
-    """Return the sizes of the mesh axes. One argument may be -1, for the remaining devices.
+    """Return the sizes of the mesh axes. One size may be -1, for the remaining devices.
 
-    The mesh excludes `rollout_devices` of each process.
+    The mesh excludes `rollout_devices` devices of each process.
 
     Raises:
-        ValueError: The product of the sizes is not the number of devices.
+        ValueError: The sizes do not multiply to the number of devices, or are otherwise invalid.
     """
     num_local = num_devices // num_processes
     replica_size = max(tensor, 1) * max(expert, 1)
@@ -112,15 +112,15 @@ def arrange_devices(
 ) -> Any:
     """Arrange devices in the shape of a mesh, with `expert` and `tensor` within one process.
 
-    On a TPU the axes follow the links between chips if that keeps `expert` and `tensor` within a
-    process. Axes may share a dimension of the torus. Otherwise devices are in process order.
-    `jax.make_mesh` supports neither GPUs of several hosts nor shared dimensions, and ignores
-    processes.
+    On a TPU, axes follow the links between chips if that keeps `expert` and `tensor` within a
+    process; several axes may share a dimension of the torus. Otherwise, devices are in process
+    order. `jax.make_mesh` ignores processes and supports neither GPUs on several hosts nor shared
+    dimensions.
 
     Args:
         devices: Devices of the mesh.
         sizes: Sizes of the mesh axes, in order.
-        with_gaps: True if devices are left out, so that the rest is not a torus.
+        with_gaps: True if some devices are excluded, so that the others do not form a torus.
 
     Raises:
         ValueError: A process's number of devices is not a multiple of `expert` times `tensor`.
@@ -149,7 +149,7 @@ def devices_per_replica(sizes: Mapping[str, int]) -> int:
 
 
 def process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueError:
-    """Return the error for `expert` and `tensor` axes that do not fit into one process."""
+    """Create the error for `expert` and `tensor` axes that do not fit in one process."""
     names = [name for name in ("expert", "tensor") if sizes[name] > 1]
     keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
     return ValueError(
@@ -161,8 +161,8 @@ def process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueError:
 def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
     """Return the sampler's mesh over this process's devices, with rows split along `data`.
 
-    So no process waits for another between two updates. With `rollout_devices` the mesh covers
-    only these. Otherwise, with one process, it is `mesh` itself.
+    Local meshes let processes sample without waiting for each other. If `rollout_devices` is set,
+    the mesh has only those devices. Otherwise, a single process samples on `mesh` itself.
     """
     if rollout_devices:
         own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
@@ -177,9 +177,9 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
 
 
 def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
-    """Move an array from the training mesh to this process's sampler.
+    """Move an array from the training mesh to this process's sampling devices.
 
-    Each of its parts on this process's devices must consist of complete rows.
+    The array must be split only along `expert` and `tensor`, so that each process has all of it.
     """
     parts = [shard.data for shard in array.addressable_shards]
     own = NamedSharding(local_mesh(mesh), sharding.spec)
@@ -188,10 +188,10 @@ def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) ->
 
 
 def check_model_fits(mesh: Mesh, config: Architecture) -> None:
-    """Refuse a mesh that splits key-value heads or experts unevenly.
+    """Check that the mesh splits the model's experts and key-value heads evenly.
 
     Raises:
-        ValueError: An axis does not divide them. The message names it.
+        ValueError: A mesh axis does not divide them. The message names it.
     """
     counts = {
         "expert": (config.num_experts, "experts"),
@@ -207,17 +207,17 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Return the number of shards of packed rows."""
+    """Return the number of shards into which packed rows are split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def num_pieces(mesh: Mesh) -> int:
-    """Return the number of shards of tokens, and of the sampler's rows."""
+    """Return the number of shards into which tokens and the sampler's rows are split."""
     return math.prod(mesh.shape[axis] for axis in PIECE_AXES)
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding with a full copy on every device."""
+    """Return the sharding that keeps a full copy on every device."""
     return NamedSharding(mesh, P())
 
 
@@ -232,7 +232,7 @@ def piece_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Cut rows `[b, T, ...]` into pieces `[C * b, T / C, ...]`; C is the size of `context`.
+    """Split rows `[b, T, ...]` into pieces `[C * b, T / C, ...]`; C is the size of `context`.
 
     For each shard of rows, all first pieces come first, then all second pieces, and so on, so that
     each piece stays on its device.
@@ -247,7 +247,7 @@ def split_into_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Invert `split_into_pieces` for one value per token in any shape; return rows `[b, T]`."""
+    """Invert `split_into_pieces` for one value per token, in any layout; return rows `[b, T]`."""
     count, shards = mesh.shape[CONTEXT_AXIS], num_batch_shards(mesh)
     if count == 1:
         return x.reshape(shape)
@@ -255,7 +255,7 @@ def merge_pieces(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def gather_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Put complete rows `[b, T]` on each device that has a piece of them."""
+    """Replicate rows `[b, T]` over the context axis, so that devices hold complete rows."""
     if mesh.shape[CONTEXT_AXIS] == 1:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH_AXES)))
@@ -267,16 +267,16 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
-    """Return a sharding for every parameter of a model or of a part of a policy.
+    """Return the sharding of every parameter in `spec`.
 
-    A dimension is not split by mesh axes that do not divide it. With `for_decode` only `tensor`
+    A dimension is not split by mesh axes that do not divide it. With `for_decode`, only `tensor`
     and, for experts, `expert` split weights, so that a decode step gathers no weights.
     """
     return _shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
 
 
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
-    """Return a sharding for every weight of `decode_weights` after `prepare_sampler_weights`."""
+    """Return the sharding of every weight that `prepare_sampler_weights` returns."""
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
@@ -317,7 +317,7 @@ def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: i
 
 
 def make_restore_target(tree: Any, shardings: Any) -> Any:
-    """Return shapes, dtypes and shardings to restore into."""
+    """Combine a tree's shapes and dtypes with shardings, as the target of a restore."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,

@@ -1,4 +1,4 @@
-"""Record of each start of a run: versions, devices, commit, model size and data."""
+"""Record of each start of a run: versions, devices, commit, model size and amount of data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 def write_environment(
     path: Path, step: int, components: Components, log: Callable[[str], None] = print
 ) -> None:
-    """Add this start of the run, after global step `step`, to its `describe_environment.json`.
+    """Append this start of a run, after global step `step`, to its `environment.json`.
 
     An unreadable file is renamed and replaced.
     """
@@ -39,14 +39,14 @@ def write_environment(
         if step > 0:
             log(f"warning: {path} is missing: the record of earlier starts is lost")
     except (OSError, ValueError) as error:
-        log(f"warning: {error}; set aside as {quarantine_file(path).name}")
+        log(f"warning: {error}; renamed to {quarantine_file(path).name}")
     starts = [*starts, {"step": step, **describe_environment(components)}]
     with open_atomic(path) as file:
         file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
 
 
 def describe_environment(components: Components) -> dict[str, Any]:
-    """Return versions, devices and data of this process."""
+    """Return the versions, devices, model size and data counts of this process."""
     device = jax.devices()[0]
     sizes: dict[str, Any] = {"external": components.external}
     if not components.external:
@@ -83,7 +83,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
 
 
 def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
-    """Return the kernel checks of attention, then of the architecture."""
+    """Return the kernel checks of the attention, followed by those of the architecture."""
     if components.external:
         return ()
     return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks
@@ -92,7 +92,7 @@ def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
 def find_commit(folder: Path) -> str | None:
     """Return the git commit of the code in `folder`, with a + for uncommitted changes.
 
-    None if git does not track the code, also if the folder is inside another repository.
+    Return None if git does not track the code, even if the folder is inside a repository.
     """
 
     def git(*arguments: str) -> str:

@@ -18,10 +18,10 @@ from jaxrl.runtime.preemption import EXIT_LOST
 
 
 class HasProgress(Protocol):
-    """A display that records progress, see `logs.display.Display`."""
+    """Protocol of a display that records progress, such as `logs.display.Display`."""
 
     last_progress_at: float  # time of the last progress, from `time.monotonic`
-    last_activity: str  # activity text of the last progress
+    last_activity: str  # what the last progress was, as text
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -36,15 +36,15 @@ def watchdog(
     *,
     exit_process: Callable[[int], None] = os._exit,
 ) -> Iterator[None]:
-    """Watch progress from a thread while the body runs.
+    """Watch the run's progress from a thread while the body runs.
 
     Args:
-        display: Display that receives all progress.
-        stall_s: Seconds without progress before a warning with the stacks of all threads. The
-            next warning waits twice as long. 0 for no warnings.
+        display: Display that records all progress.
+        stall_s: Seconds without progress before a warning with the stacks of all threads. Each
+            further warning waits twice as long. 0 for no warnings.
         deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
         exit_process: Function that ends the process with an exit code. Nothing is saved, because
-            the state may be in use by what hangs.
+            the thread that hangs may be using the state.
     """
     limits = [timeout_s for timeout_s in (stall_s, deadline_s) if timeout_s]
     if not limits:
@@ -55,14 +55,14 @@ def watchdog(
     def warn(silent_s: float, key: str, advice: str) -> None:
         activity = display.last_activity or "nothing yet"
         display.log(
-            f"warning: nothing has moved for {silent_s:.0f} s (config.watch.{key}); the last was: "
-            f"{activity}. {advice}Where the threads are:\n{_format_stacks()}"
+            f"warning: no progress for {silent_s:.0f} s (config.watch.{key}); last activity: "
+            f"{activity}. {advice}Stacks of all threads:\n{_format_stacks()}"
         )
-        display.last_activity = activity  # the warning itself is no progress
+        display.last_activity = activity  # the warning itself is not progress
 
     def watch() -> None:
         # A warning also updates `last_progress_at`. `last_seen_at` skips that, so `stalled_since`
-        # is the real progress.
+        # is the time of real progress.
         last_seen_at, stalled_since, limit = (
             display.last_progress_at,
             display.last_progress_at,
@@ -96,7 +96,7 @@ def watchdog(
 
 
 def dump_stacks_on_signal() -> None:
-    """Print the stacks whenever SIGUSR1 arrives."""
+    """Print the stacks of all threads to stderr whenever SIGUSR1 arrives."""
     if sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 

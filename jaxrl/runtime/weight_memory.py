@@ -1,4 +1,4 @@
-"""Sizes of a policy's weights on one device: a model, or an adapter and its base."""
+"""Size of a policy's weights on one device, for a model or for an adapter and its base."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jaxrl.runtime.sharding import param_shardings
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWeights:
-    """Counts of a policy's weights on one device.
+    """Size of a policy's weights on one device.
 
     Attributes:
-        trained: Values that an optimizer changes, in float32.
+        trained: Number of trained values, which are float32.
         has_adapter: True if only an adapter is trained.
         base_bytes: Bytes of the frozen weights.
         cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
-        cast_table_bytes: Part of `cast_bytes` for embedding and output tables.
-        int8_layer: Int8 values of one layer, which are cast when multiplied.
+        cast_table_bytes: Part of `cast_bytes` used by the embedding and output tables.
+        int8_layer: Number of int8 values per layer; these are cast when they are multiplied.
     """
 
     trained: int
@@ -40,7 +40,7 @@ class PolicyWeights:
 
 
 def count_elements(tree: Any) -> int:
-    """Count the elements of a tree of abstract arrays."""
+    """Return the total number of elements in a tree of abstract arrays."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
@@ -48,7 +48,7 @@ def count_elements(tree: Any) -> int:
 def count_weights(
     policy: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
 ) -> PolicyWeights:
-    """Count the weights of a policy on one device; entries in `frozen` are not trained.
+    """Compute the size of a policy's weights on one device; `frozen` entries are not trained.
 
     Weights are cast to `dtype`, and the output layer to the model's `head_dtype` if it has one. A
     tied table is cast to both. Int8 kernels are cast layer by layer.

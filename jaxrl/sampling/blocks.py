@@ -1,6 +1,6 @@
 """Host-side page allocator for the KV cache.
 
-Pages are reference-counted: rows share them, and a page is free once its last user releases it.
+Pages are reference-counted: rows share them, and a page is free once its reference count is 0.
 Allocation is deterministic: the lowest free page first.
 """
 
@@ -15,7 +15,7 @@ class PagePool:
 
     Attributes:
         num_pages: Total number of pages, numbered from 0.
-        most_used: Peak number of pages in use.
+        peak_used: Peak number of pages in use.
     """
 
     def __init__(self, num_pages: int):
@@ -30,7 +30,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate the lowest free pages, with one user each; at least `count` must be free."""
+        """Allocate the `count` lowest free pages, each with reference count 1; they must exist."""
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._ref_counts[page] = 1

@@ -11,9 +11,9 @@ from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
     """Return the row counts for which decoding is compiled, in ascending order.
 
-    Half the rows take about as long on an accelerator, and half as long on a CPU. The minimum is
-    two rows on a CPU in bfloat16: for a single row it would first copy all weights to float32,
-    which takes longer.
+    Halving the rows saves little time on an accelerator and half the time on a CPU. On a CPU in
+    bfloat16, the minimum is two rows: for a single row, XLA would first copy all weights to
+    float32, which takes longer.
     """
     divisors = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
     avoids_single_row = (
@@ -26,9 +26,9 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
 def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
     """Return the token counts to which a prefill is padded, in ascending order.
 
-    A small prefill takes as long as a large one on an accelerator; on a CPU, padding costs time.
+    On an accelerator, a small prefill takes as long as a large one; on a CPU, padding costs time.
     """
-    # Equal to the model's block or a multiple of it, see `prefill_block_tokens`.
+    # Equal to the model's block or a multiple of it; see `prefill_block_tokens`.
     block = 16 if platform == "cpu" else 128
     longest = -(-max_total_tokens // block) * block
     sizes = (64, 256) if platform == "cpu" else (256, 2048)

@@ -1,7 +1,7 @@
 """Context management for episodes that are longer than the model's context.
 
 A context grows until the next turn does not fit. The episode then continues in a new context, which
-starts with the prompt and the part of the turns that the policy in this module keeps.
+starts with the prompt and the part of the earlier turns that a context policy selects.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ OMITTED = "…"
 
 @dataclass(frozen=True, kw_only=True)
 class TurnIds:
-    """Token ids of a turn and the environment's reply.
+    """Token ids of a turn and of the environment's reply.
 
     Attributes:
         sampled: Ids sampled by the model.
-        observation: The reply as inserted.
-        placeholder: The reply with `OMITTED` as its body.
+        observation: Ids of the reply, as inserted.
+        placeholder: Ids of the reply with `OMITTED` as its body.
     """
 
     sampled: Sequence[int]
@@ -29,14 +29,14 @@ class TurnIds:
 
 
 ContextPolicy = Callable[[Sequence[TurnIds], int], list[int]]
-"""Function from the turns so far and a count of at least 1 to the ids after the prompt.
+"""Function from the turns so far and a count, at least 1, to the next context's ids.
 
-The ids start the next context and end with the newest observation.
+The ids follow the prompt and end with the newest observation.
 """
 
 
 def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Keep all sampled tokens and the newest `count` observations; of older ones only the tags."""
+    """Keep all sampled tokens and the newest `count` observations; omit older bodies."""
     first = len(turns) - count  # first turn that keeps its observation
     parts = (
         (*turn.sampled, *(turn.observation if i >= first else turn.placeholder))
@@ -59,14 +59,14 @@ CONTEXT_POLICIES: Mapping[str, ContextPolicy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRule:
-    """Rule for when a context ends and how the next one begins.
+    """Settings that decide when a context ends and how the next one begins.
 
     Attributes:
         name: Key of `CONTEXT_POLICIES`.
         max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
         keep: Maximum number of observations or turns that the policy keeps; fewer if they do not
             fit.
-        turn_tokens: Room that a turn needs; with less, the next context begins.
+        turn_tokens: Tokens that a turn needs; if fewer are left, the next context begins.
     """
 
     name: str
@@ -83,7 +83,7 @@ class ContextRule:
     ) -> tuple[list[int], int] | None:
         """Return the ids of the next context, and how many of them repeat earlier tokens.
 
-        Return None if even a single kept observation leaves no room for another turn.
+        Return None if no turn fits, even when the policy keeps only one observation or turn.
         """
         for count in range(min(self.keep, len(turns)), 0, -1):
             token_ids = [*prompt, *CONTEXT_POLICIES[self.name](turns, count)]

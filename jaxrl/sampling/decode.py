@@ -1,11 +1,11 @@
 """Device programs of the sampler: prefill tokens into the cache, decode chunks of tokens.
 
-All are pure functions of the cache, which the engine donates from call to call. The *pending* token
-of a row is the last token of its prompt, its samples or an observation. It is not in the cache yet:
-a decoding step reads it and samples the next one from the result. No hidden state is kept.
+All are pure functions of the cache, which the engine donates to each call. The *pending* token of a
+row is the last token of its prompt, its samples or an observation. It is not in the cache yet: a
+decoding step reads it and samples the next one. No hidden state is kept between steps.
 
-Arrays are ordered by the S shards (the mesh's data, fsdp, expert and context axes), with equally
-many rows, pages and tokens each. Row and page indices are local to the shard.
+Arrays are ordered by the S shards (the mesh's data, fsdp, expert and context axes), each with the
+same number of rows, pages and tokens. Row and page indices are local to the shard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecodeState:
 
 @struct.dataclass
 class DecodeRows:
-    """Rows of a chunk, from the host."""
+    """Rows to decode in a chunk, as sent by the host."""
 
     source: Array  # int32 [r], row in the last chunk that it continues; -1 to start from `state`
     state: DecodeState  # of rows that start here or resume after an observation
@@ -79,7 +79,7 @@ class PrefillBlocks:
 
 @struct.dataclass
 class ChunkReport:
-    """Samples of a chunk of C steps for r rows."""
+    """Result of a chunk of C steps for r rows."""
 
     token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
     logprobs: Array  # float32 [r, C], nats
@@ -96,7 +96,7 @@ class PackedReport:
     """A report packed into one array, for a single transfer to the host."""
 
     values: Array  # int32 [r, 3 * C + 2]: token ids, log-probabilities, entropies, status, state
-    recorded: dict[str, Array]  # of `ChunkReport`
+    recorded: dict[str, Array]  # see `ChunkReport`
 
 
 @struct.dataclass
@@ -136,18 +136,18 @@ class Programs:
 
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that the programs record."""
+        """Return the specs of the per-token arrays that the programs record."""
         return self.architecture.recorded if self.records else {}
 
     def weights(self, params: Params) -> Params:
-        """Convert all parameters of the policy to the weights that the programs read."""
+        """Convert all of the policy's parameters to the weights that the programs read."""
         weights = self.architecture.decode_weights(params, self.dtype)
         return prepare_sampler_weights(
             weights, scan=self.scan_layers, stacks=self.architecture.stacks
         )
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
-        """Return a cache of zeros."""
+        """Return a KV cache filled with zeros."""
         return self._constrain_cache(
             kv_cache.allocate(
                 self.architecture, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
@@ -155,7 +155,7 @@ class Programs:
         )
 
     def empty_state(self) -> DecodeState:
-        """Return the state before the first chunk, without running rows."""
+        """Return the state before the first chunk, in which no row is running."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
         state = DecodeState(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
@@ -189,7 +189,7 @@ class Programs:
         return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
     def _shard_map(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
-        """Apply the function to each shard separately: page indices are local to a shard."""
+        """Map a function over the shards, because page indices are local to a shard."""
         if self.mesh.size == 1:
             return function
         return jax.shard_map(
@@ -200,7 +200,7 @@ class Programs:
     def _chunk_spec(self) -> P:
         """Return the sharding of a chunk: `[r, K, C, H]`, or `[n, r, K, C, H]` for n layers.
 
-        A layer axis of size one would cost a CPU an eighth of its time in copies.
+        On a CPU, a layer axis of size 1 would add copies that take an eighth of the time.
         """
         return P(None, *_PAGES) if self.scan_layers else _PAGES
 
@@ -210,7 +210,7 @@ class Programs:
         return self.architecture.num_layers if self.scan_layers else 1
 
     def _make_page_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Return attention over a layer's pages: `attend_pages` with a last argument `layer`."""
+        """Return a function that attends to a layer's pages, with the layer as last argument."""
 
         def read(
             q: jax.Array,
@@ -227,7 +227,7 @@ class Programs:
         return self._shard_map(read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2)
 
     def embed(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
-        """Embed attachments; `append` reads the result in place of their token embeddings.
+        """Embed attachments; `append` uses the result instead of their token embeddings.
 
         Args:
             weights: Result of `weights`.
@@ -259,8 +259,8 @@ class Programs:
         """Prefill tokens that were not sampled: prompts and observations.
 
         A block may continue another block of the same call: each layer writes all keys and values
-        before it reads any. `attachment_embeds` is the result of `embed` for these tokens. With a
-        tower it is required, even if there is only text, which ignores it.
+        before it reads any. `attachment_embeds` is the result of `embed` for these tokens. A model
+        with a tower requires it even for text, which ignores it.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -302,7 +302,7 @@ class Programs:
         return self._constrain_cache(layer_scan.cache), recorded
 
     def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
-        """Check and return the arrays of `recorded`, `[M, ...]`, from a pass over M tokens."""
+        """Check and return the arrays in `recorded`, `[M, ...]`, after a pass over M tokens."""
         for name, spec in self.recorded.items():
             expected = (num_tokens, *spec.shape), spec.dtype
             array = aux.recorded.get(name)
@@ -310,7 +310,7 @@ class Programs:
                 left = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ValueError(
                     f"config.model.replay is True, but a pass of "
-                    f"{type(self.architecture).__name__} over {num_tokens} tokens leaves {left} as "
+                    f"{type(self.architecture).__name__} over {num_tokens} tokens stores {left} as "
                     f"{name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
                     f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
@@ -338,18 +338,18 @@ class Programs:
 
         Args:
             weights: Result of `weights`.
-            cache: All pages.
-            last: State of the previous chunk, `num_rows` rows.
+            cache: KV cache.
+            last: State after the previous chunk, for `num_rows` rows.
             rows: Rows to decode.
             stops: Stop automaton and end-of-turn ids.
             temperature: See `next_token.sample`.
             top_p: See `next_token.sample`.
             kind: Sampling method, static; see `next_token.sample`.
             past_pages: Static number of leading pages in each block table that contain all tokens
-                to read; None for all. A kernel that copies the past copies only these: copies sized
-                for the longest trajectory took a third of the time of a chunk.
+                to read; None for all. Kernels that copy the past copy only these pages; copying
+                enough for the longest trajectory took a third of a chunk's time.
         """
-        # Take each row's state from the host or from the last chunk.
+        # Take each row's state from the host or from the previous chunk.
         rows = self._constrain_rows(rows)
         state = self._merge_states(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
@@ -470,7 +470,7 @@ class Programs:
         read: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, dict[str, Array]]:
-        """Read the pending tokens; return hidden states, the extended chunk and recorded arrays."""
+        """Process the pending tokens; return hidden states, extended chunk and recorded arrays."""
 
         def attend(
             layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -489,7 +489,7 @@ class Programs:
     def _add_step(
         self, old: jax.Array, new: jax.Array, layer: Any, index: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Write a step's keys or values to the chunk; return all layers' and this layer's."""
+        """Write a step's keys or values to the chunk; return the chunk and this layer's part."""
         if not self.scan_layers:
             updated = jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
             return updated, updated
@@ -499,16 +499,16 @@ class Programs:
 
     @property
     def copies_pages(self) -> bool:
-        """Return True if a chunk copies the past its steps read, instead of reading pages."""
+        """Return True if a chunk reads a copy of the past instead of the pages."""
         return self.kernels.past is not None and not self.scan_layers
 
     def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Return a function that attends to the past and to the chunk so far, and the past.
+        """Return a function that attends to the past and the chunk so far, and its past argument.
 
-        Queries see the past below their limits. The past has one entry per layer, or one for all
-        layers.
+        Queries attend to past positions below their limits. The past has one entry per layer, or
+        one for all layers.
         """
         if self.kernels.past is None or self.scan_layers:
             page_attention = self._make_page_attention()
@@ -529,7 +529,7 @@ class Programs:
         return lambda _, past, q, *arguments: past_attention(q, past, *arguments), past
 
     def _merge_states(self, last: DecodeState, rows: DecodeRows) -> DecodeState:
-        """Return the state of each row: from the host, or continued from the last chunk."""
+        """Return the state of each row, taken from the host or from the previous chunk."""
         shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
@@ -540,7 +540,7 @@ class Programs:
         return self._constrain_rows(jax.tree.map(pick, last, rows.state))
 
     def _pad_state(self, state: DecodeState) -> DecodeState:
-        """Pad the state to the rows of the largest chunk, for the next one."""
+        """Pad the state to `num_rows` rows, which the next chunk expects."""
         shards = num_pieces(self.mesh)
 
         def pad(values: jax.Array) -> jax.Array:
@@ -573,7 +573,7 @@ class Programs:
 
 
 def unpack_report(packed: PackedReport) -> ChunkReport:
-    """Unpack a report on the host, as views."""
+    """Unpack a report on the host; the result has views of its array."""
     values = np.asarray(packed.values)
     steps = (values.shape[1] - 2) // 3
     logprobs, entropies = values[:, steps:-2].view(np.float32).reshape(-1, 2, steps).swapaxes(0, 1)
@@ -590,10 +590,10 @@ def unpack_report(packed: PackedReport) -> ChunkReport:
 def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
 
-    XLA copies each layer's weights before a loop multiplies with them. On a CPU this took a fifth
-    of the time; on a GPU it moves the weights three times per step, and unrolled layers compile in
-    seconds. With an adapter, however, a loop reads the trainer's arrays directly, so they are in
-    memory only once, which matters more on a GPU.
+    In a loop, XLA copies each layer's weights before it multiplies with them. On a CPU this took a
+    fifth of the time; on a GPU it moves the weights three times per step, and unrolled layers
+    compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly, so
+    they are in memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 

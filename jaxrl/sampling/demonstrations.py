@@ -65,14 +65,14 @@ def read_demonstrations(
     chat_tools: Sequence[Mapping[str, Any]] = (),
     processor: Processor | None = None,
 ) -> list[Demonstration]:
-    """Encode a JSONL file of chats exactly as a rollout would encode them.
+    """Read a JSONL file of chats and encode them exactly as a rollout would.
 
     The messages before the first assistant message are the prompt. Messages with role `tool` are
     raw results, rendered by the protocol and truncated like the environment's observations. `tools`
-    are the names of the tools that can be called in this run, `chat_tools` the tool schemas for the
-    chat template. Prompts may have images, as in tasks; `processor` reads them, None for a
-    text-only model. Of `limits`, those on total, observation and image tokens apply (0 image
-    tokens: no limit).
+    has the names of the tools that this run can call; `chat_tools` has the tool schemas for the
+    chat template. Prompts may have images, like those of tasks; `processor` preprocesses them (None
+    for a text-only model). The limits on total, observation and image tokens apply (0 image tokens:
+    no limit).
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -85,8 +85,8 @@ def read_demonstrations(
         image_tokens: list[int] = []
         if pictures and processor is None:
             raise ValueError(
-                f"{location} has images, and the model reads none: its config.json has no "
-                "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL."
+                f"{location} has images, but the model does not support them: its config.json has "
+                "no image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL."
             )
         if processor is not None:
             try:
@@ -137,9 +137,8 @@ def encode_demonstration(
     """Encode a prompt, then assistant turns (trained on) and observations (masked) in order.
 
     If the chat template renders tool results, the model also learns to end its turns.
-    `image_tokens` are the token counts of the images that have a mark in the prompt. Of `limits`,
-    those on observations and contexts apply; a demonstration has as many contexts as a rollout
-    would have.
+    `image_tokens` has the token count of each image that the prompt marks. The limits on
+    observations and contexts apply: a demonstration has the same contexts as in a rollout.
 
     Raises:
         ValueError: The chat is malformed, or has text that no rollout could produce; the message
@@ -160,7 +159,7 @@ def encode_demonstration(
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from error
     segments: list[Segment] = []
-    num_sampled = 0  # length of the turn that an observation answers
+    num_sampled = 0  # length of the turn before an observation
 
     # The chat template may write the beginning of the first assistant message.
     first = _strip_opener(tokenizer.find_opener(chat_tools), turns[0], location)
@@ -198,7 +197,7 @@ def encode_demonstration(
 
 
 Segment = tuple[Sequence[int], Sequence[int] | None]
-"""Token ids; and for an observation its ids without the body, None for an assistant message."""
+"""Ids of a message; then those of an observation without its body, or None for the assistant."""
 
 
 def _join_segments(
@@ -208,7 +207,7 @@ def _join_segments(
     tokenizer: Tokenizer,
     location: str,
 ) -> Demonstration:
-    """Join prompt and pieces, in as many contexts as necessary.
+    """Join the prompt and segments, in as many contexts as necessary.
 
     Raises:
         ValueError: There is nothing to train on, a trained token is a placeholder for images or
@@ -247,7 +246,7 @@ def _join_segments(
     for id in (tokenizer.image_id, tokenizer.video_id):
         if id is not None and id in token_ids[loss_mask]:
             raise ValueError(
-                f"{location}: a message of the assistant has {tokenizer.decode([id])!r}, the "
+                f"{location}: an assistant message has {tokenizer.decode([id])!r}, the "
                 "placeholder of an image or a video, which a model never writes; remove it."
             )
     if not loss_mask.any():
@@ -268,7 +267,7 @@ def _flatten_message(
     protocol: Protocol,
     chat_tools: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return a message with all of its text in the content.
+    """Render all fields of a message into its content.
 
     Raises:
         ValueError: The message has fields that the protocol cannot render.
@@ -283,9 +282,9 @@ def _flatten_message(
         return message
     if message["role"] != "assistant" or not protocol.in_template:
         raise ValueError(
-            f"a message of the role {message['role']!r} has the field {fields[0]!r}, for which the "
-            f"protocol {protocol.name!r} has no text; expected all of it in the content, as the "
-            "model is to write it. Put it there, or leave it out."
+            f"a message with the role {message['role']!r} has the field {fields[0]!r}, which the "
+            f"protocol {protocol.name!r} does not render; expected all text in the content, as the "
+            "model should write it. Move it there, or remove the field."
         )
     opener, text = tokenizer.find_opener(chat_tools), tokenizer.render_turn(message, chat_tools)
     return {"role": message["role"], "content": text.removeprefix(opener)}
@@ -295,7 +294,7 @@ def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[s
     """Return the first assistant message without the opener that the chat template writes.
 
     Raises:
-        ValueError: The opener begins a thought that the message does not continue.
+        ValueError: The opener starts a `<think>` block that the message does not close.
     """
     content, prefix = message["content"], opener.strip()
     if not prefix:
@@ -315,7 +314,7 @@ def _strip_opener(opener: str, message: dict[str, Any], location: str) -> dict[s
 def _check_results(
     messages: list[dict[str, Any]], protocol: Protocol, tools: Sequence[str], location: str
 ) -> None:
-    """Check that the tool results answer the calls of each turn, as in every rollout."""
+    """Check that each turn has one tool result per call, as in every rollout."""
     closing_tags = tuple(f"</{tool}>" for tool in tools)
     written, num_calls = "", 0  # of the previous turn
     for role, run in itertools.groupby(messages, key=itemgetter("role")):
@@ -323,9 +322,9 @@ def _check_results(
         if role == "tool" and len(contents) != num_calls:
             call = "<tool_call>" if protocol.in_template else " or ".join(closing_tags)
             raise ValueError(
-                f"{location}: {len(contents)} messages of the role 'tool' follow {num_calls} calls "
-                f"in {written[-40:]!r}; expected a result for each {call} that ends a message of "
-                "the assistant."
+                f"{location}: {len(contents)} messages with the role 'tool' follow {num_calls} "
+                f"calls in {written[-40:]!r}; expected a result for each {call} that ends an "
+                "assistant message."
             )
         if role == "assistant":
             written = contents[-1]
@@ -335,6 +334,6 @@ def _check_results(
             num_calls = len(protocol.read(written, tools).calls)
             if len(contents) > 1:
                 raise ValueError(
-                    f"{location}: two messages of the assistant follow each other; expected one "
-                    "turn, or results of the role 'tool' between them."
+                    f"{location}: two assistant messages in a row; expected one turn, or results "
+                    "with the role 'tool' between them."
                 )

@@ -1,18 +1,18 @@
 """The sampling engine: continuous batching over a paged KV cache.
 
-It works on token ids. `prefill.py` arranges the tokens and attachments to read.
+It works on token ids. `prefill.py` batches the tokens and attachments to prefill.
 
-Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
-for their caches. A running row is decoded in chunks until it stops. It then waits until the caller
-resumes it with the tokens of an observation, or finishes it. A waiting row keeps its pages, so only
-the new tokens are prefilled on resume. Samples of a prompt share its full pages.
+Requests wait in a queue and are admitted in order while there are free rows and cache pages. A
+running row is decoded in chunks until it stops. It then waits until the caller resumes it with the
+tokens of an observation, or finishes it. A waiting row keeps its pages, so only the new tokens are
+prefilled on resume. Samples of a prompt share its full pages.
 
 If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
 A chunk may be dispatched before the report of the previous one is read, so that the host works
-while the device decodes. Decisions then depend on what the host knows at that point, which is
-determined by the requests and never by timing.
+while the device decodes. Scheduling then depends on what the host knows at that point, which is
+determined by the requests, never by timing.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Request:
     """One sample to generate.
 
     Attributes:
-        prompt_ids: At least one id. Requests with the same prompt share its pages while any of them
-            has pages.
-        sample_key: uint32 [2], see `derive_sample_keys`.
-        budget: Number of tokens it may sample until the caller grants more.
-        attachments: Attachments in the order of their runs of ids in `prompt_ids`.
+        prompt_ids: Prompt, at least one id. Requests with the same prompt share its pages while any
+            of them has pages.
+        sample_key: Random key of the sample, uint32 [2]; see `derive_sample_keys`.
+        budget: Maximum number of tokens to sample before the caller resumes it with a new budget.
+        attachments: Attachments in the order of their placeholder tokens in `prompt_ids`.
         stop_state: State of the stop automaton, if the turn begins inside `prompt_ids`.
     """
 
@@ -85,7 +85,7 @@ class Request:
 
     @cached_property
     def prompt(self) -> Prompt:
-        """Return ids and attachments."""
+        """Return the prompt's ids and attachments, the key of the prefix cache."""
         return Prompt(self.prompt_ids, self.attachments)
 
 
@@ -93,7 +93,7 @@ _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
-    """Tokens that a request sampled in one chunk; `status` is defined in `decode`."""
+    """Tokens that a request sampled in one chunk; `decode` defines the values of `status`."""
 
     request: int
     chunk: int  # chunk number since the engine was created
@@ -128,8 +128,8 @@ class Engine:
     `MAX_PROGRAMS` programs. If chunks copy the past that they read, each decoding program is
     compiled once for each of `past_sizes`.
 
-    It holds memory only while it works: weights from `set_weights` and a cache from the next
-    `submit`, until `release`.
+    It allocates device memory for weights in `set_weights` and for the cache in the next `submit`,
+    and frees both in `release`.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class Engine:
         scan_layers: bool = False,
         kinds: Sequence[str] = (next_token.GREEDY, next_token.FULL),
     ):
-        """Declare the programs; allocate nothing but the stop tables.
+        """Define the programs without compiling them, and allocate the stop tables.
 
         Args:
             architecture: Model architecture.
             mesh: Mesh of this process's sampling devices. Rows and pages are split over its data,
                 fsdp, expert and context axes.
-            automaton: Stop automaton, which ends turns.
+            automaton: Automaton that detects stop strings, which end a turn.
             num_tokens: Vocabulary size of the tokenizer.
             eos_ids: Ids that also end a turn.
             num_rows: Maximum number of rows decoded together; a multiple of data * fsdp * expert *
@@ -313,14 +313,14 @@ class Engine:
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:
-        """Return the programs."""
+        """Return the engine's programs, compiled or not."""
         return self._append, self._decode, self._copy, self._swap, self._embed
 
     def check(self) -> None:
-        """Trace a prefill without computing anything.
+        """Trace a prefill, without running it, to check what the architecture records.
 
         Raises:
-            ValueError: The pass does not record the arrays that the architecture declares.
+            ValueError: The forward pass does not record the arrays that the architecture declares.
         """
         cache, attachment_embeds = jax.eval_shape(
             lambda: (
@@ -384,7 +384,7 @@ class Engine:
         compile_all(jobs, lambda count: show(f"compiling the sampler, {count} of {total} programs"))
 
     def _decode_variants(self) -> list[tuple[int, str, int]]:
-        """Return (rows, method, pages of the past) for each decoding program."""
+        """Return (rows per shard, method, pages of the past) for each decoding program."""
         sizes = [(rows, kind) for kind in self.kinds for rows in self._select_row_sizes(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
@@ -400,7 +400,7 @@ class Engine:
 
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that events have."""
+        """Return the specs of the per-token arrays in `Event.recorded`."""
         return self.programs.recorded
 
     def shapes(self) -> str:
@@ -413,29 +413,29 @@ class Engine:
         *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in shard_items)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
-            f"decode {self.programs.num_steps} steps of {decode}; read {read} tokens; "
-            f"{f'see {see} patches; ' if see else ''}"
+            f"decode {self.programs.num_steps} steps of {decode}; prefill {read} tokens; "
+            f"{f'embed {see} patches; ' if see else ''}"
             f"cache {self.num_pages * self.num_shards} pages x "
-            f"{self.page_tokens} tokens, up to {self._table_pages} a row"
+            f"{self.page_tokens} tokens, up to {self._table_pages} per row"
         )
 
     @property
     def num_compilations(self) -> int:
-        """Return the number of programs compiled so far, or loaded from the cache."""
+        """Return the number of programs compiled, or loaded from the compilation cache, so far."""
         return sum(function.num_programs for function in self.functions)
 
     def set_weights(self, params: Params) -> None:
-        """Cast and reshard all parameters of the policy for decoding, once per update.
+        """Cast and reshard all parameters of the policy for decoding; call once per update.
 
-        Later changes to the trained parameters do not affect the weights.
+        Later changes to trained parameters do not affect the weights.
         """
         self._free_weights()
         self._weights = self._weight_converter.convert(params)
 
     def release(self) -> None:
-        """Free the memory of cache and weights, for example before an update.
+        """Free the memory of the cache and the weights, for example before an update.
 
-        `set_weights` creates the weights again, the next `submit` the cache.
+        `set_weights` recreates the weights, and the next `submit` recreates the cache.
 
         Raises:
             RuntimeError: There are unfinished requests; `clear` drops them.
@@ -460,12 +460,12 @@ class Engine:
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[int]:
-        """Queue requests; return their numbers, which identify them in events.
+        """Queue requests; return their ids, which events refer to.
 
-        All current requests must share temperature and `top_p`.
+        All current requests must have the same `temperature` and `top_p`.
 
         Args:
-            requests: Requests in the order of admission.
+            requests: Requests, in the order in which to admit them.
             temperature: Sampling temperature, at least 0; 0 is greedy.
             top_p: Nucleus sampling probability in (0, 1].
 
@@ -478,9 +478,9 @@ class Engine:
         for request in requests:
             if len(request.prompt_ids) > self._max_prompt_tokens:
                 raise ValueError(
-                    f"a prompt has {len(request.prompt_ids)} tokens, but the engine was made for "
+                    f"a prompt has {len(request.prompt_ids)} tokens, but the engine was built for "
                     f"max_prompt_tokens={self._max_prompt_tokens}. This is a bug in jaxrl: longer "
-                    "prompts should be truncated or refused earlier."
+                    "prompts should be truncated or rejected earlier."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
             self._prefill_batcher.check(request.prompt_ids, request.attachments)
@@ -500,8 +500,8 @@ class Engine:
         current = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != current:
             raise RuntimeError(
-                f"requests of temperature {temperature} and top_p {top_p} cannot join those of "
-                f"{current[0]} and {current[1]}; finish or clear them first."
+                f"requests with temperature {temperature} and top_p {top_p} cannot join those with "
+                f"{current[0]} and {current[1]}; finish or clear those first."
             )
         self._temperature, self._top_p = temperature, top_p
 
@@ -515,7 +515,7 @@ class Engine:
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
-        """Check that a row may sample at least one token and that it fits."""
+        """Check that a budget is at least 1 and that the row fits in `max_total_tokens`."""
         if budget < 1:
             raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
         if length + budget > self._max_total_tokens:
@@ -525,14 +525,14 @@ class Engine:
             )
 
     def _select_kind(self, temperature: float, top_p: float) -> str:
-        """Return the cheapest available method; `top_p` at 1 samples like `full`."""
+        """Return the cheapest method in `kinds`; `top_p` with value 1 is equivalent to `full`."""
         kind = next_token.select_kind(temperature, top_p)
         if kind == next_token.FULL and kind not in self.kinds and next_token.TOP_P in self.kinds:
             return next_token.TOP_P
         return kind
 
     def finish(self, request: int) -> None:
-        """Free the pages of a stopped request and forget it."""
+        """Remove a stopped request and free its pages."""
         row = self._rows.pop(request)
         self._slots.append(row.slot)
         self._shards[row.shard].finish(row, self._next_prompt)
@@ -551,7 +551,7 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Return True if nothing happens until the caller resumes or finishes a request."""
+        """Return True if no work is left until the caller resumes or finishes a request."""
         return not (self._in_flight or self._can_progress)
 
     @property
@@ -568,7 +568,7 @@ class Engine:
 
     @property
     def wait_reason(self) -> str:
-        """Return the reason in `WAIT_REASONS` why nothing more is decoded now."""
+        """Return why decoding has stalled: a member of `WAIT_REASONS`."""
         if self._can_progress:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -582,13 +582,13 @@ class Engine:
         """Resume stopped requests.
 
         Args:
-            resumed: (request number, tokens to read after its samples, possibly none, tokens it may
-                sample from here) for each request.
-            attachments: Attachments of the tokens to read, by request number.
+            resumed: (request id, token ids to append, possibly none, new token budget) for each
+                request.
+            attachments: Attachments of the appended tokens, by request id.
 
         Raises:
-            ValueError: A budget is below 1, or attachments do not match the tokens; no request
-                resumes.
+            ValueError: A budget is below 1, or attachments do not match the tokens; no request is
+                resumed.
         """
         for request, tokens, budget in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), budget)
@@ -609,9 +609,9 @@ class Engine:
         """Make room, admit requests, dispatch a chunk, and return the events of a finished chunk.
 
         Args:
-            ahead: Number of chunks left in flight, 0 or 1. With 0, wait for the chunk just
-                dispatched. With 1, read the previous one, so that the device has work meanwhile. If
-                no chunk can be dispatched, the oldest one in flight is read.
+            ahead: Number of chunks to leave in flight, 0 or 1. With 0, wait for the chunk just
+                dispatched. With 1, read the previous chunk while the device works on the new one.
+                If no chunk can be dispatched, read the oldest one in flight.
         """
         is_dispatched = self._allocate_pages()
         if is_dispatched:
@@ -646,12 +646,12 @@ class Engine:
         return True
 
     def _write_table(self, row: Row) -> None:
-        """Write the block table of a row."""
+        """Update a row's block table from its pages."""
         self._tables[row.slot] = self.num_pages
         self._tables[row.slot, : len(row.pages)] = row.pages
 
     def _preempt(self, shard: BlockScheduler, row: Row) -> None:
-        """Swap out the pages of a row to the host."""
+        """Swap a row's pages out to the host and free them."""
         num_pages = count_pages(row.length, self.page_tokens)
         row.saved = self._swap_pages(shard.index, sources=row.pages[:num_pages])
         shard.free(row)
@@ -659,7 +659,7 @@ class Engine:
         self.counts.swapped += row.length
 
     def _swap_in(self) -> None:
-        """Swap in preempted rows, the oldest first."""
+        """Swap in preempted rows while their pages fit, oldest first."""
         for shard in self._shards:
             while row := shard.next_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
@@ -670,13 +670,13 @@ class Engine:
 
     @property
     def _next_prompt(self) -> Prompt:
-        """Return the prompt of the next request in the queue."""
+        """Return the prompt of the next queued request; an empty one if there is none."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
     def _select_shard(self, loads: Sequence[int | None] = ()) -> int | None:
-        """Return the shard that admits the next request in the queue, or None if none has room.
+        """Return the shard that can admit the next queued request; None if no shard has room.
 
-        `loads` are those of the shards; computed if empty.
+        `loads` is the `load` of each shard; it is computed if empty.
         """
         if not self._queue:
             return None
@@ -690,7 +690,7 @@ class Engine:
         return min(ranks)[-1] if ranks else None
 
     def _admit(self) -> None:
-        """Admit requests from the queue while there is room."""
+        """Admit queued requests while there is room."""
         loads = [shard.load for shard in self._shards] if self._queue else []
         while (shard := self._select_shard(loads)) is not None:
             loads[shard] = (loads[shard] or 0) + 1
@@ -707,7 +707,7 @@ class Engine:
             self._keys[slot] = request.sample_key
             self._write_table(row)
             row.stop_state = request.stop_state
-            # Another row reads the prompt: only the position offset is needed.
+            # The prompt is cached: only its position offset is needed.
             is_cached = not row.prefill_ids
             self._prefill_batcher.set_attachments(row, request.prompt_ids, request.attachments, 0)
             if is_cached:
@@ -718,7 +718,7 @@ class Engine:
             each.evict_cached(keep=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
-        """Copy the partial last page of a prompt to the pages of its other samples."""
+        """Copy the partial last page of each prompt for its other samples."""
         while any(shard.copies for shard in self._shards):
             sources, targets = (
                 np.full((self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
@@ -778,7 +778,7 @@ class Engine:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *contents) if contents else ()
 
     def _pack_saved_pages(self, shard: int, saved: Any, first: int, count: int) -> Cache:
-        """Return saved pages in the layout of the program that writes them."""
+        """Arrange saved pages in the layout that the swap program writes."""
         begin = shard * PAGES_PER_TRANSFER
         layers = iter(jax.tree.leaves(saved))
 
@@ -790,7 +790,7 @@ class Engine:
         return self._put_pages(fill)
 
     def _put_pages(self, make: Any) -> Cache:
-        """Transfer `PAGES_PER_TRANSFER` pages per shard, created on the host by `make(shape)`."""
+        """Put `PAGES_PER_TRANSFER` pages per shard, created by `make(shape)`, on the devices."""
         count = self.num_shards * PAGES_PER_TRANSFER
         pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))
@@ -798,7 +798,7 @@ class Engine:
     # Chunks.
 
     def _dispatch(self) -> bool:
-        """Dispatch a chunk of the rows that may run, oldest first; return False if none may."""
+        """Dispatch a chunk of the rows that can run, oldest first; return False if none can."""
         running = [shard.scheduled_rows for shard in self._shards]
         if not any(running):
             return False
@@ -837,7 +837,7 @@ class Engine:
     def _build_rows(
         self, running: list[list[Row]], num_rows: int
     ) -> tuple[DecodeRows, list[tuple[int, int]]]:
-        """Return the rows of a chunk for the device, and the (request, report index) of each."""
+        """Build the device arrays of a chunk; also return (request, report index) for each row."""
         total, num_steps = self.num_shards * num_rows, self.programs.num_steps
 
         # Padding rows are inactive and have source -1.
@@ -851,7 +851,7 @@ class Engine:
                 continue
             first = shard * num_rows
             shard_slice = slice(first, first + len(rows))
-            # A row in flight continues from the state that the last chunk leaves on the device.
+            # A row in flight continues from the state that the last chunk left on the device.
             ints[:, shard_slice] = np.array(
                 [
                     (r.index if r.in_flight else -1, r.pending, r.length, r.budget, r.stop_state)
@@ -921,14 +921,14 @@ class Engine:
         counts = [sum(item.num_patches for item in shard_items) for shard_items in attached]
         size = _pick_bucket(max(counts), self.patch_sizes)
         patches, places, units = self._prefill_batcher.patches(attached, size)
-        self._attachment_embeds = None  # free its memory for the next
+        self._attachment_embeds = None  # free its memory before the next call
         self._attachment_embeds = self._embed(
             self._weights, patches, places, self._max_units, variant=size
         )
         return [iter(shard_items) for shard_items in units]
 
     def _read_report(self, chunk: _Chunk) -> list[Event]:
-        """Wait for a chunk and read its report."""
+        """Wait for a chunk, read its report and return its events."""
         report = decode.unpack_report(chunk.report)
         num_steps, token_ids = self.programs.num_steps, report.token_ids
         num_sampled = (token_ids >= 0).sum(axis=1)
@@ -939,7 +939,7 @@ class Engine:
         counts, events = num_sampled.tolist(), []
         for request, index in sorted(chunk.rows):
             if not (count := counts[index]):
-                continue  # stopped in an earlier chunk, and may be finished
+                continue  # stopped in an earlier chunk; may be finished
             row, status = self._rows[request], statuses[index]
             ids, logprobs, entropies = by_row[index]
             row.pending, row.stop_state = last_ids[index], stop_states[index]
@@ -958,7 +958,7 @@ class Engine:
 def _pop_recorded(
     row: Row, report: decode.ChunkReport, index: int, count: int
 ) -> Mapping[str, np.ndarray]:
-    """Return and clear the arrays of the tokens that a row has read since its last event."""
+    """Return the arrays recorded for a row since its last event, and clear its blocks."""
     before = [read.arrays for read in row.recorded_blocks]
     row.recorded_blocks = []
     return {

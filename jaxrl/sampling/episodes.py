@@ -1,10 +1,10 @@
-"""Episodes with an environment, for any source of turns: prompts, replies, rewards.
+"""Episodes in an environment, for any source of turns: prompts, replies, rewards.
 
-Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py`
-calls the same functions. Environment output is encoded once, when it is appended.
+Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
+the same functions. Environment output is encoded once, when it is appended.
 
-Any failure of the environment (an exception, an invalid reply, no reply) ends its episodes with an
-environment error.
+Any failure of the environment (an exception, an invalid reply or no reply) ends the affected
+episodes with an environment error.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TokenLimits:
         max_total_tokens: Maximum length of prompt, sampled tokens and observations together.
         max_observation_tokens: Maximum length of one observation's body, which is truncated inside
             its tags.
-        overlong_prompts: Handling of longer prompts: `refuse`, `drop` (the task stream skips the
-            task) or `truncate_left` (removes the first tokens).
+        overlong_prompts: What to do with longer prompts: `refuse`, `drop` (the task stream skips
+            the task) or `truncate_left` (the first tokens are removed).
         max_image_tokens: Maximum number of image tokens in prompt and observations; 0 for
             `max_total_tokens`. A prompt with more is overlong; an observation with more ends the
             trajectory.
@@ -76,9 +76,9 @@ class TokenLimits:
     context: ContextRule | None = None
 
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
-        """Return the room for an observation that starts a context; None if there is one context.
+        """Return the maximum observation length for a new context; None without a context rule.
 
-        The prompt and the answered turn precede it, and another turn must fit after it.
+        The context must also fit the prompt, the preceding turn and another turn.
         """
         if self.context is None:
             return None
@@ -87,15 +87,15 @@ class TokenLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplySchedule:
-    """Schedule for adding the environment's replies, the same in all rollouts of a run.
+    """Schedule for adding the environment's replies, shared by all rollouts of a run.
 
     Attributes:
         deterministic: True to add replies by chunk number, waiting for the environment if
             necessary, so that results do not depend on timing. False to add them at the first chunk
             after they arrive.
         lag_chunks: Lag of the deterministic schedule: replies to rows that stopped in chunk i are
-            added before chunk i + lag_chunks. With 1 the device waits for host and environment
-            between chunks; with more it decodes meanwhile.
+            added before chunk i + lag_chunks. With 1, the device waits for the host and the
+            environment between chunks; with more, it decodes meanwhile.
         deadline_s: Timeout of an `Env.step` call in seconds; 0 for none.
     """
 
@@ -104,7 +104,7 @@ class ReplySchedule:
     deadline_s: float = 600.0
 
 
-_MAX_SINGLE_STEP_THREADS = 32  # threads that step one episode each, after a batched call has failed
+_MAX_SINGLE_STEP_THREADS = 32  # threads that step one episode each after a batched call failed
 
 _IMAGE_THREADS = 8  # threads that decode prompt images
 
@@ -118,7 +118,7 @@ class StartError(ValueError):
 
 
 class BaseRollout:
-    """Base class of rollouts: plays episodes with an environment."""
+    """Base class of rollouts: runs episodes in an environment."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class BaseRollout:
         reward_fn: RewardFn | None = None,
         processor: Processor | None = None,
     ):
-        """Use `ReplySchedule()` and the environment's own rewards by default.
+        """Store the components; `schedule` defaults to `ReplySchedule()`.
 
-        `reward_fn` computes rewards from scored episodes. `processor` reads images; None for a
-        text-only model.
+        `reward_fn` computes rewards from scored episodes; None uses the environment's rewards.
+        `processor` preprocesses images; None for a text-only model.
         """
         self._processor = processor
         self._env = env
@@ -147,11 +147,11 @@ class BaseRollout:
 
     @property
     def _recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that are recorded, by name; none without an engine."""
+        """Return the specs of recorded per-token arrays, by name; {} without an engine."""
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """Create all samples with their prompts; those of a task that cannot start have ended."""
+        """Create the samples of all draws; if a task cannot start, its samples have failed."""
         samples = []
         images_by_task = self._preprocess_all([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):
@@ -180,7 +180,7 @@ class BaseRollout:
         return samples
 
     def prompt_fits(self, task: Task) -> bool:
-        """Return True if the prompt of a task is within its limit.
+        """Return True if the prompt of a task is within the limits.
 
         Raises:
             ValueError: The prompt is empty, or too long and may be neither dropped nor truncated
@@ -218,8 +218,8 @@ class BaseRollout:
     @property
     def _image_processor(self) -> Processor:
         if self._processor is None:
-            raise UnreadableImageError(
-                "there is an image, and the model reads none: its config.json has no "
+            raise UnreadableError(
+                "there is an image, but the model does not support images: its config.json has no "
                 "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL "
                 "(its folder also counts for endpoints), or drop images with columns={'images': ''}"
             )
@@ -235,12 +235,12 @@ class BaseRollout:
         return prompt
 
     def _num_image_tokens(self, token_ids: Sequence[int]) -> int:
-        """Count image tokens."""
+        """Return the number of image tokens in `token_ids`."""
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
     def _exceeds_image_limit(self, *parts: Sequence[int]) -> bool:
-        """Return True if there are more image tokens than a trajectory may have."""
+        """Return True if `parts` contain more image tokens than a trajectory may have."""
         limit = self._limits.max_image_tokens
         return 0 < limit < sum(map(self._num_image_tokens, parts))
 
@@ -249,11 +249,11 @@ class BaseRollout:
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
     def _render_prompt(self, task: Task) -> list[int]:
-        """Return the complete prompt ids of a task.
+        """Render the prompt of a task; return its ids, not truncated.
 
         Raises:
             UnreadableError: An image cannot be read.
-            StartError: The environment has no prompt for the task, or one without its images.
+            StartError: The environment has no prompt for the task, or its prompt omits an image.
         """
         messages = self._start_episode(task)
         if not task.images:
@@ -275,8 +275,8 @@ class BaseRollout:
         return ValueError(
             f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to "
             f"{self._prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
-            "or set config.rollout.overlong_prompts to 'drop' (leaves such tasks out) or "
-            "'truncate_left' (cuts their first tokens off; not of prompts with images)."
+            "or set config.rollout.overlong_prompts to 'drop' (skips such tasks) or "
+            "'truncate_left' (removes their first tokens; not for prompts with images)."
         )
 
     def _start_episode(self, task: Task) -> Sequence[Message]:
@@ -292,8 +292,8 @@ class BaseRollout:
         marks = sum(message["content"].count(IMAGE_TAG) for message in messages)
         if task.images and marks != len(task.images):
             raise StartError(
-                f"task {task.id!r} has {len(task.images)} images, and its chat {marks} marks "
-                f"{IMAGE_TAG}; expected one for each image. See config.prompt and "
+                f"task {task.id!r} has {len(task.images)} images, but its chat has {marks} marks "
+                f"{MARK}; expected one for each image. See config.prompt and "
                 f"{type(self._env).__name__}.start."
             )
         return messages
@@ -303,7 +303,7 @@ class BaseRollout:
     ) -> int:
         """Return how many tokens may be sampled after `num_added` more tokens.
 
-        `context_length` is the context length with these tokens; None for that of the sample.
+        `context_length` is the context length with these tokens; None for the current one.
         """
         limits = self._limits
         room = limits.max_total_tokens - len(sample.token_ids) - num_added
@@ -327,7 +327,7 @@ class BaseRollout:
     def _try_step(
         self, episodes: Sequence[Episode], texts: Sequence[str]
     ) -> list[StepResult] | str:
-        """Return the environment's replies, or the error message if it fails."""
+        """Call `Env.step` once; return validated replies, or the error message if it fails."""
         try:
             replies = list(self._env.step(episodes, texts))
             self._check_count("step", len(replies), len(episodes))
@@ -342,7 +342,7 @@ class BaseRollout:
     def _check_images(self, reply: StepResult) -> StepResult:
         """Check the images of a reply; return a failed step if they are unreadable or too large.
 
-        For a text-only model, each image is replaced by the text `[image]`.
+        For a text-only model, replace each image with the text `[image]`.
         """
         pictures = get_images(reply.observation)
         if not pictures:
@@ -353,11 +353,11 @@ class BaseRollout:
             # Decode here, in the environment's thread, so that the main loop hits the processor's
             # cache.
             count = sum(self._count_image_tokens(self._preprocess(pictures)))
-        except UnreadableImageError as error:
-            return make_failed_step(f"a tool shows an image: {error}")
+        except UnreadableError as error:
+            return make_failed_step(f"a tool returned an invalid image: {error}")
         if count > self._limits.max_observation_tokens:
             return make_failed_step(
-                f"a tool shows images of {count} tokens, which are not cut; raise "
+                f"a tool returned images of {count} tokens, which cannot be truncated; raise "
                 "config.rollout.max_observation_tokens, or lower config.images.max_pixels"
             )
         return reply
@@ -376,19 +376,19 @@ class BaseRollout:
     def _check_count(self, method: str, count: int, expected: int) -> None:
         if count != expected:
             raise ValueError(
-                f"{type(self._env).__name__}.{method} gave {count} results for {expected} "
-                "episodes; expected one for each, in their order."
+                f"{type(self._env).__name__}.{method} returned {count} results for {expected} "
+                "episodes; expected one for each, in order."
             )
 
     def _apply_step_result(
         self, sample: Sample, text: str, result: StepResult
     ) -> Sequence[int] | None:
-        """Append a turn and its reply; return the ids to read next, or None if the episode ends.
+        """Append a turn and its reply; return the ids to prefill, or None if the episode ends.
 
         Args:
-            sample: Sample that the turn belongs to.
+            sample: Sample that the turn belongs to; the sampled tokens are already appended.
             text: Text of the turn.
-            result: Reply of the environment.
+            result: Reply of the environment, validated.
         """
         turn = partial(
             Turn,
@@ -448,9 +448,9 @@ class BaseRollout:
     def _encode_observation(
         self, sample: Sample, observation: Observation | ToolResults | None
     ) -> tuple[list[int], str | None, tuple[str, ...]]:
-        """Return ids and text of an observation, truncated to its limit and to the room of the row.
+        """Encode an observation, truncated to fit; return its ids and text.
 
-        The third item is the truncated results of `ToolResults`.
+        The third item has the truncated results of `ToolResults`.
         """
         if observation is None:
             return [], None, ()
@@ -511,7 +511,7 @@ class BaseRollout:
         ]
 
     def _score_episodes(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
-        """Score samples with the environment; mark those that it cannot score as failed."""
+        """Score samples with the environment; mark the ones that it cannot score as failed."""
         if not samples:
             return []
         try:

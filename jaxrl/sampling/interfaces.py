@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """Seeds for sampling, in addition to task, sample index and attempt."""
+    """Inputs to the random key of a sample, in addition to its task, index and attempt."""
 
     seed: int
     stage: int
@@ -29,10 +29,10 @@ class SamplingConfig:
         group_size: Trajectories per task.
         temperature: Tokens are sampled from softmax(logits / temperature); 0 is greedy.
         top_p: Nucleus sampling probability in (0, 1]; 1 samples from all tokens.
-        seeds: Seeds of the samples.
-        policy_version: Number of updates before these weights, recorded with every sampled token.
+        seeds: Inputs to the random keys.
+        policy_version: Number of updates behind these weights, recorded with every sampled token.
         keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
-            in an evaluation, which trains on nothing.
+            in evaluations, which train on nothing.
         max_unfinished: Maximum number of groups that may be returned as None; they resume when
             their draws are passed again.
     """
@@ -69,12 +69,13 @@ class EngineCounts:
 WAIT_REASONS = ("lag", "cache", "tasks")
 """Reasons why nothing is decoded while waiting for a reply.
 
-`lag`: the reply is due, although rows could run. `cache`: no room in the cache. `tasks`: all wait.
+`lag`: the schedule requires the reply, although rows could run. `cache`: the cache is full.
+`tasks`: all rows wait for replies.
 """
 
 
 class Sampler(Protocol):
-    """Sampler for the run's own model, such as `sampling.engine.Engine`.
+    """Sampler of the model being trained, such as `sampling.engine.Engine`.
 
     Attributes:
         counts: Work done so far.
@@ -103,22 +104,22 @@ class Sampler(Protocol):
         """Compile all programs that are not compiled yet; report progress to `show`."""
 
     def set_weights(self, params: Params) -> None:
-        """Load all parameters of the policy, once per update."""
+        """Load all parameters of the policy; called once per update."""
 
     def clear(self) -> None:
         """Drop all requests and free the cache."""
 
     def release(self) -> None:
-        """Free the memory of cache and weights."""
+        """Free the memory of the cache and the weights."""
 
 
 class Processor(Protocol):
     """Image preprocessor of a model. Must be thread-safe.
 
     Attributes:
-        is_blank: True if every image is replaced by a blank one, as a control.
-        patch_values: Values per patch.
-        patches_per_token: Patches per token.
+        is_blank: True if every image is replaced with a blank one, as a control.
+        patch_values: Number of values per patch.
+        patches_per_token: Number of patches per image token.
     """
 
     is_blank: bool
@@ -143,14 +144,14 @@ class Processor(Protocol):
         """
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Reload the images named by groups from another process or a checkpoint."""
+        """Return groups from another process or a checkpoint with their images reloaded."""
 
     def blank(self) -> Processor:
-        """Return a processor that replaces every image by a blank one."""
+        """Return a processor that replaces every image with a blank one of the same size."""
 
 
 PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"
-"""Dotted path of the `Processor` class; takes a model folder and `config.images`."""
+"""Dotted path of the `Processor` class; built from a model folder and `config.images`."""
 
 
 class ExternalModel(Protocol):
@@ -158,11 +159,11 @@ class ExternalModel(Protocol):
 
     @property
     def display_name(self) -> str:
-        """Return name and address for display."""
+        """Return the model's name and address for display."""
 
     def rollout(self, *args: Any) -> Any:
-        """Return a `RolloutFunction` with this model; arguments are those of `BaseRollout`."""
+        """Create a `RolloutFunction` for this model; takes the arguments of `BaseRollout`."""
 
 
 POLICIES = {"openai": "jaxrl.extras.endpoints.policy.ChatModel"}
-"""External models by `policy.name`; the config section of the same name has their settings."""
+"""External models by `policy.name`; `policy.<name>` in the config has their settings."""

@@ -12,7 +12,7 @@ _BITS_OF_ONE = 0x3F800000  # bit pattern of the float32 1.0
 
 
 def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Sample one uniform in [0, 1) per row from the sample's key and the next token's position.
+    """Draw one number in [0, 1) per row from the sample's key and the next token's position.
 
     The value does not depend on the row index or on the other rows.
     """
@@ -24,11 +24,11 @@ def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> 
 
 
 GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
-"""Sampling methods. Each has its own program, without the work that only the others need."""
+"""Sampling methods. Each has a program without the computations that only others need."""
 
 
 def select_kind(temperature: float, top_p: float) -> str:
-    """Return the cheapest method for these settings."""
+    """Return the cheapest sampling method that supports these settings."""
     if temperature == 0.0:
         return GREEDY
     return FULL if top_p == 1.0 else TOP_P
@@ -43,17 +43,18 @@ def sample(
     *,
     kind: str,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Sample by inverse CDF; return ids, log-probabilities and entropies in nats.
+    """Sample tokens by inverse CDF; return ids, log-probabilities and entropies in nats.
 
-    Log-probability and entropy are those of the full distribution, which the trainer scores.
+    Log-probabilities and entropies are those of the full distribution, which the trainer uses.
 
     Args:
-        logits: float32; `reference.MASK_VALUE` at ids that must not be sampled.
-        uniform: Uniform samples in [0, 1).
+        logits: Logits, float32; `reference.MASK_VALUE` at ids that must not be sampled.
+        uniform: One uniform random number in [0, 1) per row.
         temperature: The distribution is softmax(logits / temperature). One value for all rows, or
             one per row, where 0 is greedy. Method `greedy` ignores it and reports values at
             temperature 1.
-        top_p: Probability of the nucleus in (0, 1], for all rows or per row. Only `top_p` uses it.
+        top_p: Probability mass of the nucleus in (0, 1], for all rows or per row. Only method
+            `top_p` uses it.
         kind: Method in `KINDS`: `greedy` takes the most likely token, `full` samples from all
             tokens, `top_p` samples from the nucleus.
     """
@@ -82,14 +83,14 @@ def sample(
 def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
     """Return the weights of the most likely tokens that together reach `top_p`, 0 for the others.
 
-    Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a share of
-    at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary is slow on
+    Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a total
+    probability of at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary is slow on
     every device, so bisection finds the smallest weight to keep. It runs over the bit patterns of
     float32, which have the same order as the numbers, and is therefore exact.
 
     Args:
-        weights: float32 in [0, 1], proportional to the probabilities.
-        top_p: Probability in (0, 1]; 1 keeps every token, even one lost to rounding in the sum.
+        weights: Token weights in [0, 1], float32, proportional to the probabilities.
+        top_p: Probability mass in (0, 1]; 1 keeps every token, even one lost to rounding in the sum.
     """
     target_weight = top_p * weights.sum(axis=-1)
 
@@ -112,10 +113,10 @@ def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Flo
 def _sample_index(
     weights: Float[Array, "B V"], uniform: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Return the token whose cumulative weight interval contains the uniform, and the total weight.
+    """Return the token whose interval of cumulative weight contains `uniform`, and the total weight.
 
     Two levels avoid a cumulative sum over the vocabulary: find the block of tokens that contains
-    the uniform, then the token within the block.
+    the number, then the token within the block.
     """
     B, V = weights.shape
     block = 1 << math.ceil(math.log2(V) / 2)
@@ -134,14 +135,14 @@ def _sample_index(
 
 
 def _select(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Select one value per row; unlike indexing with row numbers, it stays on the row's device."""
+    """Select one value per row; unlike indexing by row number, this stays on the row's device."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
 def _first_above(
     weights: Float[Array, "B n"], ends: Float[Array, "B n"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Return the first index with weight whose running sum exceeds `target`, or the last one.
+    """Return the first index with nonzero weight whose running sum exceeds `target`, or the last.
 
     The weights are checked too: XLA sums long rows in pieces, so rounding can make the running sum
     grow, or even fall, where the weight is 0. The target may also lie beyond the end.

@@ -1,4 +1,4 @@
-"""Tokenization of environment output: encoded once and truncated inside its tags."""
+"""Tokenization of environment output, which is encoded once and truncated inside its tags."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def encode_observation(
     room: int | None = None,
     image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Return the ids and the text of an observation, its body truncated to fit.
+    """Encode an observation, with its body truncated to fit; return its ids and text.
 
     Args:
         tokenizer: Tokenizer with the chat template, which renders images.
         observation: Observation from the environment.
-        max_body_tokens: Maximum length of the body.
-        room: Maximum length of the complete observation; None for no limit. Tags and images are
-            never truncated.
-        image_tokens: Token count of each image; images are placed between body and suffix.
+        max_body_tokens: Maximum length of the body in tokens.
+        room: Maximum length of the complete observation in tokens; None for no limit. Tags and
+            images are never truncated.
+        image_tokens: Token count of each image; images go between body and suffix.
     """
     before, after = (
         _encode_tag(tokenizer, observation.prefix),
@@ -52,14 +52,14 @@ def encode_observation(
 
 
 def _encode_prefix(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
-    """Return the first ids of a text, cached: episodes of a group often get the same text."""
+    """Return the first `max_tokens` ids of a text, cached because groups often repeat a text."""
     if len(text) > _MAX_CACHED_CHARS:
         return tokenizer.encode_prefix(text, max_tokens)
     return _encode_cached(tokenizer, text, max_tokens)
 
 
 _MAX_CACHED_CHARS = 2**14
-"""Maximum number of characters of a cached text."""
+"""Maximum number of characters in a cached text."""
 
 
 @lru_cache(maxsize=512)
@@ -69,7 +69,7 @@ def _encode_cached(tokenizer: Tokenizer, text: str, max_tokens: int) -> tuple[in
 
 @lru_cache(maxsize=64)
 def _encode_tag(tokenizer: Tokenizer, tag: str) -> tuple[int, ...]:
-    """Return the ids of a tag, cached: tags rarely change."""
+    """Return the ids of a tag, cached because tags rarely change."""
     return tuple(tokenizer.encode(tag))
 
 
@@ -82,18 +82,18 @@ def encode_results(
     room: int | None = None,
     image_tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str, tuple[str, ...]]:
-    """Return the ids and the text of a turn of tool results, each truncated to fit.
+    """Encode a turn of tool results, each truncated to fit; return its ids and text.
 
-    The third item is the truncated results.
+    The third item has the truncated results.
 
     Args:
         tokenizer: Tokenizer with the chat template.
         results: Results from the environment.
         tools: Tool schemas that the template describes in this chat.
-        max_result_tokens: Maximum length of each result.
-        room: Maximum length of the complete turn, which the results use up in order; None for no
-            limit. The template's own tokens and images are never truncated.
-        image_tokens: Token count of each image of each result; () if there are none.
+        max_result_tokens: Maximum length of each result in tokens.
+        room: Maximum length of the complete turn in tokens, which the results use up in order;
+            None for no limit. Images and the template's text are never truncated.
+        image_tokens: Token counts of the images of each result; () if there are none.
     """
     if room is not None:
         template_ids, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
@@ -112,7 +112,7 @@ def encode_omitted(
     observation: Observation | ToolResults | None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Return the ids of an observation with `OMITTED` as its body."""
+    """Encode an observation with `OMITTED` as its body; return its ids."""
     if observation is None:
         return []
     if isinstance(observation, ToolResults):

@@ -1,4 +1,4 @@
-"""Host-side batching of prefills: attachments to embed together, and tokens in blocks."""
+"""Host-side batching of prefills: groups attachments to embed and splits tokens into blocks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PrefillBatcher:
 
     Attributes:
         tower: Encoder of attachments; None for a text-only model.
-        num_shards: Number of shards of the mesh.
-        block_tokens: Tokens per block, see `Programs.block_tokens`.
+        num_shards: Number of mesh shards.
+        block_tokens: Tokens per block; see `Programs.block_tokens`.
         max_units: Maximum number of attachment tokens per shard that are embedded together.
     """
 
@@ -45,12 +45,12 @@ class PrefillBatcher:
         """Check that attachments match the tokens.
 
         Raises:
-            ValueError: Tokens and attachments disagree.
+            ValueError: They do not match.
         """
         if self.tower is not None:
             self.tower.compute_positions(np.asarray(token_ids), attachments)
         else:
-            assert not attachments, "rollouts refuse them if the model reads text alone"
+            assert not attachments, "rollouts reject attachments for a text-only model"
 
     def set_attachments(
         self,
@@ -61,7 +61,7 @@ class PrefillBatcher:
     ) -> None:
         """Set a row's attachments, the arrays of its unread tokens, and its position offset.
 
-        `start` is the number of tokens before them.
+        `start` is the number of the row's tokens before `token_ids`.
         """
         if self.tower is None:
             return
@@ -73,7 +73,7 @@ class PrefillBatcher:
         row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
 
     def pop_rows(self, rows: deque[Row]) -> list[Row]:
-        """Pop the next rows of a shard whose attachments fit together."""
+        """Pop the next rows of a shard whose attachments fit in `max_units`."""
         popped: list[Row] = []
         remaining_units = self.max_units
         while rows:
@@ -87,7 +87,7 @@ class PrefillBatcher:
     def patches(
         self, attached: Sequence[tuple[Attachment, ...]], size: int
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
-        """Arrange the attachments of each shard for the devices, padded to `size` patches.
+        """Batch the attachments of each shard for the devices, padded to `size` patches.
 
         Returns:
             float32 `[S, size, values]`, int32 `[S, size, W]`, and for each shard the indices of
@@ -133,11 +133,11 @@ class PrefillBatcher:
     def blocks(
         self, pieces: Sequence[deque[PrefillPiece]], num_tokens: int, tables: np.ndarray
     ) -> tuple[PrefillBlocks, list[tuple[PrefillPiece, int]]]:
-        """Pop the next pieces of each shard; return blocks, and each piece with its block index.
+        """Build blocks from the next pieces of each shard; also return (piece, block index) pairs.
 
         Args:
-            pieces: Pieces of each shard; () for padding only.
-            num_tokens: Tokens per shard, including padding.
+            pieces: Pieces of each shard, which are popped; () for padding only.
+            num_tokens: Number of tokens per shard, including padding.
             tables: Block tables of all rows, by slot.
         """
         num_blocks, block_tokens = num_tokens // self.block_tokens, self.block_tokens

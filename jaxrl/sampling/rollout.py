@@ -35,17 +35,17 @@ from jaxrl.types import Draw, Group
 from jaxrl.utils.concurrency import ThreadPool
 
 _ABORT_TIMEOUT_S = 5.0
-"""Seconds that pending calls have to finish when a rollout is aborted."""
+"""Seconds that pending calls have to finish after a rollout is aborted."""
 
 IDLE_POLL_S, BUSY_POLL_S = 1.0, 0.005
-"""Polling intervals while a rollout waits, in seconds: once the device is idle, and before."""
+"""Polling intervals of a waiting rollout in seconds, while the device is idle and busy."""
 
 _NO_REQUEST = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _EnvCall:
-    """A call of the environment, pending or finished."""
+    """A call to the environment, pending or finished."""
 
     due: int  # number of the chunk before which its replies are added
     # (request, sample, turn text); the request is `_NO_REQUEST` if it is no longer in the engine.
@@ -55,7 +55,7 @@ class _EnvCall:
 
 
 class Rollout(BaseRollout):
-    """Rollout of groups of episodes with an engine and an environment."""
+    """Rollout that samples groups of episodes with an engine and an environment."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Rollout(BaseRollout):
         self._engine = engine
         self._automaton = automaton
         # Unfinished groups that resume in a later call, by stage, stream index and attempt; and
-        # their pending calls of the environment.
+        # their pending calls to the environment.
         self._unfinished: dict[tuple[int, int, int], list[Sample]] = {}
         self._unfinished_calls: deque[_EnvCall] = deque()
 
@@ -91,21 +91,22 @@ class Rollout(BaseRollout):
     ) -> list[Group | None]:
         """Sample and score a group of trajectories for every task, in task order.
 
-        The rollout ends before a chunk, once at most `SamplingConfig.max_unfinished` groups are
-        open. These are returned as None and resume from their tokens when their draws are passed
-        again: their tokens are prefilled again, and sampling continues with the same keys. If more
-        groups than required finish in the last chunk, the surplus is None too.
+        The rollout stops between chunks, once at most `SamplingConfig.max_unfinished` groups are
+        unfinished. Their entries are None. When their draws are passed again, they continue: their
+        tokens are prefilled again, and sampling uses the same keys. If the last chunk finishes
+        more groups than required, the extra ones are also returned as None.
 
-        Any exception leaves the engine empty. Pending calls of the environment get
+        Any exception leaves the engine empty. Pending calls to the environment get
         `_ABORT_TIMEOUT_S` to finish and are then abandoned.
 
         Args:
             draws: Tasks to sample.
             sampling: Group size, sampling settings, and the number of groups that may be
                 unfinished.
-            should_stop: Function called before each chunk and during compilation; True interrupts.
-            progress: Function called before each chunk with the finished and total trajectory
-                counts.
+            should_stop: Function called before each chunk and during compilation; if it returns
+                True, the rollout is interrupted.
+            progress: Function called before each chunk with the numbers of finished and of all
+                trajectories.
 
         Raises:
             Interrupted: `should_stop` returned True.
@@ -123,7 +124,7 @@ class Rollout(BaseRollout):
         )
         groups = [unfinished[key] if key in unfinished else next(new_groups) for key in keys]
 
-        # Submit the open samples that are not waiting for the environment.
+        # Submit the unfinished samples that are not waiting for the environment.
         waiting = {id(sample) for call in calls for _, sample, _ in call.members}
         active = [
             sample for group in unfinished.values() for sample in group if id(sample) not in waiting
@@ -148,7 +149,7 @@ class Rollout(BaseRollout):
         finally:
             self._threads.close()
 
-        # Score the finished groups; hold the open and surplus ones for a later call.
+        # Score the finished groups; keep the unfinished and extra ones for a later call.
         finished = [index for index, group in enumerate(groups) if not _is_open(group)]
         finished = finished[: max(len(groups) - sampling.max_unfinished, 0)]
         if len(finished) < len(groups):
@@ -165,9 +166,9 @@ class Rollout(BaseRollout):
     def _pop_unfinished(
         self, keys: Sequence[tuple[int, int, int]], sampling: SamplingConfig
     ) -> tuple[dict[tuple[int, int, int], list[Sample]], deque[_EnvCall]]:
-        """Return the held groups with these keys and their pending calls; drop other held groups.
+        """Pop the unfinished groups with these keys and their pending calls; drop all others.
 
-        An evaluation, which has none, leaves those of the training run in place.
+        If `max_unfinished` is 0, as in an evaluation, pop and drop nothing.
         """
         if not sampling.max_unfinished:
             return {}, deque()
@@ -196,11 +197,11 @@ class Rollout(BaseRollout):
         should_stop: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Decode samples until at most `SamplingConfig.max_unfinished` groups are open.
+        """Decode samples until at most `SamplingConfig.max_unfinished` groups are unfinished.
 
-        `samples` are those in the engine, by request; `calls` are pending calls, oldest first.
+        `samples` has the samples in the engine, by request; `calls` the pending calls, in order.
         """
-        # With a lag of 1, replies enter the very next chunk, so this one must be read first.
+        # With a lag of 1, replies are added before the next chunk, so this one must be read first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
@@ -229,7 +230,7 @@ class Rollout(BaseRollout):
     def _due_calls(
         self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]
     ) -> list[_EnvCall]:
-        """Return the calls to add now; at least one if nothing else is left to do."""
+        """Return the calls whose replies are added now; at least one if the engine is stalled."""
         is_stalled = self._engine.is_stalled
         if self._schedule.deterministic:
             chunk = self._engine.counts.chunks
@@ -242,9 +243,9 @@ class Rollout(BaseRollout):
         return [call for call in calls if call.replies.done() or call.deadline <= now]
 
     def _wait_for_reply(self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]) -> None:
-        """Wait until one of the calls finishes or misses its deadline; count the waiting time.
+        """Wait until one of the calls finishes or misses its deadline; record the waiting time.
 
-        It counts from when the device is idle.
+        Only the time during which the device is idle counts.
         """
         deadline = min(call.deadline for call in calls)
         replies = [call.replies for call in calls]
@@ -280,7 +281,7 @@ class Rollout(BaseRollout):
         return members
 
     def _submit(self, samples: Sequence[Sample], sampling: SamplingConfig) -> dict[int, Sample]:
-        """Submit samples to the engine from their current context; return them by request."""
+        """Submit the current context of each sample to the engine; return samples by request."""
         requests = []
         for sample in samples:
             assert sample.key is not None
@@ -320,7 +321,7 @@ class Rollout(BaseRollout):
 
         A sample that continues in a new context becomes a new request, which is added to `samples`.
         """
-        # Resumed rows stay in the engine; renewed samples are submitted as new requests.
+        # Resumed rows stay in the engine; samples in a new context become new requests.
         resumed, attachments, resubmitted = [], {}, []
         is_late = not call.replies.done()
         replies = (
@@ -357,7 +358,7 @@ def make_group_keys(draws: Sequence[Draw], sampling: SamplingConfig) -> list[tup
 
 
 def derive_keys(draws: Sequence[Draw], sampling: SamplingConfig, device: Any) -> np.ndarray:
-    """Return the keys of all samples, group by group: uint32 [draws * group_size, 2]."""
+    """Return the random keys of all samples, group by group: uint32 [draws * group_size, 2]."""
     seeds, size = sampling.seeds, sampling.group_size
     return derive_sample_keys(
         seeds.seed,
@@ -371,7 +372,7 @@ def derive_keys(draws: Sequence[Draw], sampling: SamplingConfig, device: Any) ->
 
 
 def _is_open(group: Sequence[Sample]) -> bool:
-    """Return True while some episode of a group has not ended."""
+    """Return True if any episode of the group has not ended."""
     return None in [sample.episode.outcome for sample in group]
 
 

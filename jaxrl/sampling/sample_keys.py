@@ -1,4 +1,4 @@
-"""Random keys of samples, which depend only on the identity of the sample."""
+"""Random keys of samples. A key depends only on the identity of its sample."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def derive_sample_keys(
     """Compute the random keys `uint32 [n, 2]` of n samples.
 
     Args:
-        seed: `config.seed`.
+        seed: Seed of the run, `config.seed`.
         stage: Index of the sampling stage.
         step: Training step at which the sample starts.
-        positions: int32 [n], position of the task in the task stream.
-        samples: int32 [n], index of the sample within its group.
-        attempts: int32 [n], 0 unless the group is resampled.
-        device: Device that computes the keys; JAX's default device if None.
+        positions: Position of each sample's task in the task stream, int32 [n].
+        samples: Index of each sample within its group, int32 [n].
+        attempts: Attempt number of each sample's group, int32 [n]; 0 unless it is resampled.
+        device: Device that computes the keys; None for JAX's default device.
     """
-    # Use blocks of a fixed size: the number of resampled tasks varies, and each size would compile.
+    # Use blocks of a fixed size: the number of tasks varies, and each size would be compiled.
     keys = np.zeros((len(positions), 2), np.uint32)
     for start in range(0, len(positions), _KEY_BLOCK):
         block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
@@ -44,7 +44,7 @@ _KEY_BLOCK = 256
 
 
 def derive_context_key(key: np.ndarray, number: int, device: Any = None) -> np.ndarray:
-    """Derive the key `uint32 [2]` of a sample for its context `number`, counted from 1.
+    """Derive the key `uint32 [2]` of a sample for its context `number`, which counts from 1.
 
     Token keys depend on the position in the context, and positions repeat across contexts.
     """

@@ -1,4 +1,4 @@
-"""Rollouts shared between the processes of a job."""
+"""Rollouts split over the processes of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrl.types import Draw, Group
 
 @dataclass(frozen=True)
 class SharedRollout:
-    """Rollout across processes: each samples complete groups for its share of the tasks.
+    """Rollout across processes. Each process samples complete groups for its share of the tasks.
 
     Every process receives all trajectories, in task order. If one process is interrupted or loses
     its environment, all of them stop.
@@ -34,7 +34,7 @@ class SharedRollout:
     def __call__(
         self, draws: Sequence[Draw], sampling: SamplingConfig, **options: Any
     ) -> Sequence[Group | None]:
-        """Sample a group for each draw; arguments are those of `Rollout`."""
+        """Sample a group for each draw; takes the arguments of `Rollout`."""
         if jax.process_count() == 1:
             return self.local(draws, sampling, **options)
         if sampling.max_unfinished:  # a task resumes in its process, but the shares may change

@@ -47,8 +47,8 @@ WARNINGS = [
     "warning: " + "long " * 40 + "end",
     "printed by a library",
     "logged by a reward",
-    "SIGINT: stopping; once more to end at once",
-    "warning: nothing has moved for 0 s",
+    "SIGINT: stopping; send it again to exit immediately",
+    "warning: no progress for 0 s",
     "Thread MainThread:",
 ]
 

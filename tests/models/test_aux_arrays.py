@@ -38,7 +38,7 @@ def engine_of(left):
 @pytest.mark.parametrize(
     ("left", "why"),
     [
-        (lambda m: {}, "leaves nothing as 'pair'"),
+        (lambda m: {}, "stores nothing as 'pair'"),
         (
             lambda m: {"pair": jnp.zeros((m, 2), jnp.int32)},
             r"over \d+ tokens leaves int32 \[\d+, 2",

@@ -35,7 +35,7 @@ def test_each_variant_is_compiled_once():
 
 def test_a_variant_outside_the_set_is_an_error():
     compiled = CompiledFunction(double, name="double", variants=[2, 3])
-    with pytest.raises(RuntimeError, match=r"the shapes 4, outside its set \[2, 3\]"):
+    with pytest.raises(RuntimeError, match=r"the variant 4; expected one of \[2, 3\]"):
         compiled(jnp.ones(4), variant=4)
     with pytest.raises(RuntimeError, match=r"the shapes \(\), outside"):
         compiled(jnp.ones(2))
@@ -183,4 +183,4 @@ def test_a_signal_ends_a_process_that_compiles():
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (75, "under way True\n")
-    assert errors == "SIGTERM: stopping; once more to end at once\n"
+    assert errors == "SIGTERM: stopping; send it again to exit immediately\n"

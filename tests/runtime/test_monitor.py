@@ -118,7 +118,7 @@ def test_a_silent_process_is_named_and_killed(job, lost):
     workers[lost].process.send_signal(signal.SIGSTOP)
     workers[lost].stop()
     started = time.monotonic()
-    assert workers[1 - lost].told()["lost"] == f"it gave no sign of life for {DEADLINE_S:g} s"
+    assert workers[1 - lost].told()["lost"] == f"it sent nothing for {DEADLINE_S:g} s"
     assert time.monotonic() - started < 3 * DEADLINE_S
     assert workers[lost].process.wait(20) == -signal.SIGKILL
     assert all(f"process {lost} of 2" in worker.report() for worker in workers)

@@ -54,7 +54,9 @@ def test_a_web_server_is_told():
     ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
-        with pytest.raises(OSError, match=f"process 1 found another .* at 127.0.0.1:{port}: the"):
+        with pytest.raises(
+            OSError, match=f"process 1 found a program other .* at 127.0.0.1:{port}: the"
+        ):
             check_coordinator(job(port))
         check_coordinator(job(port, index=0))  # which finds out when it listens
         server.shutdown()

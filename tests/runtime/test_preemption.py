@@ -54,7 +54,7 @@ def test_the_first_signal_asks(number):
     process.send_signal(number)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "stopped\n")
-    assert errors == f"{number.name}: stopping; once more to end at once\n"
+    assert errors == f"{number.name}: stopping; send it again to exit immediately\n"
 
 
 LOAD = """
@@ -88,7 +88,7 @@ def test_a_signal_while_the_command_is_loaded(number):
 def test_the_second_signal_ends_also_where_python_gets_no_turn(number):
     process = start_work(500_000_000)
     process.send_signal(number)
-    assert process.stderr.readline().endswith("once more to end at once\n")
+    assert process.stderr.readline().endswith("send it again to exit immediately\n")
     process.send_signal(number)
     assert process.wait(timeout=30) == 128 + number
 

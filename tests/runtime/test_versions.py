@@ -63,7 +63,7 @@ def test_a_damaged_or_lost_file_is_reported(tmp_path, parts, damage):
     assert [start["step"] for start in json.loads(path.read_text())] == [3]
     assert (tmp_path / "environment.json.damaged").read_text(encoding="latin-1") == damage
     assert str(path) in lines[0]
-    assert lines[0].endswith("set aside as environment.json.damaged")
+    assert lines[0].endswith("renamed to environment.json.damaged")
     path.unlink()
     write_environment(path, 3, parts, lines.append)
     assert lines[1].endswith("environment.json is missing: the record of earlier starts is lost")

@@ -22,7 +22,7 @@ def test_what_does_not_move_is_told_with_its_threads(capfd):
 
     def num_warnings():
         err.append(capfd.readouterr().err)
-        return "".join(err).count("nothing has moved for")
+        return "".join(err).count("no progress for")
 
     with watchdog(display, 0.2):
         display.activity("waiting for the search")
@@ -33,7 +33,7 @@ def test_what_does_not_move_is_told_with_its_threads(capfd):
         wait_for(lambda: num_warnings() == 2)
         assert time.monotonic() - began >= 0.39
     err = "".join(err)
-    assert err.count("the last was: waiting for the search. Where the threads are:") == 2
+    assert err.count("last activity: waiting for the search. Stacks of all threads:") == 2
 
 
 def test_what_moves_is_left_alone(capfd):
@@ -58,7 +58,7 @@ def test_what_never_moves_is_ended_at_its_deadline(capfd):
         time.sleep(0.3)  # it ends once
     assert ended == [76]
     err = capfd.readouterr().err
-    assert "(config.watch.deadline_s); the last was: waiting for the search. The run ends" in err
+    assert "(config.watch.deadline_s); last activity: waiting for the search. The run ends" in err
 
 
 STUCK = """
@@ -98,4 +98,4 @@ def stacks_of(limit, ask):
 
 
 def test_the_stacks_are_printed_on_a_signal():
-    assert "nothing has moved" not in stacks_of(0.0, lambda pid: os.kill(pid, signal.SIGUSR1))
+    assert "no progress" not in stacks_of(0.0, lambda pid: os.kill(pid, signal.SIGUSR1))

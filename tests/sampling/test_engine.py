@@ -263,7 +263,7 @@ def test_shapes_outside_the_set_are_errors():
     assert engine.row_sizes == [1, 2, 4]
     assert engine.append_sizes == [64]
     parts = (
-        "8 steps of [1, 2, 4] rows (greedy), [1, 4] rows (full); read [64] tokens; cache",
+        "8 steps of [1, 2, 4] rows (greedy), [1, 4] rows (full); prefill [64] tokens; cache",
         "16 pages x 16 tokens",
     )
     for part in parts:

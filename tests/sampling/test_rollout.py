@@ -457,7 +457,7 @@ def raising(error):
 STEPS = [
     (raising(ConnectionError("refused")), "ConnectionError: refused"),
     (raising(SystemExit(0)), "SystemExit: 0"),
-    (lambda *_: [], "ValueError: SearchEnv.step gave 0 results for 1 episodes"),
+    (lambda *_: [], "ValueError: SearchEnv.step returned 0 results for 1 episodes"),
     (lambda *_: [None], "step gave NoneType; expected StepResult"),
     (lambda *_: [StepResult(observation="text")], "StepResult.observation is 'text'; expected"),
     (
@@ -546,7 +546,7 @@ def test_an_outage_that_an_environment_lets_pass_costs_its_episode_where_the_run
 
 SCORES = [
     (raising(SystemExit(0)), "score: SystemExit: 0"),
-    (lambda _: [], "score: ValueError: SearchEnv.score gave 0 results for 1 episodes"),
+    (lambda _: [], "score: ValueError: SearchEnv.score returned 0 results for 1 episodes"),
     (lambda _: [None], "score: TypeError: score gave NoneType; expected Reward"),
     (
         lambda _: [Reward(total=float("nan"), parts={}, final_answer="")],

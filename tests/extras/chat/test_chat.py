@@ -136,7 +136,7 @@ def test_a_step_and_keys_are_chosen(run, tiny_world):
     got, _ = saved_run.load_weights(parts.model, config, run, None, display, step=20)
     jax.tree.map(lambda one, two: (one == two).all() or pytest.fail("differs"), got, trees[20])
     assert refused(run, "?", "--step=30") == (
-        f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; it holds 20, 40."
+        f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; available: 20, 40."
     )
     assert refused(run, "?", "--step=20", "--model=x").startswith("error: --step=20 and --model=x")
 

@@ -514,8 +514,8 @@ def test_an_image_within_the_models_own_message_is_refused(processor):
 
 def test_a_folder_of_a_model_of_text_counts_no_images():
     images = (Picture(data=encoded(drawn())),)
-    told = r"the model reads none.*Set config\.model\.path.*also counts for endpoints"
-    with pytest.raises(UnreadableImageError, match=told):
+    told = r"the model does not support images.*Set config\.model\.path.*also counts for endpoints"
+    with pytest.raises(UnreadableError, match=told):
         look(lambda _: chosen("Answer: a"), images, processor=None)
 
 
