@@ -326,7 +326,9 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(sharded_folder
     index = json.loads(index_file.read_text())
     index["weight_map"]["model.norm.weight"] = outside
     index_file.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"names '{outside}'; expected names of files in its folder"):
+    with pytest.raises(
+        ValueError, match=f"names '{outside}'; expected names of files in its folder"
+    ):
         load_hf(sharded_folder)
 
 

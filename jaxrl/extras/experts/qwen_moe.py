@@ -118,7 +118,7 @@ class QwenMoeConfig(QwenConfig):
             )
         # The dense decoder is Qwen3's.
         given, complete = fields, with_hf_defaults(fields, "qwen3_moe", source=source)
-        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # for `qwen3` the default is 128
+        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3`: 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
             complete.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)

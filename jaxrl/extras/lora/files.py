@@ -211,7 +211,7 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
         if name not in stored or stored[name].shape != shape:
             actual_shape = list(stored[name].shape) if name in stored else "missing"
             raise ValueError(
-                f"{file}: tensor {name!r} is {actual_shape}; the model of config.model.path requires "
+                f"{file}: tensor {name!r} is {actual_shape}; config.model.path requires "
                 f"{list(shape)}. The adapter was trained for {base_model!r}."
             )
 

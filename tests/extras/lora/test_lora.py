@@ -218,7 +218,9 @@ def test_an_adapter_of_another_base_is_refused():
         check_adapter(GOLDEN / "lora_all_linear", adapter)
     deeper = read_architecture(GOLDEN / "qwen3_biased_bf16")
     adapter = Adapter(model=deeper, rank=4, alpha=8.0, targets=find_targets(deeper, ["all-linear"]))
-    with pytest.raises(ValueError, match=r"lacks 'model\.layers\.2\..*for the model 'qwen3_untied'"):
+    with pytest.raises(
+        ValueError, match=r"lacks 'model\.layers\.2\..*for the model 'qwen3_untied'"
+    ):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
 
 
