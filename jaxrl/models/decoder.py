@@ -620,7 +620,7 @@ class Decoder(Architecture):
         layer_scan: LayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        """Compute the final hidden states from embeddings and DeepStack features `added`."""
+        """Compute the final hidden states from embeddings, adding DeepStack features."""
         angles, aux = rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params) -> Carry:
