@@ -233,17 +233,17 @@ class TestModelFolder:
         file.write_bytes(file.read_bytes()[:-1000])
         message = refusal(f"--config.model.path={model}")
         size = file.stat().st_size
-        assert message.startswith(f"{file} ({size} bytes) is not a whole safetensors file")
+        assert message.startswith(f"{file} ({size} bytes) is not a complete safetensors file")
         file.unlink()
-        assert "holds neither model.safetensors nor" in refusal(f"--config.model.path={model}")
+        assert "has neither model.safetensors nor" in refusal(f"--config.model.path={model}")
 
     @pytest.mark.parametrize(
         ("lora", "wanted"),
         [
-            ({"rank": 4}, "for [4, 64]. The adapter was made for 'qwen3_untied'."),
+            ({"rank": 4}, "requires [4, 64]. The adapter was trained for 'qwen3_untied'."),
             (
                 {"rank": 16},
-                "r is 4, but config.model.lora.rank is 16; set it as the adapter has it.",
+                "r is 4, but config.model.lora.rank is 16; set the key to the adapter's value.",
             ),
         ],
     )

@@ -1,9 +1,9 @@
-"""Interface of a model to everything outside this folder.
+"""Model interface that the rest of jaxrl uses.
 
-An architecture is a frozen dataclass: its fields are the sizes of one model, its methods compute
-with that model's parameters. The parameters are a nested dict: `blocks` holds the layers, every
-array with a leading layer axis; each other entry, such as an embedding, is a dict of arrays. All
-computation is pure, so callers can jit, split and differentiate it.
+An architecture is a frozen dataclass: its fields are the sizes of one model, and its methods
+compute with that model's parameters. The parameters are a nested dict. `blocks` holds the layers,
+stacked along a leading layer axis. Each other entry, such as an embedding, is a dict of arrays. All
+computation is pure, so callers can jit, shard and differentiate it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxrl.utils.callables import is_user_code
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """Per-layer memory for the planner, in values per token on one device.
+    """Memory of one layer for the planner, as a number of values per token on one device.
 
     Attributes:
-        activations: Peak while the layer is differentiated.
-        saved_activations: Values saved for the backward pass under each `model.remat` except `full`
-            and `offload`, without the layer's input and without scores.
+        activations: Peak during the layer's backward pass.
+        saved_activations: Values saved for the backward pass, by `model.remat` mode except `full`
+            and `offload`. Excludes the layer's input and the attention scores.
         prefill_activations: Peak during prefill of prompts and observations.
-        reused_activations: Part of the experts' `activations` whose memory an accelerator shares
-            with others.
+        reused_activations: Part of the experts' `activations` that takes no memory of its own on an
+            accelerator.
     """
 
     activations: int
@@ -46,11 +46,11 @@ class MemoryTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedTensor:
-    """An HF tensor that fuses several tensors.
+    """HF tensor that stacks matrices which `hf_names` lists as separate tensors.
 
     Attributes:
-        shape: Shape of the fused tensor, three axes.
-        slices: For each name in `hf_names`, the index of its matrix and the range of its rows.
+        shape: Shape of the fused tensor: matrices, rows, columns.
+        slices: Matrix index and row range of each separate tensor, by its name in `hf_names`.
     """
 
     shape: tuple[int, int, int]
@@ -62,10 +62,10 @@ class KernelCheck:
     """Result of a kernel's self-test.
 
     Attributes:
-        operation: Operation that the kernel computes.
-        kernel: Kernel's name in the configuration.
+        operation: Display name of the operation.
+        kernel: Kernel name, as in the config.
         is_sound: True if the kernel may be used.
-        finding: Measured error, or how the kernel failed; one line.
+        finding: Measured error or reason for the failure, in one line.
     """
 
     operation: str
@@ -75,31 +75,31 @@ class KernelCheck:
 
 
 class Architecture(ABC):
-    """Sizes of one model, and the computation with its parameters."""
+    """Sizes of one model, and functions that compute with its parameters."""
 
     vocab_size: int  # V, ids in the embedding and output tables
-    width: int  # D, of the hidden states
+    width: int  # D, width of the hidden states
     num_layers: int  # L
-    num_heads: int  # N, of queries
-    num_kv_heads: int  # K, of keys and values, as in the KV cache
-    head_dim: int  # H, of keys and values
-    max_positions: int  # tokens of the longest sequence
+    num_heads: int  # N, query heads
+    num_kv_heads: int  # K, KV heads
+    head_dim: int  # H, head size
+    max_positions: int  # maximum sequence length in tokens
     tie_embeddings: bool  # the output layer is the embedding
-    head_dtype: str = ""  # of the output layer's product; "": the compute dtype
-    num_experts: int = 0  # per MoE layer; `mesh.expert` splits them
+    head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
+    num_experts: int = 0  # experts per MoE layer; `mesh.expert` splits them
     tower: Tower | None = None  # encoder of attachments such as images; None in a text model
 
     @property
     def program_key(self) -> Hashable:
-        """Return a key that is equal only for architectures with the same compiled programs.
+        """Return a cache key: architectures with equal keys share compiled programs.
 
-        None equals nothing: a user's class may have been edited and reloaded.
+        None disables sharing: a user's class may have been edited and reloaded.
         """
         return None if is_user_code(type(self)) else self
 
     @property
     def unwrapped(self) -> Architecture:
-        """Return the model without a wrapper around it."""
+        """Return the wrapped model, or this model if it is not a wrapper."""
         return self
 
     @property
@@ -108,75 +108,76 @@ class Architecture(ABC):
         return None
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """Return the specs of the trained parameters and of the `frozen` entries."""
+        """Return the specs of the trained and of the frozen parameters; `frozen` names entries."""
         return split_params(self, lambda path: path[0] not in frozen)
 
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that a pass records and a later pass can replay."""
+        """Return the per-token arrays that a forward pass records and a later one can replay."""
         return {}
 
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
-        """Return this model with the kernels for a mesh.
+        """Return a copy of this model that uses the kernels for `mesh`.
 
         Args:
             mesh: Mesh that runs the model.
             experts: Value of `config.model.experts`.
-            check_dtype: Dtype with which kernels are self-tested; None runs no test.
+            check_dtype: Dtype of the kernels' self-tests; None skips them.
 
         Raises:
-            ValueError: The kernels do not run on the devices, or fail there. Names the config key.
+            ValueError: The devices do not support the kernels, or a self-test fails. The message
+                names the config key.
         """
         return self
 
     def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
-        """Raise what `on_mesh` would for a platform and dtype, without needing the devices.
+        """Check that the kernels support a platform and dtype, without using its devices.
 
         Raises:
-            ValueError: The kernels do not run on the platform. Names the config key.
+            ValueError: The kernels do not support them. The message names the config key.
         """
         return  # most models have no kernels except attention
 
     def with_head_dtype(self, dtype: str) -> Architecture:
-        """Return this model with an output layer that multiplies in its own dtype.
+        """Return a copy of this model whose output layer computes in `dtype`.
 
-        Sampler and trainer both read its table and the hidden states in that dtype. The model
-        stores it as `head_dtype`, and `output` names the table's entry.
+        Sampler and trainer cast the output weights and the hidden states to it. The copy stores it
+        as `head_dtype`; `output` is the parameter entry of the output weights.
 
         Raises:
-            ValueError: The architecture does not support this. Names the config key.
+            ValueError: The architecture does not support a separate head dtype.
         """
         raise ValueError(
             f"config.model.head_dtype is {dtype!r}, but the architecture {type(self).__name__} "
-            "computes its output layer in config.model.dtype alone (it defines no with_head); set "
+            "supports only config.model.dtype (it does not define with_head_dtype); set "
             "the key to ''."
         )
 
     @property
     def output(self) -> str:
-        """Return the parameter entry of the output layer's table; "" without `with_head_dtype`."""
+        """Return the parameter entry of the output weights, or "" without `with_head_dtype`."""
         return ""
 
     @property
     def kernel_summary(self) -> str:
-        """Return the kernels of `on_mesh` other than attention, for the log, or ""."""
+        """Return a line for the log about the kernels other than attention, or ""."""
         return ""
 
     @property
     def kernel_checks(self) -> tuple[KernelCheck, ...]:
-        """Return the self-test results of the kernels of `on_mesh`."""
+        """Return the self-test results of the kernels that `on_mesh` selected."""
         return ()
 
     @property
     def statistics(self) -> Statistics | None:
-        """Return the reader of the sums in `AuxArrays.statistics`, or None."""
+        """Return the object that interprets `AuxArrays.statistics`, or None."""
         return None
 
     @property
     def stacks(self) -> Stacks:
-        """Return the entries of `blocks` that only some layers have, with those layers."""
+        """Return the `blocks` entries that only some layers have, with those layers' indices."""
         return {}
 
     @classmethod
@@ -185,12 +186,12 @@ class Architecture(ABC):
         """Build the model from a parsed `config.json`; `source` names the file in errors.
 
         Raises:
-            ValueError: The file requires an unsupported feature.
+            ValueError: The model needs an unsupported feature.
         """
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """Return a `config.json` for a model that was not loaded from one."""
+        """Return the content of a `config.json`, for a model that was not loaded from one."""
 
     @abstractmethod
     def abstract_params(self) -> Params:
@@ -198,51 +199,50 @@ class Architecture(ABC):
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
-        """Return axis names as a tree like the parameters'; see `sharding.RULES`."""
+        """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return axis names of `decode_weights`; some weights may be on some devices only."""
+        """Return the axis names of `decode_weights`, including entries of only some platforms."""
         return self.logical_axes()
 
     @abstractmethod
     def hf_names(self) -> dict[str, str]:
-        """Return the HF tensor name of each parameter path, `/` between names.
+        """Return the HF tensor name of each parameter path (keys joined by `/`), in export order.
 
-        The first `{}` is the layer; a second one indexes the parameter's next axis, such as
-        experts. The order is that of an export. A `kernel` is [in, out] here and [out, in] in HF
-        files.
+        The first `{}` is the layer index; a second one is the index along the parameter's next
+        axis, such as the expert. A `kernel` is [in, out] here and [out, in] in HF files.
         """
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return alternative prefixes of tensor names, mapped to those in `hf_names`."""
+        """Return alternative prefixes of HF tensor names, mapped to the prefixes in `hf_names`."""
         return {}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Return the layers of `blocks` that use `decoder.linear`, such as `blocks/attention/q`.
+        """Return the paths of layers that use `decoder.linear`, such as `blocks/attention/q`.
 
-        These support adapters and int8 weights; each has a `kernel` [L, in, out].
+        These support adapters and int8 weights. Each has a `kernel` [L, in, out].
         """
         return ()
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Map redundant HF tensors that a folder may contain to the tensors they duplicate."""
+        """Return redundant HF tensors of some folders, mapped to the tensors they duplicate."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return HF tensors that a folder may contain in place of several of `hf_names`."""
+        """Return the HF tensors that some folders contain instead of several in `hf_names`."""
         return {}
 
     @abstractmethod
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the weights as `hidden_states` and `unembed` read them during training.
+        """Convert parameters to the weights for `hidden_states` and `unembed` in training.
 
-        Entries outside `blocks` may hold arrays that are not parameters; these are sharded like the
-        entry's first parameter.
+        Entries outside `blocks` may hold additional arrays, which are sharded like the entry's
+        first parameter.
         """
 
     @abstractmethod
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the weights for `sampler_hidden_states` and `unembed`; `blocks` stay stacked."""
+        """Convert parameters to the sampler's weights; `blocks` stay stacked."""
 
     @abstractmethod
     def hidden_states(
@@ -255,23 +255,24 @@ class Architecture(ABC):
     ) -> Float[Array, "R T D"]:
         """Compute the final hidden states of packed rows.
 
-        With attachments, `layer_scan.aux` has the arrays of `Tower.input_arrays`, whose positions
-        replace `positions`, and as attached `patches` and `places`, see `Tower.encode`.
+        With attachments, `layer_scan.aux.inputs` holds the arrays of `Tower.input_arrays`, whose
+        positions replace `positions`, and `layer_scan.aux.attached` the arguments `patches` and
+        `coords` of `Tower.encode`.
 
         Args:
             params: Parameters, or their `train_weights`.
-            token_ids: Rows, or pieces of rows (`config.mesh.context`): tokens interact only through
-                `attend`.
-            positions: Position of each token in its own sequence.
-            attend: Masked attention over the R * T tokens, row by row, for every layer.
-            layer_scan: Iterates over the layers and sets what the backward pass recomputes.
+            token_ids: Token ids of rows, or of pieces of rows (`config.mesh.context`). Tokens
+                interact only through `attend`.
+            positions: Position of each token in its sequence.
+            attend: Masked attention within each row, for all R * T tokens and every layer.
+            layer_scan: Loop over the layers, which also applies `config.model.remat`.
         """
 
     @abstractmethod
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Compute float32 logits; ids from `num_tokens` on are padding and get the lowest value."""
+        """Compute float32 logits; ids >= `num_tokens` are padding and are masked out."""
 
     @abstractmethod
     def sampler_hidden_states(
@@ -281,34 +282,34 @@ class Architecture(ABC):
         positions: Int[Array, " M"],
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Compute the final hidden states of M tokens, of one row or of many, in the sampler.
+        """Compute the final hidden states of M tokens, from one or more rows, in the sampler.
 
-        With a tower, `layer_scan.aux` may have the arrays of `Tower.input_arrays`, whose positions
-        replace `positions`, and as attached the result of `Tower.encode`, `[S, U, E]` for S
-        shards.
+        With a tower, `layer_scan.aux.inputs` may hold the arrays of `Tower.input_arrays`, whose
+        positions replace `positions`, and `layer_scan.aux.attached` the result of `Tower.encode`,
+        `[S, U, E]` for S shards.
 
         Args:
             weights: Result of `decode_weights`.
             token_ids: Token ids.
-            positions: Position of each token in its own sequence.
-            layer_scan: Iterates over `blocks` and passes each layer an `attend`, to be called once,
-                which lets each token read its sequence up to itself.
+            positions: Position of each token in its sequence.
+            layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, which the layer
+                must call exactly once.
         """
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return a layer's terms without experts; heads and inner width split over `tensor`."""
+        """Return one layer's terms without experts, split over `tensor` devices."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the terms added by a layer's experts, split over `expert` and `tensor` devices."""
+        """Return the terms of one layer's experts, split over `expert` and `tensor` devices."""
         raise NotImplementedError
 
     @property
     def num_inactive_params(self) -> int:
-        """Return the number of expert parameters that a token does not use."""
+        """Return the number of expert parameters that are inactive for a token."""
         return 0
 
 
 def is_axes(node: Any) -> bool:
-    """Return True if a node holds one array's axis names; a tuple of dicts holds layers instead."""
+    """Return True if `node` is the axis names of one array, rather than a tuple of layers."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from jaxrl.models.architecture import MemoryTerms
 
 POSITIONS, UNITS = "positions", "units"
-"""Per-token arrays of a model with a tower: the position on each axis, and the index of the token's
-unit among those of all attachments on its shard, -1 for text."""
+"""Per-token arrays of a model with a tower: the token's position on each axis, and the index of its
+unit among the units of all attachments on its shard (-1 for text)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchBatch:
-    """Attachments concatenated in the layout that the devices read.
+    """Attachments concatenated into arrays for the device.
 
     Attributes:
-        patches: Patches in reading order, P of them.
-        coords: Location of each patch, as `Tower.encode` reads it; 0 is padding.
-        units: For each attachment, the indices of its tokens' units among all units.
+        patches: The P patches, in the order that `Tower.encode` expects.
+        coords: Location of each patch, as `Tower.encode` expects it; 0 is padding.
+        units: Indices of each attachment's units among all units, in token order.
     """
 
     patches: np.ndarray  # float32 [P, patch_values]
-    coords: np.ndarray  # int32 [P, place_values]
+    coords: np.ndarray  # int32 [P, num_coords]
     units: tuple[np.ndarray, ...]  # int32 [n]
 
 
 class Tower(ABC):
-    """Encoder of attachments; each unit of patches takes the place of one token.
+    """Encoder of attachments. Each unit, a group of patches, becomes one token.
 
     Attributes:
-        token_id: Placeholder token.
+        token_id: Id of the placeholder token.
         width: Width of the patches' hidden states.
-        num_layers: Number of the tower's layers.
+        num_layers: Number of layers in the tower.
         num_axes: Number of axes of a token's position.
         num_coords: Number of values that locate a patch.
-        entry: Entry of the model's parameters that holds the tower's.
+        entry: Entry of the model's parameters that holds the tower's parameters.
     """
 
     token_id: int
@@ -58,7 +58,7 @@ class Tower(ABC):
 
     @property
     def input_arrays(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that passes take if there are attachments."""
+        """Return the per-token arrays that a forward pass with attachments needs."""
         int32 = np.dtype(np.int32)
         return {
             POSITIONS: TokenArraySpec(shape=(self.num_axes,), dtype=int32, fill=0),
@@ -67,12 +67,12 @@ class Tower(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return the number of first decoder layers after which the tower adds to hidden states."""
+        """Return the number of decoder layers, from the first, that get features from the tower."""
         return 0
 
     @abstractmethod
     def memory_terms(self) -> MemoryTerms:
-        """Return a layer's memory terms per patch instead of per token."""
+        """Return one layer's memory terms, per patch instead of per token."""
 
     @abstractmethod
     def num_scores(self, num_patches: int) -> int:
@@ -81,12 +81,12 @@ class Tower(ABC):
     @property
     @abstractmethod
     def patches_per_token(self) -> int:
-        """Return the number of patches that become one token."""
+        """Return the number of patches per token."""
 
     @property
     @abstractmethod
     def patch_values(self) -> int:
-        """Return the number of values of one patch."""
+        """Return the number of values per patch."""
 
     @abstractmethod
     def num_tokens(self, attachment: Any) -> int:
@@ -98,32 +98,32 @@ class Tower(ABC):
 
     @abstractmethod
     def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
-        """Return the indices of each attachment's tokens; raises like `compute_positions`."""
+        """Find the token indices of each attachment; raises the errors of `compute_positions`."""
 
     @abstractmethod
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Compute token positions, int32 [L, num_axes]; text after an attachment follows all of it.
+        """Compute token positions, int32 [L, num_axes]; text continues past each attachment.
 
         Args:
-            token_ids: Tokens of a sequence, or of a piece appended to one.
+            token_ids: Tokens of a sequence, or of a piece to append to a sequence.
             attachments: Attachments that the tokens contain.
             start: Position of the first token.
 
         Raises:
-            ValueError: Tokens and attachments disagree.
+            ValueError: The tokens do not match the attachments.
         """
 
     def token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Compute the entries of `input_arrays`, `[L, ...]`, except units."""
+        """Compute the arrays of `input_arrays` except the units, `[L, ...]` each."""
         return {POSITIONS: self.compute_positions(token_ids, attachments, start=start)}
 
     @abstractmethod
     def collate(self, attachments: Sequence[Any]) -> PatchBatch:
-        """Concatenate attachments in the layout that the devices read."""
+        """Concatenate attachments into arrays for the device."""
 
     @abstractmethod
     def encode(
@@ -133,14 +133,14 @@ class Tower(ABC):
         coords: Int[Array, "S P W"],
         layer_scan: LayerScan,
     ) -> Float[Array, "S U E"]:
-        """Embed units of attachments as `1 + num_deepstack_layers` vectors of D values each.
+        """Encode each unit of the attachments as `1 + num_deepstack_layers` vectors of width D.
 
-        The first vector replaces the token's embedding. The others are added to its hidden state
-        after the decoder's first layers, one each (DeepStack).
+        The first vector replaces the token's embedding. The others are added to the token's hidden
+        state after the decoder's first layers, one per layer (DeepStack).
 
         Args:
-            params: Entry `entry` of the model's parameters, in the compute dtype.
+            params: The tower's parameters, in the compute dtype.
             patches: Patches of S independent rows; P is a multiple of `patches_per_token`.
-            coords: Location of each patch, see `PatchBatch`.
-            layer_scan: Iterates over the layers.
+            coords: Location of each patch; see `PatchBatch`.
+            layer_scan: Loop over the tower's layers.
         """

@@ -1,10 +1,9 @@
-"""Per-token arrays other than ids, positions and states, and sums over tokens.
+"""Auxiliary inputs and outputs of a forward pass: per-token arrays, and sums over tokens.
 
-An architecture declares per-token arrays. A pass outputs those in `Architecture.recorded`: the
-sampler stores them, rollouts carry them with the trajectory, packing aligns them with the ids, and
-training passes read them. Those in `Tower.input_arrays` follow from a text and its attachments.
-Sampler, rollouts and packing do not interpret recorded arrays; engine and packing compute a
-tower's arrays.
+An architecture declares its per-token arrays. Those in `Architecture.recorded` are outputs: the
+sampler stores them, trajectories carry them, packing aligns them with the token ids, and training
+reads them. Only the architecture interprets their values. Those in `Tower.input_arrays` are
+inputs, which the engine and packing compute from a text and its attachments.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class TokenArraySpec:
-    """Declaration of a per-token array.
+    """Shape and dtype of a per-token array.
 
     Attributes:
         shape: Shape of one token's value.
-        dtype: Dtype of the value.
+        dtype: Dtype of the array.
         fill: Value for padding, and for tokens that no pass has processed.
     """
 
@@ -33,29 +32,29 @@ class TokenArraySpec:
     fill: int
 
     def full(self, *sizes: int) -> np.ndarray:
-        """Return an array `[*sizes, *shape]` of `fill`."""
+        """Return an array of shape `[*sizes, *shape]` filled with `fill`."""
         return np.full((*sizes, *self.shape), self.fill, self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of one token's value."""
+        """Return the number of bytes per token."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Metrics and loss computed from a tree of sums over tokens that a pass outputs."""
+    """Metrics and load-balancing loss, computed from sums over tokens that a pass outputs."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
         """Compute scalar metrics from the sums over a mini-batch."""
         ...
 
     def balance_weights(self, sums: Any, coef: jax.Array) -> Any:
-        """Compute the constant part of `balance_loss` from the sums over the mini-batch."""
+        """Compute the constant `weights` of `balance_loss` from the sums over a mini-batch."""
         ...
 
     def balance_loss(self, weights: Any, sums: Any) -> jax.Array:
-        """Compute a micro-batch's share of the load-balancing loss over experts; a scalar."""
+        """Compute a micro-batch's contribution to the load-balancing loss, a scalar."""
         ...
 
 
@@ -66,14 +65,13 @@ class AuxArrays:
     Attributes:
         inputs: Input arrays `[M, ...]` by name: those of `Architecture.recorded` and
             `Tower.input_arrays`.
-        attached: Attachments among the tokens, or None: `patches` and `places` in the full pass,
-            the result of `Tower.encode` in the sampler's.
-        statistics_weights: Weight of each token in `statistics`, float32 `[M]`; None requests no
+        attached: Attachments among the tokens, or None. In the full pass, a dict of `patches` and
+            `coords`; in the sampler, the result of `Tower.encode`.
+        statistics_weights: Weight of each token in `statistics`, float32 `[M]`; None skips the
             statistics.
-        records: True to request `recorded`.
+        records: True to output the arrays of `Architecture.recorded`.
         recorded: Output arrays `[M, ...]` by name.
-        statistics: Output tree of sums over tokens; None if the model has none, see
-            `Architecture.statistics`.
+        statistics: Output tree of sums over tokens, or None; see `Architecture.statistics`.
     """
 
     inputs: Mapping[str, jax.Array] = field(default_factory=dict)

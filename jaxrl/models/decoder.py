@@ -1,4 +1,4 @@
-"""Decoder shared by all families: parameter tree, attention, norms, rotary angles, both passes.
+"""Decoder shared by all model families, with a training pass and a sampler pass.
 
 The parameter tree, with a leading layer axis L of stacked blocks:
 
@@ -11,12 +11,11 @@ The parameter tree, with a leading layer axis L of stacked blocks:
     norm/scale                                      [D]
     lm_head/kernel                                  [D, V]            (untied only)
 
-A family adds its feed-forward part to `blocks`. Weights are declared once in NNX; all computation
-is on plain nested dicts.
+A family adds its feed-forward parameters to `blocks`. Weights are declared once in NNX; all
+computation is on plain nested dicts.
 
-The same block serves two passes: `hidden_states` over packed rows (training) reads `train_weights`;
-`sampler_hidden_states` over tokens of many rows (the sampler, with its KV cache) reads
-`decode_weights`.
+Two passes share the same block: `hidden_states` computes packed rows with `train_weights`, and
+`sampler_hidden_states` computes tokens of many rows with `decode_weights` and the KV cache.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from jaxrl.types import Params
 
 
 def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
-    """Return a field that holds an integer above 0.
+    """Read a positive integer field.
 
     Raises:
-        ValueError: The field is missing or holds something else.
+        ValueError: The field is missing or is not a positive integer.
     """
     value = fields.get(name)
     if type(value) is not int or not 1 <= value < 2**31:
@@ -56,7 +55,7 @@ def read_positive_int(fields: Mapping[str, Any], name: str, source: str = "confi
 
 
 def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without nulls, recursively."""
+    """Remove null fields, recursively."""
     return {
         name: drop_nulls(value) if isinstance(value, dict) else value
         for name, value in fields.items()
@@ -65,19 +64,19 @@ def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def canonical_activation(name: Any) -> Any:
-    """Return the canonical name of an activation."""
+    """Replace the alias "swish" with "silu"; return other activation names unchanged."""
     return "silu" if name == "swish" else name
 
 
 def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE settings, under the names of transformers 5 or of earlier versions."""
+    """Return the RoPE settings, from either transformers 5 field names or earlier ones."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
 
 
 def check_supported(fields: dict[str, Any], source: str) -> None:
-    """Raise for features that no parity test covers."""
+    """Raise ValueError if the fields use a feature that no parity test covers."""
     rope = _rope_fields(fields)
     activation = canonical_activation(fields.get("hidden_act", "silu"))
     unsupported = {
@@ -95,18 +94,18 @@ def check_supported(fields: dict[str, Any], source: str) -> None:
 
 
 def raise_unsupported(features: dict[str, bool], source: str) -> None:
-    """Raise for the first feature that is present."""
+    """Raise ValueError for the first feature that is present."""
     for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
 def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
-    """Return the fields of `Decoder` that all families name alike in `config.json`.
+    """Parse the `Decoder` fields that have the same `config.json` names in all families.
 
     Args:
-        fields: Fields of the file, `with_hf_defaults` and without nulls.
-        source: Name of the file, for errors.
+        fields: Fields of the file after `with_hf_defaults`, without nulls.
+        source: File name for error messages.
 
     Raises:
         ValueError: A size is missing, or sizes or RoPE settings are inconsistent.
@@ -118,7 +117,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
             *("hidden_size", "num_attention_heads"),
         )
     )
-    # Multi-head attention and an even share of the width are the defaults.
+    # By default, attention is multi-head and heads divide the width evenly.
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
     rope = _rope_fields(fields)
@@ -135,7 +134,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
             f"'num_key_value_heads' {num_kv_heads} and 'rope_theta' {theta!r:.80}; expected an "
             "even size, a divisor of the number of heads, and a base above 1."
         )
-    # RoPE scaling also changes the longest sequence.
+    # RoPE scaling also changes the maximum sequence length.
     scaling = None
     if kind is not None:
         name = "original_max_position_embeddings"  # at the top level it takes precedence
@@ -182,7 +181,7 @@ class Block(nnx.Module):
 
 
 class DecoderModule(nnx.Module):
-    """Declaration of the decoder's weights; `Decoder` computes with them."""
+    """Declaration of the decoder's weights, which `Decoder` computes with."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_layers)
@@ -203,7 +202,7 @@ def init_params(config: Decoder, seed: int) -> Params:
 
 
 def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
-    """Return the declared parameters; entries of only some layers keep only these layers."""
+    """Return the module's parameters; entries in `config.stacks` keep only their layers."""
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     for name, layers in config.stacks.items():
         selected = jax.tree.map(
@@ -220,7 +219,7 @@ def _cached_abstract_params(config: Decoder) -> Params:
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
-    """Cast the parameters to the dtype of matrix products."""
+    """Cast all parameters to `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -251,7 +250,7 @@ The sines for the first half are negative.
 
 
 def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
-    """Compute the rotary angles of positions `[M]`, or `[M, H / 2]` per pair, for all layers."""
+    """Compute rotary angles from positions `[M]`, or from one position per pair `[M, H / 2]`."""
     half, scaling = config.head_dim // 2, config.rope_scaling
     if scaling is None:
         frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -325,15 +324,15 @@ def project(
 ) -> jax.Array:
     """Multiply hidden states by a table, in float32; the gradient goes to `master`, not `table`.
 
-    In both passes, products take operands in the dtype of `hidden` and accumulate in float32. So
-    the gradient is summed over chunks of tokens in float32.
+    Matmuls of the forward and backward pass take operands in the dtype of `hidden` and accumulate
+    in float32, so gradients are summed over chunks of tokens in float32.
 
     Args:
-        axes: Axes of the table: "vd" or "dv".
+        axes: Axis order of the table: "vd" or "dv".
         hidden: Hidden states `[..., D]`.
         table: Table in the dtype of `hidden`.
         master: The same table in float32.
-        precision: Precision of all three products; None is the platform's default.
+        precision: Precision of all three matmuls; None is the platform's default.
     """
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     return product(f"...d,{axes}->...v", hidden, table)
@@ -359,7 +358,7 @@ def _project_backward(
     gradient = gradient.astype(table.dtype)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     dhidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
-    # Keep the table's axis order: the CPU compiler cannot transpose this product's result.
+    # Keep the table's axis order: the CPU compiler cannot transpose this matmul's result.
     order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
     operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
     return dhidden, None, product(order, *operands)
@@ -383,7 +382,7 @@ FIRST_HF_NAMES = {
     "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
     "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
 }
-"""HF tensor of each parameter, with `{}` for the layer, up to the second norm."""
+"""HF tensor name of each parameter up to the second norm; `{}` is the layer index."""
 
 LAST_HF_NAMES = {"norm/scale": "model.norm.weight", "lm_head/kernel": "lm_head.weight"}
 
@@ -397,21 +396,21 @@ def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, 
 
 
 Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
-"""Value passed between layers: the states with a family's extra state, and the next layer's number
-if it is needed."""
+"""Carry of the loop over layers: hidden states with a family's extra state, and the layer index if
+it is needed."""
 
 
 def init_layer_index(added: jax.Array | None) -> jax.Array | None:
-    """Return the first layer's number, from which `add_deepstack` counts, or None."""
+    """Return layer index 0 for `add_deepstack`, or None if nothing is added."""
     return None if added is None else jnp.zeros((), jnp.int32)
 
 
 def add_deepstack(
     x: Float[Array, "M D"], layer_index: jax.Array | None, added: Float[Array, "n M D"] | None
 ) -> tuple[Float[Array, "M D"], jax.Array | None]:
-    """Add `added[layer_index]` to the states after each of the first n layers (DeepStack).
+    """Add `added[layer_index]` to x in the first n layers; also return the next layer index.
 
-    Source: https://arxiv.org/abs/2406.04334.
+    This is DeepStack (https://arxiv.org/abs/2406.04334).
     """
     if added is None or layer_index is None:
         return x, None
@@ -423,7 +422,7 @@ def add_deepstack(
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Architecture):
-    """A decoder with attention and a family-specific feed-forward part."""
+    """Decoder with attention and a family-specific feed-forward part."""
 
     vocab_size: int
     width: int
@@ -439,15 +438,15 @@ class Decoder(Architecture):
     qk_norm: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
-    head_dtype: str = ""  # of the output layer's product; "": the compute dtype
+    head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare a layer's modules other than norms and attention, by parameter name."""
+        """Declare the feed-forward modules of a layer, by parameter name."""
 
     @abstractmethod
     def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        """Compute the second residual of a layer from the normed states of M tokens."""
+        """Compute a layer's feed-forward residual from the normalized states of M tokens."""
 
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, Any]:
@@ -459,15 +458,15 @@ class Decoder(Architecture):
 
     @property
     def output(self) -> str:
-        """See `Architecture`."""
+        """See `Architecture.output`."""
         return "embed" if self.tie_embeddings else "lm_head"
 
     def with_head_dtype(self, dtype: str) -> Decoder:
-        """See `Architecture`."""
+        """See `Architecture.with_head_dtype`."""
         return replace(self, head_dtype=dtype)
 
     def common_hf_fields(self) -> dict[str, Any]:
-        """Return the inverse of `parse_common_fields`, and the fields that all families share."""
+        """Invert `parse_common_fields`, and add the constant fields that all families share."""
         rope = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
@@ -491,13 +490,13 @@ class Decoder(Architecture):
         }
 
     def abstract_params(self) -> Params:
-        """Return the cached abstract parameters."""
+        """Return a copy of the cached abstract parameters."""
         return jax.tree.map(
             lambda leaf: leaf, _cached_abstract_params(self)
         )  # a copy for the caller
 
     def logical_axes(self) -> dict[str, Any]:
-        """Split heads and inner widths over `tensor`, widths over `fsdp` and `context`."""
+        """Return the axis names, which are resolved by `sharding.LOGICAL_AXIS_RULES`."""
         scale = {"scale": ("layer", None)}
         attention = {
             "q": linear_axes("width", "heads", self.qkv_bias),
@@ -519,13 +518,13 @@ class Decoder(Architecture):
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
     def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> Any:
-        """Return an extra state that passes through the layers with the M tokens, or None."""
+        """Return the initial extra state that the layers update, or None."""
         return None
 
     def feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: Any, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], Any]:
-        """Return `feed_forward`'s result and the extra state after this layer."""
+        """Apply `feed_forward`; also return the extra state after this layer."""
         return self.feed_forward(layer, x), extra_state
 
     def store_extra_state(self, aux: AuxArrays, extra_state: Any) -> None:
@@ -539,10 +538,9 @@ class Decoder(Architecture):
         attend: Attend,
         aux: AuxArrays,
     ) -> tuple[Float[Array, "M D"], Any]:
-        """Compute one layer over M tokens of merged rows.
+        """Compute one layer for M tokens of concatenated rows.
 
-        The products are two-dimensional on purpose: on a CPU, 3-D by 2-D products are several times
-        slower.
+        The matmuls are two-dimensional because 3-D by 2-D ones are several times slower on a CPU.
         """
         x, extra_state = carry
         weights = layer["attention"]
@@ -562,11 +560,11 @@ class Decoder(Architecture):
         return x + added, extra_state
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights, except where gradients are summed over tokens in float32.
+        """Cast the weights, except those whose gradients are summed over tokens in float32.
 
         Biases stay float32 and are cast where they are added. Embedding and output layer also get
-        `master`, the float32 table of the same shape, which receives their gradient; only a product
-        in `head_dtype` reads its values. Other kernels get their gradient from one product, which
+        `master`, a float32 table of the same shape that receives their gradient; its values are
+        read only with `head_dtype`. Other kernels get their gradient from one matmul, which
         accumulates in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
@@ -589,7 +587,7 @@ class Decoder(Architecture):
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
-            # A product with a transposed matrix takes up to twice as long on a CPU. Elsewhere it
+            # A matmul with a transposed matrix takes up to twice as long on a CPU. Elsewhere it
             # costs nothing, and a copy in the same dtype would cost memory.
             weights["lm_head"] = {"kernel": table.T}
         return weights
@@ -602,7 +600,7 @@ class Decoder(Architecture):
         attend: Attend,
         layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Compute the final normed hidden states of packed rows."""
+        """Compute the final hidden states of packed rows, after the last norm."""
         x = self._embed(params["embed"], token_ids.reshape(-1))
         hidden = self._full_pass(params, x, positions.reshape(-1), attend, layer_scan)
         return hidden.reshape(*token_ids.shape, -1)
@@ -622,7 +620,7 @@ class Decoder(Architecture):
         layer_scan: LayerScan,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        """Compute the final normed hidden states from embeddings and DeepStack's `added` states."""
+        """Compute the final hidden states from embeddings, adding DeepStack features."""
         angles, aux = rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params) -> Carry:
@@ -640,10 +638,10 @@ class Decoder(Architecture):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Compute float32 logits; ids from `num_tokens` on get the lowest value.
+        """Compute float32 logits; ids >= `num_tokens` get `MASK_VALUE`.
 
-        Checkpoints pad their vocabulary. Masking the padding here gives sampler and trainer the
-        same distribution.
+        These ids pad the vocabulary of a checkpoint. Masking them here gives sampler and trainer
+        the same distribution.
         """
         is_tied = "lm_head" not in params
         table = params["embed" if is_tied else "lm_head"]
@@ -667,7 +665,7 @@ class Decoder(Architecture):
         positions: Int[Array, " M"],
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Compute the final normed hidden states."""
+        """Compute the final hidden states in the sampler, after the last norm."""
         x = self._embed(weights["embed"], token_ids)
         return self._sampler_pass(weights, x, positions, layer_scan)
 
@@ -693,17 +691,17 @@ class Decoder(Architecture):
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axes of `decode_weights`, with an optional `lm_head`."""
+        """Return the axis names of `decode_weights`, which may have an additional `lm_head`."""
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:
-        """Return the names in the order of computation."""
+        """Return the HF tensor names, in the order of computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
         names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Return all layers with a kernel [L, in, out]."""
+        """Return the paths of all layers with a kernel [L, in, out]."""
         params = flatten_dict(self.abstract_params()["blocks"], sep="/")
         matrices = {name for name, leaf in params.items() if leaf.ndim == 3}
         names = (name.removeprefix("blocks/") for name in self.hf_names())
@@ -711,5 +709,5 @@ class Decoder(Architecture):
         return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Return a tied model's output layer, which older exports contain."""
+        """Map a tied model's output layer, which older exports contain, to the embedding."""
         return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

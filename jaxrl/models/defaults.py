@@ -1,4 +1,4 @@
-"""Validation and defaults of a `config.json` by the configuration classes of transformers."""
+"""Validate a `config.json` and fill in its defaults with the transformers config classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "depth", "num_heads", "out_hidden_size"),
 )
-"""Size fields of models and towers; they get no default."""
+"""Size fields of models and vision towers, which get no default."""
 
 
 def with_hf_defaults(
@@ -24,21 +24,21 @@ def with_hf_defaults(
     *,
     source: str,
 ) -> dict[str, Any]:
-    """Return the fields, with the defaults of transformers' class for missing and null ones.
+    """Fill in missing and null fields with the defaults of the transformers config class.
 
-    A size that every model sets (`SIZE_FIELDS`) stays missing. The result holds the RoPE base as
-    `rope_theta`, unless the RoPE settings in `fields` include it. `"num_key_value_heads": null`
-    means as many as queries, so null stays.
+    Sizes that every model sets (`SIZE_FIELDS`) get no default. The RoPE base is returned as
+    `rope_theta` unless the RoPE settings in `fields` contain it. A null `num_key_value_heads` stays
+    null: it means one per query head.
 
     Args:
-        fields: Fields of a `config.json`, or of a part of it.
-        model_type: Model type of the configuration class.
-        part: Name of the part; "" for the complete file.
-        derived: Fields that the class computes from others; they stay missing.
-        source: Name of the file, for errors.
+        fields: Fields of a `config.json`, or of one section of it.
+        model_type: Model type of the config class.
+        part: Name of the section, such as `vision_config`; "" for the complete file.
+        derived: Fields that the class derives from others; they get no default.
+        source: File name for error messages.
 
     Raises:
-        ValueError: The class refuses a field.
+        ValueError: transformers rejects a field.
     """
     non_null = {name: value for name, value in fields.items() if value is not None}
     with quiet_transformers():
@@ -62,12 +62,12 @@ def with_hf_defaults(
 
 @cache
 def _defaults(model_type: str, part: str) -> dict[str, Any]:
-    """Return the non-null fields of a default configuration, as JSON types."""
+    """Return the non-null defaults of a transformers config class, as JSON types."""
     with quiet_transformers():
         from transformers import CONFIG_MAPPING
 
     fields = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     if part:
         fields = fields[part]
-    fields.pop("layer_types", None)  # of the default number of layers
+    fields.pop("layer_types", None)  # has the default number of layers
     return {name: v for name, v in fields.items() if v is not None and name not in SIZE_FIELDS}

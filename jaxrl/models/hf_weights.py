@@ -66,21 +66,21 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of an HF tensor in the parameters."""
+    """Location of an HF tensor in the parameter tree."""
 
     param: str
-    index: tuple[int, ...]  # on the leading axes: (), (layer,) or (layer, expert)
+    index: tuple[int, ...]  # along the leading axes: (), (layer,) or (layer, expert)
     shape: tuple[int, ...]  # in HF's axis order
 
     @property
     def is_transposed(self) -> bool:
-        """Return True if HF's axes are the reverse of the parameter's."""
+        """Return True if HF stores the axes in reverse order."""
         return self.param.endswith("/kernel")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, not read until it is sliced."""
+    """Tensor in a safetensors file, read only when it is sliced."""
 
     name: str
     file: Path
@@ -99,11 +99,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _MatrixSlice:
-    """A matrix within a stored tensor, with the interface of a safetensors slice."""
+    """Matrix within a stored tensor, with the interface of a safetensors slice."""
 
     data: Any
-    matrix_index: int  # index of the matrix
-    rows: range  # rows of the matrix
+    matrix_index: int  # index on the first axis
+    rows: range  # range on the second axis
 
     def get_shape(self) -> list[int]:
         return [len(self.rows), self.data.get_shape()[2]]
@@ -131,12 +131,12 @@ class HasWeights(Protocol):
         ...
 
     def abstract_params(self) -> Params:
-        """Return the parameters' shapes."""
+        """Return the parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
 
 def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
-    """Return the location of every tensor of this model's HF folder, by HF name."""
+    """Return the location of each of the model's HF tensors, by HF name."""
     leaves = flatten_dict(config.abstract_params(), sep="/")
     locations = {}
     for param, name in config.hf_names().items():
@@ -148,7 +148,7 @@ def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
 
 
 def _hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
-    """Return the HF name of a slice of a parameter; `index[0]` is the position in its stack."""
+    """Return the HF name of a parameter's slice; `index[0]` is the layer's index in its stack."""
     layers = config.stacks.get(param.split("/")[1]) if index else None
     return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
 
@@ -164,22 +164,22 @@ def load_hf(
     is_lazy: bool = False,
     log: LogCallback = lambda _: None,
 ) -> Params:
-    """Load the parameters of an HF folder; each device reads only its own part of each tensor.
+    """Load the parameters of an HF folder; each device reads only its part of each tensor.
 
     Args:
         path: Folder with `config.json` and `model.safetensors`, or several safetensors files and
             their index.
-        mesh: Mesh for `sharding.param_shardings`; None means the first device.
-        architecture: See `read_architecture`.
+        mesh: Mesh to shard the parameters over; None loads them to the first device.
+        architecture: Architecture name or dotted path; see `read_architecture`.
         entries: Parameter entries to load; None loads all.
-        dtype: Dtype of the parameters; float32 holds every checkpoint exactly.
-        progress: Callback with the loaded and total MiB, called after each parameter.
-        is_lazy: True to return, for each parameter, a function that reads and returns it.
+        dtype: Dtype of the parameters; float32 represents every supported dtype exactly.
+        progress: Callback with the loaded and the total MiB, called after each parameter.
+        is_lazy: True to return a function that loads the parameter, in place of each parameter.
         log: Callback for the warning about ignored tensors.
 
     Raises:
         FileNotFoundError: The folder, its `config.json` or a weights file does not exist.
-        ValueError: A file is damaged, or its tensors do not match the config.
+        ValueError: A file is corrupt, or its tensors do not match the config.
     """
     config, stored = open_hf(path, architecture, log)
     shapes = flatten_dict(config.abstract_params(), sep="/")
@@ -203,15 +203,15 @@ def load_tensors(
     dtype: DTypeLike = jnp.float32,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Params:
-    """Load the parameters that have a layout from tensors on disk.
+    """Load the parameters listed in `shardings` from tensors on disk.
 
     Args:
-        config: Model of the tensors.
+        config: Model that the tensors belong to.
         stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
-            them. With a function nothing is read yet: each parameter is a function that opens the
-            tensors, reads its own and returns it. What was read of a file stays in memory until the
-            file is closed.
-        shardings: Sharding of each parameter path, `/` between names.
+            them. With a function, nothing is read yet: each returned parameter is a function that
+            opens the tensors and loads the parameter. safetensors keeps what it reads from a file
+            in memory until the file is closed.
+        shardings: Sharding of each parameter, by path (keys joined by `/`).
         dtype: Dtype of the parameters.
         progress: See `load_hf`.
     """
@@ -222,7 +222,7 @@ def load_tensors(
     sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
     total = sum(sizes.values())
 
-    # Each device reads its slice of a parameter, one HF tensor per index on the leading axes.
+    # Each device reads its slice of a parameter: one HF tensor per index on the leading axes.
     def load_leaf(param: str) -> jax.Array:
         tensors = stored() if callable(stored) else stored
 
@@ -253,7 +253,7 @@ def load_tensors(
 def open_hf(
     path: str | Path, architecture: str = "", log: LogCallback = lambda _: None
 ) -> tuple[Architecture, dict[str, StoredTensor]]:
-    """Open an HF folder and validate its config and tensor headers, without reading the tensors.
+    """Open an HF folder and validate its config and tensor headers, without reading tensors.
 
     Raises:
         FileNotFoundError, ValueError: See `load_hf`.
@@ -265,7 +265,7 @@ def open_hf(
 def open_validated(
     folder: Path, config: Architecture, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate all tensors, by their names in the files; fused tensors are split."""
+    """Open and validate all tensors, by their names in the files. Fused tensors are split."""
     stored = open_tensors(folder)
     for name, fused in config.hf_fused_tensors().items():
         if name in stored:
@@ -279,7 +279,7 @@ def open_validated(
     if ignored:
         tensors = "1 tensor" if len(ignored) == 1 else f"{len(ignored)} tensors"
         log(
-            f"warning: {str(folder)!r} holds {tensors} that the model does not use, such as "
+            f"warning: {str(folder)!r} has {tensors} that the model does not use, such as "
             f"{min(ignored)!r}; they are ignored and not exported"
         )
     stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
@@ -290,14 +290,14 @@ def open_validated(
 
 
 BUFFERS = re.compile(r"(^|\.)(rotary_(pos_)?emb\.\w+|position_ids|masked_bias)$")
-"""Names of buffers in old checkpoints; their values follow from the config."""
+"""Names of buffers in old checkpoints; their values are derived from the config."""
 
 
 def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
-    Like transformers, this ignores `BUFFERS` and modules outside the model, such as the value head
-    of an earlier training. An unknown tensor within one of the model's modules might matter.
+    Like transformers, this ignores `BUFFERS` and modules outside the model, such as a value head.
+    An unknown tensor within one of the model's modules is not ignored, since it might matter.
     """
     expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}
@@ -313,13 +313,13 @@ def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
 def open_canonical(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
-    """Open and validate all tensors of an HF folder, by `hf_names`; raises like `load_hf`."""
+    """Open and validate an HF folder's tensors, by `hf_names`; raises the errors of `load_hf`."""
     stored = open_validated(folder, config, log)
     return {canonical_name(config, name): tensor for name, tensor in stored.items()}
 
 
 def canonical_name(config: Architecture, name: str) -> str:
-    """Return the name in `hf_names` of a tensor with an alternative prefix."""
+    """Convert a tensor name with an alternative prefix to the name in `hf_names`."""
     for prefix, canonical in config.hf_prefix_map().items():
         if name.startswith(prefix):
             return canonical + name.removeprefix(prefix)
@@ -331,15 +331,15 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: The folder has no weights, or a file named by the index is missing.
-        ValueError: The index or a safetensors file is damaged.
+        ValueError: The index or a safetensors file is corrupt.
     """
     if (folder / SINGLE_FILE).is_file():
         return {tensor.name: tensor for tensor in open_file(folder / SINGLE_FILE)}
     index_file = folder / INDEX_FILE
     if not index_file.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read in "
-            "safetensors format only."
+            f"{str(folder)!r} has neither {SINGLE_FILE} nor {INDEX_FILE}; only weights in the "
+            "safetensors format are supported."
         )
     try:
         weight_map = read_object(index_file)["weight_map"]
@@ -347,15 +347,15 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
-            f"file name ({type(error).__name__}: {error}); fetch it again."
+            f"file name ({type(error).__name__}: {error}); download it again."
         ) from error
-    # Check names, not resolved paths: downloads may store files as links to a cache.
+    # Check names, not resolved paths, since downloaded files may be links to a cache.
     outside = [
         file for file in weight_map.values() if Path(file).name != file or file in ("", "..")
     ]
     if outside:
         raise ValueError(
-            f"{index_file} names {outside[0]!r}; expected names of files beside it, such as "
+            f"{index_file} names {outside[0]!r}; expected names of files in its folder, such as "
             "'model-00001-of-00002.safetensors'."
         )
     return {tensor.name: tensor for file in files for tensor in open_file(file)}
@@ -373,13 +373,13 @@ def open_file(file: Path) -> list[StoredTensor]:
         return [StoredTensor(name, file, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
-            f"{file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}; "
-            "fetch it again."
+            f"{file} ({file.stat().st_size} bytes) is not a complete safetensors file: {error}; "
+            "download it again."
         ) from error
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
-    """Raise if a tensor is missing, unexpected, of a wrong shape or of an unknown dtype."""
+    """Raise if a tensor is missing, is unexpected, or has a wrong shape or unsupported dtype."""
     locations, copies = locate_hf_tensors(config), config.hf_tied_names()
     for name, location in locations.items():
         if name not in stored:
@@ -391,11 +391,11 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, fol
             if tensor.shape != tied.shape or not np.array_equal(tensor.data[:], tied.data[:]):
                 raise ValueError(
                     f"{tensor.file}: tensor {tensor.name!r} differs from {tied.name!r} although "
-                    "config.json says tie_word_embeddings; set it to false if both are meant."
+                    "config.json sets tie_word_embeddings; set it to false if both are needed."
                 )
         elif name not in locations:
             raise ValueError(
-                f"{tensor.file} holds the tensor {name!r} {list(tensor.shape)}, which the model "
+                f"{tensor.file} has the tensor {name!r} {list(tensor.shape)}, which the model "
                 "of config.json does not have."
             )
         else:
@@ -414,16 +414,16 @@ def missing_tensor_error(
     files = sorted({tensor.file.name for tensor in stored.values()})
     return ValueError(
         f"{str(folder)!r} lacks the tensor {name!r} of shape {list(location.shape)} that its "
-        f"config.json calls for; looked in {', '.join(files) or 'no file'}."
+        f"config.json requires; looked in {', '.join(files) or 'no file'}."
     )
 
 
 def check_shape(tensor: StoredTensor, location: TensorLocation) -> None:
-    """Raise if a tensor's shape is not the one required by config.json."""
+    """Raise if a tensor does not have the shape that config.json requires."""
     if tensor.shape != location.shape:
         raise ValueError(
             f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; config.json "
-            f"calls for {list(location.shape)}."
+            f"requires {list(location.shape)}."
         )
 
 
@@ -444,7 +444,7 @@ def save_hf(
         config: Architecture of the parameters.
         path: Folder to write.
         source: HF folder from which training started. Its config, tokenizer and generation settings
-            are copied byte for byte, and each tensor is stored in its dtype there. None writes a
+            are copied byte for byte, and tensors are stored in the source's dtypes. None writes a
             new config.json and float32 tensors.
         max_shard_size: Maximum bytes of tensors per file, except for a single larger tensor.
 
@@ -464,7 +464,7 @@ def save_hf(
         leaf = leaves[location.param]
         host = gather_to_host(leaf[location.index] if location.index else leaf)
         # Cast on the host: XLA may flush subnormal numbers to zero on a CPU. The result must be in
-        # C order, since safetensors stores other orders wrongly.
+        # C order, since safetensors silently corrupts other orders.
         return np.ascontiguousarray((host.T if location.is_transposed else host).astype(dtype))
 
     write_hf(get_tensor, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
@@ -482,8 +482,8 @@ def write_hf(
     """Write tensors as an HF folder; see `save_hf`.
 
     Args:
-        get_tensor: Function from a tensor's name and dtype to its value on the host; called for
-            each in order.
+        get_tensor: Function of a tensor's name and dtype that returns its value on the host; called
+            for each tensor in order.
         config: Architecture of the tensors.
         path: Folder to write.
         source: HF folder whose small files are copied.
@@ -525,8 +525,8 @@ def write_tensors(
 
     Args:
         folder: Folder to write to.
-        sizes: Bytes of each tensor, by HF name.
-        get_tensor: Function from a name to the value on the host; called for each in order.
+        sizes: Size of each tensor in bytes, by HF name.
+        get_tensor: Function of a name that returns the tensor on the host, called in order.
         max_shard_size: Maximum bytes of tensors per file.
         is_writer: True if this process writes to disk.
     """
@@ -536,7 +536,7 @@ def write_tensors(
         tensors = {name: get_tensor(name) for name in names}
         if is_writer:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-            # safetensors makes its files readable by the owner only.
+            # safetensors makes its files readable only by the owner.
             shutil.copymode(folder / "config.json", folder / file)
     if is_writer and len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
@@ -545,7 +545,7 @@ def write_tensors(
 
 
 def _export_locations(config: Architecture, names: Iterable[str]) -> dict[str, TensorLocation]:
-    """Return tensor locations by the source's names; first those of `hf_names`, in its order."""
+    """Return tensor locations by the source's names, starting with those in `hf_names`."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
     source_names = {canonical_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
@@ -566,27 +566,27 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
         wanted = vars(config)
         differing = [name for name, value in vars(origin).items() if value != wanted[name]]
         raise ValueError(
-            f"{str(source)!r} holds another model than the one to export: its "
-            f"{', '.join(differing)} differ."
+            f"{str(source)!r} is not the model to export: its "
+            f"{', '.join(differing)} differ; expected the model that training started from."
         )
     if path.exists() and path.samefile(source):
-        raise ValueError(f"export to another folder than its source {str(source)!r}.")
+        raise ValueError(f"cannot export to the source folder {str(source)!r}; set another folder.")
 
 
 def read_tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
-    """Return the dtype of each tensor of an HF folder of the model."""
+    """Return the dtype of each tensor in an HF folder of the model."""
     return {name: tensor.dtype for name, tensor in open_validated(source, config).items()}
 
 
 def gather_to_host(array: jax.Array) -> np.ndarray:
-    """Gather a complete array on the host. Every process must call this."""
+    """Gather an array to the host. Every process must call this."""
     if getattr(array, "is_fully_addressable", True):
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
-    """Assign tensor names to files, filled in order."""
+    """Assign tensors to files in order, each up to `max_shard_size` bytes."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -602,12 +602,12 @@ def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON with sorted keys."""
+    """Write an object as indented JSON with sorted keys."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Copy the files of `SIDE_FILES` unchanged."""
+    """Copy the files that match `SIDE_FILES` unchanged."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

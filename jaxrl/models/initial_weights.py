@@ -1,4 +1,4 @@
-"""Loading of a policy's initial weights from its model folder."""
+"""Load a policy's initial weights from its model folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def load_frozen_params(
 ) -> Params:
     """Load the frozen weights onto the mesh: frozen entries in float32, or an adapter's base.
 
-    The arguments are those of `load_hf`. The folder must be validated.
+    See `load_hf` for the arguments. The folder must already be validated.
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.load_base(folder, model.mesh, progress)
@@ -33,8 +33,8 @@ def load_trained_params(
 ) -> Params:
     """Load the initial trained parameters onto the mesh.
 
-    An adapter's parameters are initialized from `seed`. The other arguments are those of `load_hf`.
-    The folder must be validated.
+    New adapters are initialized from `seed`. See `load_hf` for the other arguments. The folder must
+    already be validated.
     """
     if model.architecture.wrapper is not None:
         return model.architecture.wrapper.load_initial_params(model.mesh, seed)

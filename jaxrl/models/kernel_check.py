@@ -1,9 +1,9 @@
-"""Selection of kernels that pass a self-test before a run uses them.
+"""Select kernels that pass a numerical self-test before a run uses them.
 
-A kernel that was compiled for another chip, or by another release of its compiler, may fail or
-return wrong results. Each operation has a list of candidate kernels, of which XLA is the last, and
-a trial: small random arrays with the run's heads, pages and dtype. The run uses the first candidate
-that passes. Kernels are extras, and so is the comparison with XLA.
+A kernel may fail or return wrong results on another chip, or with another release of its compiler.
+Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
+the run's heads, pages and dtype. The run uses the first candidate that passes. Kernels are extras,
+and so is the comparison with XLA.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ KERNELS_EXTRA = "jaxrl.extras.kernels"
 """The extra whose `check.select_kernel` compares kernels with XLA."""
 
 HALF_PRECISION_ONLY = ("mosaic_gpu",)
-"""Names of kernels for 16-bit floats only: a Hopper chip would round wider ones."""
+"""Names of kernels for 16-bit floats only: Hopper GPUs would round wider floats."""
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """An operation on small random arrays.
+    """Self-test of an operation on small random arrays.
 
     Attributes:
-        operation: Display name.
+        operation: Display name of the operation.
         names: Names of the compared values: outputs and gradients.
-        run: Function from a kernel and `arrays` to the compared values, `[..., values]`, with a
-            head axis. Nothing in them depends on what the kernel's contract leaves undefined.
+        run: Function of a kernel and `arrays` that returns the compared values, `[..., values]`.
+            They must not depend on anything that the kernel's contract leaves undefined.
         arrays: Arguments on the host; float32 arrays are rounded to the run's dtype.
-        reference: The operation in XLA.
+        reference: Implementation of the operation in XLA.
         dtype: Dtype of the run.
-        device: Device that runs it.
+        device: Device that runs the trial.
     """
 
     operation: str
@@ -54,24 +54,24 @@ class Trial:
 
 
 def supports_dtype(kernel: str, dtype: DTypeLike | None) -> bool:
-    """Return True if a kernel supports a dtype; None is a dtype that every kernel supports."""
+    """Return True if a kernel supports `dtype`; None skips the check."""
     return dtype is None or kernel not in HALF_PRECISION_ONLY or jnp.dtype(dtype).itemsize == 2
 
 
 def explain_excluded(kernels: Iterable[str], dtype: DTypeLike | None) -> str:
-    """Return a clause that names the kernels skipped for a dtype, or ""."""
+    """Return a clause for the log that names the kernels skipped because of `dtype`, or ""."""
     names = [name for name in kernels if not supports_dtype(name, dtype)]
     return f" and {' and '.join(names)} is for bfloat16" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedKernel:
-    """The selected kernel of an operation.
+    """Kernel selected for an operation.
 
     Attributes:
-        name: Kernel's name in the configuration.
+        name: Kernel name, as in the config.
         function: Implementation of the operation.
-        kernel_checks: Result for each kernel that was tried.
+        kernel_checks: Self-test result of each kernel that was tried.
     """
 
     name: str
@@ -88,20 +88,21 @@ def select_kernel(
 ) -> SelectedKernel:
     """Return the first candidate kernel that agrees with XLA. Every process must call this.
 
-    A kernel that fails on one process is used by none.
+    A kernel must pass on every process to be selected.
 
     Args:
-        make_trials: Function from a kernel's name to the trials that the kernel must pass. A kernel
-            without trials is not run.
-        candidates: Importer of each candidate kernel by name, in order of preference.
-        reference: The operation in XLA, returned if no kernel passes.
-        config_key: Config key with which the user named the kernel; that kernel must pass.
+        make_trials: Function that returns the trials for a kernel name. A kernel without trials is
+            selected untested.
+        candidates: Import function of each candidate kernel by name, in order of preference.
+        reference: Implementation of the operation in XLA, returned if no kernel passes.
+        config_key: Config key in which the user requested the kernel, which must then pass; "" for
+            automatic selection.
 
     Raises:
-        ValueError: The kernel that the user named does not pass.
-        RuntimeError: A kernel has left the device unusable.
+        ValueError: The requested kernel does not pass.
+        RuntimeError: A failed kernel made the device unusable.
     """
-    # The extra may be absent; no kernel is used untested.
+    # Without the extra, kernels cannot be tested, so none is used.
     if not candidates or not (config_key or importlib.util.find_spec(KERNELS_EXTRA)):
         return SelectedKernel(name="xla", function=reference)
     return pkgutil.resolve_name(f"{KERNELS_EXTRA}.check:select_kernel")(
@@ -110,18 +111,18 @@ def select_kernel(
 
 
 TOKAMAX_VERSION = "0.0.17"
-"""Required version of tokamax; pyproject.toml pins the same one.
+"""Required version of tokamax, also pinned in pyproject.toml.
 
-Masks, backward kernels and settings are not public API.
+We use its masks, backward kernels and settings, which are not public API.
 """
 
 
 @functools.cache
 def import_tokamax(module: str) -> Any:
-    """Import a module of tokamax's operations; the first import takes 4 seconds of CPU time.
+    """Import `tokamax._src.ops.<module>`; the first import takes 4 seconds of CPU time.
 
     Raises:
-        ImportError: tokamax or a dependency of it is not installed, or the version differs.
+        ImportError: tokamax or one of its dependencies is not installed, or the version differs.
     """
     try:
         import tokamax
@@ -132,7 +133,7 @@ def import_tokamax(module: str) -> Any:
         ) from error
     if tokamax.__version__ != TOKAMAX_VERSION:
         raise ImportError(
-            f"tokamax {tokamax.__version__} is installed, but parts of {TOKAMAX_VERSION} are used "
-            f"that are not public; run `pip install tokamax=={TOKAMAX_VERSION}`."
+            f"tokamax {tokamax.__version__} is installed, but jaxrl uses private modules of "
+            f"{TOKAMAX_VERSION}; run `pip install tokamax=={TOKAMAX_VERSION}`."
         )
     return importlib.import_module(f"tokamax._src.ops.{module}")

@@ -1,9 +1,9 @@
 """Paged key-value cache of the sampler: head-major pages of a fixed number of tokens, per shard.
 
 Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and numbered within
-the shard: all functions here work on one shard's part, and nothing moves between devices. An index
-equal to a shard's number of pages means "no page": reading it returns any page, and writing it has
-no effect.
+each shard. All functions here work on one shard, without communication between devices. An index
+equal to a shard's number of pages means "no page": reading it returns an arbitrary page, and
+writing it has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pages = tuple[jax.Array, jax.Array]
 """Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Pages of each layer (n = 1), or one pair with the pages of all layers, for a loop over layers."""
+"""Pages of each layer (n = 1), or of all layers together for a compiled loop over layers."""
 
 
 def allocate(
@@ -32,7 +32,7 @@ def allocate(
     *,
     scan_layers: bool = False,
 ) -> Cache:
-    """Allocate zeroed pages: one pair of arrays per layer, or one pair for all."""
+    """Allocate zeroed pages: one pair of arrays per layer, or one for all if `scan_layers`."""
     apart = 1 if scan_layers else config.num_layers
     heads = config.num_layers // apart * config.num_kv_heads
     shape = (num_pages, heads, page_tokens, config.head_dim)
@@ -42,9 +42,9 @@ def allocate(
 def view_layer(
     pages: Float[Array, "P nK page H"], tables: Int[Array, "B M"], layer: Any, num_layers: int
 ) -> tuple[Float[Array, "nP K page H"], Int[Array, "B M"]]:
-    """View the pages of n layers as pages of one, and map the tables to one layer's pages.
+    """View the pages of n layers as single-layer pages, and return the tables of `layer`.
 
-    No page is copied: the layers of a page are contiguous.
+    Nothing is copied, since the layers of a page are contiguous.
     """
     apart = pages.reshape(-1, pages.shape[1] // num_layers, *pages.shape[2:])
     return apart, tables * num_layers + layer
@@ -58,13 +58,13 @@ def write_tokens(
     counts: Int[Array, " B"],
     new: Float[Array, "B K C H"],
 ) -> Float[Array, "P K page H"]:
-    """Write consecutive tokens of some rows.
+    """Write keys or values of consecutive tokens to the pages of their rows.
 
     Args:
         pages: Keys or values of one layer.
-        tables: Pages of each row, in order.
+        tables: Page indices of each row, in order.
         start: Position of each row's first new token.
-        counts: Number of valid tokens among the C; the others are not written.
+        counts: Number of valid tokens of each row, at most C; the others are not written.
         new: Keys or values of the tokens.
     """
     P, K, page, H = pages.shape
@@ -83,12 +83,12 @@ def write_tokens(
 def read_pages(
     pages: Float[Array, "P K page H"], sources: Int[Array, " n"]
 ) -> Float[Array, "n K page H"]:
-    """Return the content of some pages."""
+    """Gather the pages at `sources`."""
     return pages.at[sources].get(mode="clip")
 
 
 def write_pages(
     pages: Float[Array, "P K page H"], targets: Int[Array, " n"], new: Float[Array, "n K page H"]
 ) -> Float[Array, "P K page H"]:
-    """Overwrite complete pages."""
+    """Overwrite the pages at `targets` with `new`."""
     return pages.at[targets].set(new, mode="drop")

@@ -1,4 +1,4 @@
-"""Iteration over layers: the full pass with rematerialization, and the sampler's pass."""
+"""Loops over layers: the full forward pass with rematerialization, and the sampler's pass."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
-"""Function from activations (or a tree that contains them) and one layer's parameters to the next
+"""Function from activations, or a tree that contains them, and one layer's parameters to the next
 activations."""
 
 Stacks = Mapping[str, Sequence[int]]
 """Entries of `blocks` that only some layers have, with the sorted indices of those layers."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
+"""Function from queries `[M, N, H]`, keys and values `[M, K, H]` to outputs `[M, N, H]`."""
 
 CachedAttend = Callable[..., tuple[jax.Array, Any]]
-"""Function from a layer's index in the memory, the memory, the read-only past, and the arguments of
-`Attend` to its outputs and the memory with the layer's new keys and values."""
+"""Function of a layer's index in the cache, the cache, the read-only past and the arguments of
+`Attend`. Returns the outputs, and the cache with the layer's new keys and values."""
 
 SAVED_NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
-"""Values that `names` saves, by their `jax.ad_checkpoint.checkpoint_name`.
+"""Values that the remat mode `names` saves, by their `jax.ad_checkpoint.checkpoint_name`.
 
-Architectures name products before norms and rotations; attention names its result and the
-log-sum-exp of its scores. All products except the scores are then computed only once.
+Architectures name matmul outputs before norms and rotary embeddings; attention names its output and
+the log-sum-exp of its scores. The backward pass then recomputes no matmul except the scores.
 """
 
 HOST_MEMORY = "pinned_host"
-"""JAX memory kind of the host memory."""
+"""JAX memory kind of host memory."""
 
 LAYER_INPUT = "layer_input"
 
 OFFLOADED_NAMES = (LAYER_INPUT, "attended", "lse")
-"""Values that `offload` saves; attention is the costliest to recompute in a long context."""
+"""Values that `offload` saves; in a long context, attention is the costliest to recompute."""
 
 _POLICIES = jax.checkpoint_policies
 
@@ -58,24 +58,24 @@ REMAT: dict[str, Any] = {
         offload_dst=HOST_MEMORY,
     ),
 }
-"""Checkpoint policy for each `model.remat`: which values are saved, not recomputed. None saves all.
+"""Policy of `jax.checkpoint` for each `model.remat` mode; None saves all values.
 
-`dots` saves the products with weights, but not the scores or anything computed from them. `offload`
-saves a layer's input and attention's result in host memory, and nothing on the device.
+`dots` saves matmuls with weights, but neither the scores nor anything computed from them. `offload`
+saves a layer's input and attention output in host memory, and nothing on the device.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScan:
-    """Iteration over stacked layers in the full pass.
+    """Loop over stacked layers in a full forward pass, without a KV cache.
 
     Attributes:
         remat: Name in `REMAT`.
-        scan: True to loop over consecutive layers of one kind, compiling each kind once. Otherwise
-            layers are unrolled, and a CPU saves all activations whatever `remat` says.
+        scan: True to compile consecutive layers of one kind once, as a loop. Otherwise layers are
+            unrolled, and a CPU saves all activations regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
-        on_shards: Sharding constraint that keeps arrays with a leading shard axis on the shards of
-            their tokens.
+        on_shards: Function that constrains an array with a leading shard axis to the shards of the
+            tokens.
     """
 
     remat: str = "none"
@@ -90,7 +90,7 @@ class LayerScan:
             layer: Function that computes one layer.
             x: Activations before the layers, or a tree that contains them.
             blocks: Parameters, each with a leading layer axis.
-            stacks: Entries that only some layers have; their leading axis covers only these.
+            stacks: Entries that only some layers have; their leading axis covers only these layers.
         """
         layer = self._with_remat(layer)
         for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
@@ -116,7 +116,7 @@ class LayerScan:
         def step(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
             (x, intermediates), (number, weights) = carry, numbered
             x = layer(x, weights)
-            # A sum: the backward pass saves nothing the size of `x` for it.
+            # For a sum, the backward pass saves no array of the size of `x`.
             is_selected = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
             return (x, intermediates + is_selected.astype(x.dtype) * x), None
 
@@ -126,7 +126,7 @@ class LayerScan:
         return jax.lax.scan(step, (x, intermediates), (numbers, blocks))[0]
 
     def _with_remat(self, layer: Layer) -> Layer:
-        """Wrap the layer so that the backward pass saves only what `remat` says."""
+        """Wrap a layer in `jax.checkpoint` with the policy of `remat`."""
         policy = REMAT[self.remat]
         if self.remat == "offload":
             layer = _with_named_input(layer)
@@ -138,11 +138,12 @@ class LayerScan:
 
 @dataclass
 class SamplerLayerScan:
-    """Iteration over the layers of `prepare_sampler_weights`, which read and write the KV cache.
+    """Loop over the layers of `prepare_sampler_weights`, which read and write the KV cache.
 
     Attributes:
-        attend: Attention of one layer.
-        cache: Cache of each layer, or one cache of all layers for a loop. A call replaces it.
+        attend: Attention function of a layer.
+        cache: Cache of each layer, or one cache of all layers for a compiled loop. Each call
+            replaces it.
         past: Read-only cache in the same layout.
         aux: Auxiliary arrays of the tokens.
     """
@@ -169,7 +170,7 @@ class SamplerLayerScan:
             # Under jit, the function is traced once for all layers of one kind.
             jitted, caches = jax.jit(block), list(self.cache)
             for number, weights in enumerate(blocks):
-                slot = min(number, len(caches) - 1)  # one memory per layer, or one for all
+                slot = min(number, len(caches) - 1)  # one cache per layer, or one for all
                 x, caches[slot] = jitted(x, caches[slot], past[slot], weights, number - slot)
             self.cache = tuple(caches)
             return x
@@ -184,7 +185,7 @@ class SamplerLayerScan:
 
 
 def _with_named_input(layer: Layer) -> Layer:
-    """Name the layer's input, so that it can be offloaded to host memory."""
+    """Wrap a layer so that its input is named and can be offloaded to host memory."""
 
     def named(x: Any, weights: Params) -> Any:
         return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), x), weights)
@@ -193,9 +194,9 @@ def _with_named_input(layer: Layer) -> Layer:
 
 
 def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
-    """Return the weights with stacked layers, or as a tuple of layers without `scan`.
+    """Return the weights with stacked layers if `scan`, else with a tuple of layers.
 
-    With `stacks` the layers are a tuple too: the sampler's loop needs layers of one kind.
+    With `stacks` it is always a tuple, since the sampler loops only over layers of one kind.
     """
     if scan and not stacks:
         return weights
@@ -205,11 +206,11 @@ def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | Non
 
 
 LayerRun = tuple[tuple[str, int, int], ...]
-"""Consecutive layers with the same entries: each entry's name, first and end index in its stack."""
+"""Consecutive layers with the same entries: name, first index and end index in each stack."""
 
 
 def layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Return the entries of `blocks`, among `names`, that a layer has."""
+    """Filter `names` to the entries of `blocks` that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 
@@ -227,7 +228,7 @@ def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split(runs: tuple[LayerRun, ...], blocks: Params) -> list[Params]:
-    """Return the parameters of each run; gradients are concatenated instead of summed."""
+    """Slice the parameters of each run; gradients are concatenated instead of summed."""
     return [
         {name: jax.tree.map(lambda x, a=a, b=b: x[a:b], blocks[name]) for name, a, b in run}
         for run in runs

@@ -1,7 +1,7 @@
-"""Dense decoders of Llama and Mistral: Qwen2.5's with biases everywhere or nowhere.
+"""Dense Llama and Mistral decoders: Qwen2.5's decoder with biases everywhere or nowhere.
 
-SmolLM2, Llama 3.x and Mistral's dense models use this class. It shows how an architecture derives
-from another: it parses `config.json` differently and inherits all computation.
+SmolLM2, Llama 3.x and Mistral's dense models use this class. It is an example of deriving an
+architecture: it parses `config.json` differently and inherits all computation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxrl.models.qwen import QwenConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(QwenConfig):
-    """A Llama or Mistral `config.json`; neither normalizes queries and keys."""
+    """Dense Llama or Mistral model, built from its `config.json`. It has no query and key norms."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:
-        """Parse a `config.json`; missing and null fields get transformers' defaults.
+        """Build the model from a `config.json`; missing fields get transformers' defaults.
 
         Raises:
-            ValueError: The file names an architecture or a feature that no parity test covers.
+            ValueError: The file requires an architecture or feature that no parity test covers.
         """
         model_type = fields.get("model_type")
         if model_type not in ("llama", "mistral"):
@@ -55,7 +55,7 @@ class LlamaConfig(QwenConfig):
         unsupported = {
             "mlp_bias": bool(fields.get("mlp_bias")),
             f"pretraining_tp {fields.get('pretraining_tp')}": fields.get("pretraining_tp", 1) > 1,
-            # A window of at least the longest sequence hides nothing.
+            # A window at least as long as the longest sequence masks nothing.
             f"a sliding window of {fields.get('sliding_window')} tokens": has_window
             and fields["sliding_window"] < model.max_positions,
         }
@@ -63,7 +63,7 @@ class LlamaConfig(QwenConfig):
         return model
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the `config.json` fields; a Mistral model becomes a Llama without biases."""
+        """Return the `config.json` fields; a Mistral model is saved as a Llama without biases."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -1,7 +1,7 @@
-"""Output layer for the wanted tokens: log-probabilities and entropies without all logits.
+"""Output layer: log-probabilities and entropies of selected tokens, without storing all logits.
 
-Pieces of rows are split over S shards. On each shard, the hidden states of the wanted tokens are
-compacted to `[S, C, D]`; their logits exist one chunk at a time and are overwritten in blocks.
+Pieces of rows are split over S shards. On each shard, the hidden states of the selected tokens are
+compacted to `[S, C, D]`; their logits are computed one chunk at a time and overwritten in blocks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime.sharding import piece_sharding
 
 LOGIT_CAPACITIES = (1, 2, 3, 4)
-"""Capacities for wanted tokens, in quarters of all; each one in use compiles a program."""
+"""Capacities for selected tokens, in quarters of all; each capacity used compiles a program."""
 
 Unembed = Callable[[Any, jax.Array], jax.Array]
-"""Function from tables and hidden states `[..., D]` to float32 logits `[..., V]`."""
+"""Function from output weights and hidden states `[..., D]` to float32 logits `[..., V]`."""
 
 
 class TokenSlots(NamedTuple):
-    """Slots of each shard's wanted tokens: M tokens, C slots."""
+    """Assignment of a shard's selected tokens to slots: M tokens, C slots."""
 
     source: jax.Array  # int32 [S, C], token of each slot
     is_filled: jax.Array  # bool [S, C], the slot holds a token
@@ -36,7 +36,7 @@ class TokenSlots(NamedTuple):
 
 
 def assign_slots(is_selected: jax.Array, num_shards: int, capacity: int) -> TokenSlots:
-    """Assign slots to the wanted tokens `[b, T]` in order, at most `capacity` per shard."""
+    """Assign the selected tokens `[b, T]` to slots in order, at most `capacity` per shard."""
     is_selected = is_selected.reshape(num_shards, -1)
     counts = jnp.cumsum(is_selected, axis=1, dtype=jnp.int32)
     source = jnp.argsort(~is_selected, axis=1, stable=True).astype(jnp.int32)
@@ -57,9 +57,9 @@ def _gather_slots(
     inverse: jax.Array,
     is_inverse_valid: jax.Array,
 ) -> jax.Array:
-    """Gather at `index` on each shard, with 0 at invalid entries.
+    """Gather the entries at `index` on each shard; invalid entries become 0.
 
-    `inverse` is the inverse index: the gradient is gathered too, not scattered.
+    `inverse` is the inverse index, with which the backward pass gathers instead of scattering.
     """
     gathered = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
     return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), gathered, 0)
@@ -86,28 +86,28 @@ _gather_slots.defvjp(_gather_slots_forward, _gather_slots_backward)
 
 
 def gather_tokens(x: jax.Array, slots: TokenSlots) -> jax.Array:
-    """Gather the wanted tokens `[S, C, ...]` from tokens `[S, M, ...]`."""
+    """Gather the selected tokens `[S, C, ...]` from all tokens `[S, M, ...]`."""
     return _gather_slots(x, slots.source, slots.is_filled, slots.slot, slots.is_selected)
 
 
 def scatter_tokens(x: jax.Array, slots: TokenSlots) -> jax.Array:
-    """Scatter results of wanted tokens `[S, C]` to their tokens `[S, M]`, 0 elsewhere."""
+    """Scatter results of selected tokens `[S, C]` to all tokens `[S, M]`, 0 elsewhere."""
     return _gather_slots(x, slots.slot, slots.is_selected, slots.source, slots.is_filled)
 
 
 def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Return the number of chunks for a shard's tokens, and the tokens of each chunk."""
+    """Return the number of chunks of at most `max_tokens`, and the tokens per chunk."""
     count = -(-num_tokens // max_tokens)
     return count, -(-num_tokens // count)
 
 
 def block_tokens(platform: str, num_ids: int) -> int:
-    """Return the tokens per block: on a CPU, which materializes each step, 2 MB of logits."""
+    """Return the tokens per block: 2 MB of logits on a CPU, which stores every intermediate."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 
 class _TokenStats(NamedTuple):
-    """Measures of tokens `[..., C]`, float32, in nats."""
+    """Statistics of tokens `[..., C]`, float32, in nats."""
 
     logprobs: jax.Array
     entropies: jax.Array
@@ -115,12 +115,12 @@ class _TokenStats(NamedTuple):
 
 
 def _compute_stats(logits: jax.Array, targets: jax.Array) -> _TokenStats:
-    """Measure logits `[..., V]`; masked ids have a very low logit and contribute exactly 0."""
+    """Compute statistics of logits `[..., V]`; masked ids have a very low logit and count as 0."""
     highest = logits.max(axis=-1, keepdims=True)
     centered = logits - highest
     weights = jnp.exp(centered)
     total = weights.sum(axis=-1)
-    # A sum over one-hot, not a gather: it splits over a sharded vocabulary.
+    # A one-hot sum, unlike a gather, can be split over a sharded vocabulary.
     logprobs = jnp.where(_is_target(logits, targets), centered, 0.0).sum(axis=-1) - jnp.log(total)
     products = jnp.where(weights > 0, weights * centered, 0.0)
     entropies = jnp.log(total) - products.sum(axis=-1) / total
@@ -135,16 +135,16 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 class OutputLayer:
     """Output layer, computed chunk by chunk.
 
-    The backward pass recomputes logits, unless there is only one chunk. The chunks' contributions
-    to a table's gradient are summed in float32, on each batch shard separately until the end.
+    The backward pass recomputes logits, unless there is only one chunk. Each batch shard sums the
+    chunks' gradients of a table in float32; the shards are summed at the end.
 
     Attributes:
         unembed: Function that computes the logits.
         mesh: Device mesh; its data, fsdp, expert and context axes are the shards.
-        chunk_tokens: Tokens per shard with logits in memory at a time.
-        block_tokens: Tokens of a chunk processed at a time.
+        chunk_tokens: Maximum number of tokens per shard with logits in memory at a time.
+        block_tokens: Maximum number of a chunk's tokens processed at a time.
         entropy_gradient: True if gradients flow through the entropies.
-        trains_tables: True if gradients flow to the tables.
+        trains_tables: True if gradients flow to the arrays that `unembed` reads.
     """
 
     unembed: Unembed
@@ -158,12 +158,12 @@ class OutputLayer:
     def logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Score the targets `[S, C]` by the logits of the hidden states `[S, C, D]`.
+        """Compute log-probabilities of the targets, and entropies, from hidden states `[S, C, D]`.
 
         Args:
             tables: Arrays that `unembed` reads.
             hidden: Hidden states in the compute dtype.
-            targets: Token ids, int32.
+            targets: Token ids, int32 `[S, C]`.
             temperature: The distribution is softmax(logits / temperature).
         """
         temperature = jnp.asarray(temperature, jnp.float32)
@@ -177,12 +177,12 @@ class OutputLayer:
         return x.reshape(x.shape[0], count, width, *x.shape[2:]).swapaxes(0, 1)
 
     def join_chunks(self, chunks: jax.Array, num_tokens: int) -> jax.Array:
-        """Invert `split_chunks`."""
+        """Invert `split_chunks`, dropping the padding."""
         x = chunks.swapaxes(0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
 
     def map_blocks(self, compute: Callable[..., Any], out: Any, *inputs: Any) -> Any:
-        """Replace each block of `out` by `compute` of that block and of `inputs`, `[S, c, ...]`."""
+        """Replace each block of `out`, `[S, c, ...]`, with `compute(block, *input_blocks)`."""
         num_tokens = jax.tree.leaves(out)[0].shape[1]
         count, width = split_evenly(num_tokens, self.block_tokens)
 
@@ -197,7 +197,7 @@ class OutputLayer:
         return jax.lax.fori_loop(0, count, block, out)
 
     def on_shards(self, x: jax.Array) -> jax.Array:
-        """Shard the leading axis, and leave the others unconstrained."""
+        """Constrain the leading axis to be sharded; leave the other axes unconstrained."""
         unconstrained = [P.UNCONSTRAINED] * (x.ndim - 1)
         spec = P(*piece_sharding(self.mesh).spec, *unconstrained)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -244,8 +244,8 @@ def _backward(
         products: jax.Array, targets: jax.Array, stats: _TokenStats, gradients: Any
     ) -> jax.Array:
         logits = products / temperature
-        # With probabilities p and entropy H, the gradient at the logits is `one_hot - p` times that
-        # of the log-probability, plus `-p * (log p + H)` times that of the entropy.
+        # With probabilities p and entropy H, the gradient with respect to the logits is
+        # `(one_hot - p) * dlogprob - p * (log p + H) * dentropy`.
         dlogprobs, dentropies = (gradient[..., None] for gradient in gradients)
         log_p = logits - stats.log_normalizers[..., None]
         p = jnp.exp(log_p)

@@ -47,11 +47,11 @@ def layered_entries(model: Architecture) -> set[str]:
 
 
 class Model:
-    """The policy without its trained parameters: architecture, mesh, kernels and pass settings.
+    """Policy without its trained parameters: architecture, mesh, kernels and settings.
 
     Attributes:
         base: Frozen weights on the mesh; {} until they are loaded.
-        trained, frozen: Specs of the trained and of the frozen parameters.
+        trained, frozen: Specs of the trained and the frozen parameters.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Model:
         logits_chunk_tokens: int = 2048,
         frozen: Sequence[str] = (),
     ):
-        """Set up the model.
+        """Initialize the model without loading weights.
 
         Args:
             architecture: Architecture of the policy.
             mesh: Device mesh. Its data, fsdp and expert axes split the rows, context each row.
             attention: Attention kernels.
-            num_tokens: Number of token ids of the tokenizer; larger ids have probability 0.
-            dtype: Dtype of activations and matrix products; master weights are float32.
-            remat: Name in `layers.REMAT`: what the backward pass recomputes.
-            scan_layers: True to compile one layer for all.
+            num_tokens: Number of token ids in the tokenizer; ids beyond it have probability 0.
+            dtype: Dtype of activations and matmuls; master weights are float32.
+            remat: Rematerialization mode, a key of `layers.REMAT`.
+            scan_layers: True to compile layers of one kind once, as a loop.
             logits_chunk_tokens: Maximum number of tokens with logits in memory at a time.
             frozen: Parameter entries that are not trained; see `Architecture.param_specs`.
         """
@@ -113,16 +113,16 @@ class Model:
 
     @property
     def shards_with_prompts(self) -> int:
-        """Return the number of row shards if segments may share prompts, else 0."""
+        """Return the number of row shards if the attention kernel shares prompts, else 0."""
         return num_batch_shards(self.mesh) if self.attention.shares_prompts else 0
 
     @property
     def num_pieces(self) -> int:
-        """Return the number of pieces that a row is split into; it divides the row's tokens."""
+        """Return the number of equal pieces that each row is split into."""
         return self.mesh.shape[CONTEXT_AXIS]
 
     def without_attachments(self, batch: Batch) -> Batch:
-        """Return the batch without attachments and their arrays; every token is treated as text."""
+        """Return the batch without attachments and their arrays, to treat every token as text."""
         tower = self.architecture.tower
         remaining = {
             n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.input_arrays
@@ -136,10 +136,7 @@ class Model:
         return replace(batch, token_arrays=remaining)
 
     def aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
-        """Build the `AuxArrays` of a pass over a micro-batch.
-
-        If `counts`, the pass computes the model's statistics.
-        """
+        """Build the `AuxArrays` for a pass over a micro-batch; `counts` requests statistics."""
         inputs = {name: split_into_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in inputs.items()}
         aux = AuxArrays(inputs=inputs, attached=batch.attached)
@@ -158,19 +155,19 @@ class Model:
         logit_capacity: int = 4,
         aux: AuxArrays | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute each token's log-probability given those before it, and the entropy at that step.
+        """Compute each token's log-probability given the tokens before it, and the entropy there.
 
-        Only this function shifts: index t of the results is about token t, scored by the logits at
-        t - 1. Tokens outside `loss_mask` and a trajectory's first token get 0.
+        Results are shifted only here: index t holds the values of token t, which the logits at
+        t - 1 predict. Tokens outside `loss_mask` and a trajectory's first token get 0.
 
         Args:
             params: All parameters of the policy; trained ones are float32.
-            batch: One micro-batch, `[b, T]`.
+            batch: Micro-batch `[b, T]`.
             temperature: The distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: True to let gradients flow through the entropies.
             logit_capacity: Capacity of the output layer, in quarters of each shard's tokens;
                 `loss_mask` must not exceed it.
-            aux: Auxiliary arrays of the pass; the caller can read their outputs afterwards.
+            aux: Auxiliary inputs of the pass, to which its auxiliary outputs are added.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.
@@ -184,7 +181,7 @@ class Model:
             split_into_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
-        # Only wanted tokens reach the output layer, compacted into slots.
+        # Only selected tokens reach the output layer, compacted into slots.
         slots = assign_slots(is_selected, shards, -(-b * T * logit_capacity // (4 * shards)))
         local_vocab_size = -(-self.architecture.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
@@ -229,18 +226,18 @@ class Model:
         return on_shards(hidden)
 
     def _gather_tables(self, params: Params) -> Params:
-        """Gather embedding and output layer along the width, which row-sharded tokens need.
+        """Gather the embedding and output tables along the width, as row-sharded tokens require.
 
-        Their gradients are split along the width again at once: each device sums its part of the
-        width over all tokens. A full table's gradient over its own tokens would need an all-reduce.
-        With a `data` axis the compiler would copy all tokens to every device, so they stay whole.
+        Their gradients are split along the width: each device sums its part of the width over all
+        tokens, which avoids an all-reduce of complete tables. With a `data` axis, gradients stay
+        unsplit, since the compiler would copy all tokens to every device.
         """
         whole = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
         gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else whole
 
         def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # Arrays that `train_weights` added to an entry are sharded like its first one.
+            # Arrays that `train_weights` adds to an entry are sharded like its first parameter.
             pair = [
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
                 for shardings in (whole, gradient_shardings)
@@ -256,7 +253,7 @@ class Model:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _constrain(array: jax.Array, sharding: Any, gradient_sharding: Any) -> jax.Array:
-    """Constrain the sharding of an array, and of its gradient to `gradient_sharding`."""
+    """Constrain the shardings of an array and of its gradient."""
     return jax.lax.with_sharding_constraint(array, sharding)
 
 

@@ -1,6 +1,6 @@
 """Qwen2.5 and Qwen3 dense decoders: the shared decoder with a gated MLP.
 
-In addition to the parameters of `decoder`, with a leading layer axis L of stacked blocks:
+Parameters in addition to those of `decoder`, with a leading layer axis L:
 
     blocks/mlp/{gate,up}/kernel     [L, D, F]
     blocks/mlp/down/kernel          [L, F, D]
@@ -41,16 +41,16 @@ class MLP(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenConfig(Decoder):
-    """Fields of a Qwen `config.json` that change the computation."""
+    """Dense Qwen2.5 or Qwen3 model, built from its `config.json`."""
 
     mlp_width: int
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """Parse a `config.json`, old or new spelling; null means absent (see `with_hf_defaults`).
+        """Build the model from a `config.json`, with old or new field names.
 
         Raises:
-            ValueError: The file names an architecture or a feature that no parity test covers.
+            ValueError: The file requires an architecture or feature that no parity test covers.
         """
         model_type = fields.get("model_type")
         if model_type not in ("qwen2", "qwen3"):
@@ -91,7 +91,7 @@ class QwenConfig(Decoder):
         return linear(mlp["down"], jax.nn.silu(gate) * up)
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Return the axes; the inner width is split over `tensor`."""
+        """Return the axis names; the MLP's inner width is split over `tensor`."""
         return {
             "mlp": {
                 "gate": linear_axes("width", "mlp"),
@@ -101,20 +101,20 @@ class QwenConfig(Decoder):
         }
 
     def feed_forward_names(self) -> dict[str, str]:
-        """Return the HF names `gate_proj`, `up_proj` and `down_proj` of `mlp`."""
+        """Return the HF names of the MLP's kernels: `gate_proj`, `up_proj` and `down_proj`."""
         return {
             f"blocks/mlp/{name}/kernel": f"model.layers.{{}}.mlp.{name}_proj.weight"
             for name in ("gate", "up", "down")
         }
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Count attention and a gated MLP, each split over `tensor` devices if its size divides."""
+        """Return the terms of attention and MLP, split over `tensor` (the MLP if divisible)."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attended = self.num_heads // tensor * self.head_dim
         read = self.num_kv_heads // tensor * self.head_dim
         products = attended + 2 * read + self.width + 2 * inner  # all but the last
-        # The peak is during the inner products, or after them if `tensor` splits only the inner
-        # width.
+        # The peak is during the gate and up projections, or after them if `tensor` splits only the
+        # MLP.
         mlp = max(4 * inner + 4 * self.width, 2 * inner + 8 * self.width)
         return MemoryTerms(
             activations=mlp + 10 * attended + 8 * read,

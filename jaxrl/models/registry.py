@@ -1,4 +1,4 @@
-"""Resolution of a model folder's `config.json` to its architecture."""
+"""Resolve a model folder's `config.json` to an architecture."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def suggest_model(path: str | Path) -> str:
 
 
 def resolve_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
-    """Resolve the architecture's name, or the `model_type` in `fields` if `name` is empty."""
+    """Resolve `name` to an architecture class; if empty, use the `model_type` in `fields`."""
     if not name:
         name = str(fields.get("model_type"))
         if name not in ARCHITECTURES:
@@ -97,7 +97,7 @@ def resolve_architecture(fields: dict[str, Any], name: str, source: str) -> type
     )
     if not (isinstance(architecture_class, type) and issubclass(architecture_class, Architecture)):
         raise ValueError(
-            f"config.model.architecture is {name!r}, which is no subclass of "
+            f"config.model.architecture is {name!r}, which is not a subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
         )
     return architecture_class
@@ -112,4 +112,4 @@ ARCHITECTURES = {
     "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
 }
-"""Dotted path of the class for each `model_type` of `config.json`; imported on use."""
+"""Dotted path of the class for each `model_type` in `config.json`; imported when needed."""

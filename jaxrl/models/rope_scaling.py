@@ -1,7 +1,7 @@
-"""Rotary frequencies for contexts longer than those of pretraining.
+"""RoPE scaling, for contexts longer than those of pretraining.
 
-Each class computes what `transformers` computes for the same `rope_type`, in float32 and in the
-same order of operations, so that angles at distant positions agree.
+Each class repeats the computation of transformers for its `rope_type`, in float32 and in the same
+order of operations, so that angles at distant positions agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def default_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Return the rotation of each pair of a head per position, in radians, float32 `[H / 2]`."""
+    """Return the unscaled frequency of each pair, in radians per position, float32 `[H / 2]`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.float32(1.0) / np.float32(theta) ** exponents
 
@@ -25,12 +25,12 @@ _MAX_VALUE = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(ABC):
-    """A RoPE scaling; its fields are the settings, named as in `config.json`.
+    """RoPE scaling method. The fields are its settings, named as in `config.json`.
 
     Attributes:
-        rope_type: Name of the kind in `config.json`.
+        rope_type: Value of `rope_type` in `config.json`.
         attention_factor: Multiplier of cosines and sines; its square scales the scores.
-        factor: Ratio of the longer context to the pretraining context, at least 1.
+        factor: Ratio of the extended context length to that in pretraining, at least 1.
     """
 
     rope_type: ClassVar[str]
@@ -39,12 +39,12 @@ class RopeScaling(ABC):
 
     @classmethod
     def from_fields(cls, values: dict[str, Any], *, max_positions: int, source: str) -> RopeScaling:
-        """Parse the settings of a `config.json`.
+        """Parse the RoPE settings of a `config.json`.
 
         Args:
-            values: `rope_scaling`, or `rope_parameters` since transformers 5.
-            max_positions: `max_position_embeddings`, the default pretraining length.
-            source: Name of the file, for errors.
+            values: Value of `rope_scaling`, or of `rope_parameters` since transformers 5.
+            max_positions: Value of `max_position_embeddings`, the default pretraining length.
+            source: File name for error messages.
 
         Raises:
             ValueError: A setting is missing or out of range.
@@ -68,25 +68,25 @@ class RopeScaling(ABC):
 
     @classmethod
     def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings with the derived ones added."""
+        """Add the settings that are derived from others."""
         return given
 
     @abstractmethod
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Return the scaled `default_frequencies`."""
+        """Return the scaled frequencies, in the format of `default_frequencies`."""
 
     def hf_fields(self) -> dict[str, Any]:
-        """Return the settings as a `config.json` has them."""
+        """Return the settings by their names in `config.json`."""
         return asdict(self)
 
     def max_positions(self, given: int) -> int:
-        """Return the length of the longest sequence if `max_position_embeddings` is `given`."""
+        """Return the maximum sequence length, from the value of `max_position_embeddings`."""
         return given
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeScaling):
-    """Positions divided by a factor (https://arxiv.org/abs/2306.15595)."""
+    """Linear scaling: divides positions by a factor (https://arxiv.org/abs/2306.15595)."""
 
     rope_type = "linear"
 
@@ -97,12 +97,12 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Long waves slowed by a factor, short ones unchanged, with a smooth transition (Llama 3.1).
+    """Llama 3.1 scaling: divides low frequencies, keeps high ones, interpolates in between.
 
     Attributes:
-        low_freq_factor: Waves longer than the pretraining length divided by this are long.
-        high_freq_factor: Waves shorter than the pretraining length divided by this are short.
-        original_max_position_embeddings: Tokens of the longest sequence in pretraining.
+        low_freq_factor: Wavelengths above the pretraining length / low_freq_factor are divided.
+        high_freq_factor: Wavelengths below the pretraining length / high_freq_factor are unchanged.
+        original_max_position_embeddings: Context length in pretraining, in tokens.
     """
 
     rope_type = "llama3"
@@ -111,7 +111,7 @@ class Llama3Scaling(RopeScaling):
     original_max_position_embeddings: int
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Average between the two bounds, weighted by the number of waves in the context."""
+        """Divide low frequencies by `factor`, keep high ones, and interpolate in between."""
         unscaled = default_frequencies(head_dim, theta)
         scaled = unscaled / np.float32(self.factor)
         length = np.float32(self.original_max_position_embeddings)
@@ -127,15 +127,15 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (https://arxiv.org/abs/2309.00071): fast pairs unchanged, slow ones divided.
+    """YaRN (https://arxiv.org/abs/2309.00071): keeps high frequencies and divides low ones.
 
-    A pair that turns at least `beta_fast` times in the pretraining context keeps its frequency; one
-    that turns at most `beta_slow` times has it divided by `factor`. In between, the weight is
-    linear in the index of the pair.
+    A pair that rotates at least `beta_fast` times in the pretraining context keeps its frequency. A
+    pair that rotates at most `beta_slow` times has its frequency divided by `factor`. In between,
+    the result is interpolated linearly by the index of the pair.
 
     Attributes:
-        original_max_position_embeddings: Tokens of the longest sequence in pretraining.
-        truncate: True to round the ends of the linear range to whole pairs.
+        original_max_position_embeddings: Context length in pretraining, in tokens.
+        truncate: True to round the ends of the interpolation range to integer indices.
     """
 
     rope_type = "yarn"
@@ -147,7 +147,7 @@ class YarnScaling(RopeScaling):
 
     @classmethod
     def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
-        """Add `attention_factor`, which follows from `factor` or from the two `mscale` settings."""
+        """Add `attention_factor`, derived from `factor` or from the two `mscale` settings."""
         factor = given["factor"]
         attention_factor = _mscale(factor)
         if len(mscales) == 2:
@@ -156,7 +156,7 @@ class YarnScaling(RopeScaling):
         return {"attention_factor": attention_factor, **given}
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Interpolate from original to divided frequencies."""
+        """Interpolate between unscaled and divided frequencies."""
 
         def find_correction_dim(num_rotations: float) -> float:
             turn = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
@@ -175,7 +175,7 @@ class YarnScaling(RopeScaling):
         return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
     def max_positions(self, given: int) -> int:
-        """Return the scaled length: published files give the pretraining length."""
+        """Return the extended length, since published configs contain the pretraining length."""
         return max(given, int(self.original_max_position_embeddings * self.factor))
 
 
@@ -188,8 +188,8 @@ ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
 }
-"""Scalings by `rope_type`; others are refused because no parity test covers them.
+"""RoPE scalings by `rope_type`; others are rejected because no parity test covers them.
 
-Scalings that depend on the sequence length (`dynamic`, `longrope`) would have to rotate cached keys
-again.
+Scalings that depend on the sequence length (`dynamic`, `longrope`) would require cached keys to be
+rotated again.
 """

@@ -23,7 +23,7 @@ def _delegate(name: str) -> Any:
 
 
 class WrappedArchitecture(Architecture):
-    """An architecture that wraps a model and delegates to it by default."""
+    """Architecture that wraps a model and delegates to it by default."""
 
     model: Architecture
 
@@ -78,24 +78,24 @@ class WrappedArchitecture(Architecture):
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
-        """Wrap the model's result; see `Architecture`."""
+        """Return a copy that wraps `model.on_mesh(...)`; see `Architecture.on_mesh`."""
 
     @property
     @abstractmethod
     def plan(self) -> str:
-        """Return the module that counts the sampler's weights, with `decode_bytes`."""
+        """Return the dotted name of the module whose `decode_bytes` sizes the sampler's weights."""
 
     @abstractmethod
     def check(self) -> None:
         """Check that a run can start.
 
         Raises:
-            FileNotFoundError, ValueError: A file or setting is wrong. Names the config key.
+            FileNotFoundError, ValueError: A file or setting is invalid. The message names the key.
         """
 
     @abstractmethod
     def load_base(self, folder: str | Path, mesh: Mesh, progress: ProgressCallback) -> Params:
-        """Load the parameters that are not trained from a validated HF folder."""
+        """Load the frozen parameters from a validated HF folder."""
 
     @abstractmethod
     def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
@@ -103,14 +103,14 @@ class WrappedArchitecture(Architecture):
 
     @abstractmethod
     def export(self, params: Params, parent: Path, source: str | Path) -> None:
-        """Write the trained parameters into folders below `parent`. Every process must call this.
+        """Write the trained parameters to folders in `parent`. Every process must call this.
 
         One of the folders is `export`, the merged model in HF format.
 
         Args:
             params: Trained parameters.
-            parent: Parent of the folders.
-            source: HF folder from which the run started.
+            parent: Folder in which to create the folders.
+            source: HF folder of the model that the run started from.
         """
 
     @classmethod
@@ -119,7 +119,7 @@ class WrappedArchitecture(Architecture):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes of the model that `Architecture` does not declare."""
+        """Delegate attributes that `Architecture` does not declare to the model."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)

@@ -81,7 +81,7 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
         ("nowhere.to.be.Found", "nowhere"),
         ("jaxrl.models.qwen.Llama", "has no attribute 'Llama'"),
         ("no name", "expected one of qwen2"),
-        ("jaxrl.models.qwen.MLP", "is no subclass of jaxrl.models.architecture.Architecture"),
+        ("jaxrl.models.qwen.MLP", "is not a subclass of jaxrl.models.architecture.Architecture"),
     ],
 )
 def test_a_name_of_no_architecture_is_refused(name, why):

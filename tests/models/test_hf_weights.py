@@ -214,11 +214,11 @@ def test_head_stored_though_tied(tmp_path):
         ),
         (
             lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.zeros((72, 40), "f4")}),
-            r"model\.safetensors holds the tensor 'model\.layers\.2\.mlp\.up_proj\.weight'",
+            r"model\.safetensors has the tensor 'model\.layers\.2\.mlp\.up_proj\.weight'",
         ),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(41, "f4")}),
-            r"'model\.norm\.weight' has shape \[41\]; config\.json calls for \[40\]",
+            r"'model\.norm\.weight' has shape \[41\]; config\.json requires \[40\]",
         ),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(40, "f8")}),
@@ -270,7 +270,7 @@ def test_tensors_beside_the_model_are_ignored(hf_folder, tmp_path, name):
 )
 def test_tensors_that_would_change_the_model_are_refused(hf_folder, name):
     rewrite(hf_folder, lambda t: t.update({name: np.zeros(3, "f4")}))
-    with pytest.raises(ValueError, match=f"holds the tensor '{name}'"):
+    with pytest.raises(ValueError, match=f"has the tensor '{name}'"):
         load_hf(hf_folder)
 
 
@@ -284,13 +284,13 @@ def test_missing_weights(hf_folder):
 def test_truncated_file(hf_folder, kept):
     file = hf_folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model\.safetensors .* not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors .* not a complete safetensors file"):
         load_hf(hf_folder)
 
 
 def test_git_lfs_pointer(hf_folder):
     (hf_folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         load_hf(hf_folder)
 
 
@@ -326,7 +326,9 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(sharded_folder
     index = json.loads(index_file.read_text())
     index["weight_map"]["model.norm.weight"] = outside
     index_file.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"names '{outside}'; expected names of files beside it"):
+    with pytest.raises(
+        ValueError, match=f"names '{outside}'; expected names of files in its folder"
+    ):
         load_hf(sharded_folder)
 
 
@@ -363,12 +365,12 @@ def test_export_over_something_else(tmp_path):
 
 def test_export_over_its_source(hf_folder):
     params, config = load_hf(hf_folder), read_architecture(hf_folder)
-    with pytest.raises(ValueError, match="another folder than its source"):
+    with pytest.raises(ValueError, match="cannot export to the source folder"):
         save_hf(params, config, hf_folder, source=hf_folder)
 
 
 def test_export_with_another_models_source(tmp_path, hf_folder):
-    with pytest.raises(ValueError, match="another model than the one to export: its vocab_size"):
+    with pytest.raises(ValueError, match="is not the model to export: its vocab_size"):
         save_hf(init_params(CONFIG, seed=0), CONFIG, tmp_path / "export", source=hf_folder)
 
 

@@ -1,4 +1,4 @@
-"""Selection of a run's expert kernels, once, on the host."""
+"""Select a run's expert kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KERNELS = {
     },
     "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_matmul"},
 }
-"""Platform-specific kernels, by platform, in order of preference."""
+"""Platform-specific expert kernels, by platform, in order of preference."""
 
 
 def select_kernels(
@@ -42,18 +42,17 @@ def select_kernels(
     expert_width: int = 0,
     check_dtype: DTypeLike | None = None,
 ) -> ExpertKernels:
-    """Return the kernels of `config.model.experts` for a mesh; see `resolve_kernel_name`.
+    """Select the expert kernels for a mesh.
 
     Args:
-        name: One of `config.EXPERTS`.
+        name: Value of `config.model.experts`.
         mesh: Mesh that runs the model.
-        width: Width of the model.
-        expert_width: Width of an expert's inner layer.
-        check_dtype: Dtype with which kernels are self-tested (see `models.kernel_check`); None runs
-            no test.
+        width: Width D of the model's hidden states.
+        expert_width: Inner width F of an expert.
+        check_dtype: Dtype of the kernels' self-tests (see `models.kernel_check`); None skips them.
 
     Raises:
-        ValueError: The kernels do not run on these devices, or fail the self-test.
+        ValueError: The devices do not support the kernels, or a self-test fails.
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
@@ -73,17 +72,17 @@ def select_kernels(
 def _select_cached(
     name: str, device: jax.Device, width: int, expert_width: int, dtype: Any
 ) -> SelectedKernel:
-    """Select the kernels, once for all meshes of a process."""
+    """Select the kernels; cached for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
     candidates = {
         "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],
         "xla": [],
     }.get(name, [name])
-    # With a loop of unknown length the host would wait for a GPU at every product.
+    # In a loop of unknown length, the host would wait for the GPU at every matmul.
     on_gpu = device.platform == "gpu"
     return select_kernel(
         lambda _: [] if dtype is None else [make_trial(width, expert_width, dtype, device)],
-        # Import lazily: a process never needs the kernels of other platforms.
+        # Import lazily, since a process does not need the kernels of other platforms.
         {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
         grouped_matmul_static if on_gpu else grouped_matmul,
         config_key="" if name == "auto" else "config.model.experts",
@@ -91,11 +90,13 @@ def _select_cached(
 
 
 def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
-    """Build the trial: expert products, forward and backward; rows beyond all groups are ignored.
+    """Build a self-test of the grouped matmul, forward and backward.
+
+    Rows beyond all groups are not compared, since their results are unspecified.
 
     Args:
-        width: Width of the model.
-        expert_width: Width of an expert's inner layer.
+        width: Width D of the model's hidden states.
+        expert_width: Inner width F of an expert.
         dtype: Dtype of the run.
         device: Device that runs the trial.
     """
@@ -115,7 +116,7 @@ def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Devi
         return out[:num_valid], drows[:num_valid], dweights
 
     return Trial(
-        operation="products of experts",
+        operation="expert matmuls",
         names=("outputs", "gradient of rows", "gradient of weights"),
         run=run,
         arrays=(rows, weights, sizes, gradient),
@@ -128,10 +129,10 @@ def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Devi
 def resolve_kernel_name(
     name: str, platform: str, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Resolve `config.model.experts` to a kernel name other than `auto`, and the reason.
+    """Resolve `config.model.experts` to a kernel name; also return the reason, for the log.
 
     Raises:
-        ValueError: The kernels do not support these devices or this dtype. Names the config key.
+        ValueError: The kernels do not support the platform or dtype.
     """
     kernels = KERNELS.get(platform, {})
     if name == "auto":
@@ -150,4 +151,4 @@ def resolve_kernel_name(
             f"config.model.experts is {name!r}, whose kernels multiply 16-bit floats, but "
             f"config.model.dtype is '{dtype}'; set the first to 'auto' or 'xla'."
         )
-    return name, "as config.model.experts says"
+    return name, "set by config.model.experts"

@@ -1,9 +1,9 @@
-"""Dispatch of tokens to experts: sorted by expert, dropless, no token x expert x width array.
+"""Dropless dispatch of tokens to experts, sorted by expert.
 
 If experts are split over the mesh axis `expert`, its devices gather each other's tokens, apply
-their own experts, and reduce-scatter the results: each device gets the sums of its own tokens. The
-time depends on the tokens that reach a device's experts; buffers are sized for the case that all
-do.
+their local experts, and reduce-scatter the results, so that each device gets the sums for its
+tokens. The time depends on the number of tokens routed to a device's experts; buffers are sized for
+the worst case, in which all are.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Weights = Mapping[str, jax.Array]
 
 
 class DispatchOrder(NamedTuple):
-    """Sorting of the A = M * k token-expert pairs, and its inverse.
+    """Order of the A = M * k token-expert pairs, sorted by expert, and its inverse.
 
-    There are C slots: as many pairs as can reach the local experts.
+    There are C slots, the maximum number of pairs with local experts.
     """
 
-    source: jax.Array  # int32 [C], pair of each slot
+    source: jax.Array  # int32 [C], pair in each slot
     is_filled: jax.Array  # bool [C], the slot holds a pair
     slot: jax.Array  # int32 [A], slot of each pair
     is_local: jax.Array  # bool [A], the pair's expert is local
@@ -43,7 +43,7 @@ class DispatchOrder(NamedTuple):
 def sort_by_expert(
     topk_ids: Int[Array, "M k"], first: int | jax.Array, num_experts: int
 ) -> DispatchOrder:
-    """Sort pairs by the `num_experts` experts from `first` on; the others are left out."""
+    """Sort the pairs of the `num_experts` local experts, starting at expert `first`."""
     M, k = topk_ids.shape
     capacity = M * min(k, num_experts)
     experts = topk_ids.reshape(-1) - first
@@ -60,13 +60,13 @@ def sort_by_expert(
 
 
 def _gather_rows(x: jax.Array, index: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Gather the rows at `index`, with 0 at invalid entries."""
+    """Gather the rows at `index`; invalid entries become 0."""
     return jnp.where(is_valid[:, None], x.at[index].get(mode="promise_in_bounds"), 0)
 
 
 @jax.custom_vjp
 def _permute(x: Float[Array, "M D"], order: DispatchOrder) -> Float[Array, "C D"]:
-    """Copy tokens to their slots; the gradient is gathered too, not scattered."""
+    """Copy tokens to their slots; the backward pass gathers too, instead of scattering."""
     top_k = len(order.slot) // len(x)
     return _gather_rows(x, order.source // top_k, order.is_filled)
 
@@ -115,14 +115,14 @@ def apply_experts(
     product: GroupedMatmul,
     first: int | jax.Array = 0,
 ) -> Float[Array, "M D"]:
-    """Apply the local experts to their tokens and sum by shares; float32.
+    """Apply the local experts to their tokens and return the router-weighted sum, in float32.
 
     Args:
-        x: Tokens.
+        x: Hidden states of the tokens.
         weights: Weights of the local experts.
-        topk_ids: Experts of each token.
-        topk_weights: Weight of each chosen expert, float32.
-        product: See `GroupedMatmul`.
+        topk_ids: Top-k experts of each token.
+        topk_weights: Router weight of each selected expert, float32.
+        product: Grouped matmul kernel.
         first: Index of the first local expert.
     """
     order = sort_by_expert(topk_ids, first, len(weights["gate"]))
@@ -137,14 +137,14 @@ def apply_experts(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKernels:
-    """Computation of a layer's experts.
+    """Function that applies the experts of a layer, with the kernels selected for a mesh.
 
     Attributes:
-        name: Kernel name, one of `config.EXPERTS`, never `auto`.
+        name: Kernel name, one of `config.EXPERTS` except `auto`.
         reason: Reason for the selection, for the log.
-        product: Product of sorted rows and their experts' weights.
-        mesh: Mesh over which tokens are split, experts over `expert` and their inner width over
-            `tensor`; None is one device.
+        product: Grouped matmul kernel.
+        mesh: Mesh that splits tokens over `batch`, experts over `expert` and their inner width over
+            `tensor`; None means one device.
         batch: Mesh axes over which tokens are split.
         kernel_checks: Self-test results; see `models.kernel_check`.
     """
@@ -163,7 +163,7 @@ class ExpertKernels:
         topk_ids: Int[Array, "M k"],
         topk_weights: Float[Array, "M k"],
     ) -> Float[Array, "M D"]:
-        """Apply each token's experts and sum by shares."""
+        """Apply each token's experts and return the router-weighted sum."""
         if self.mesh is None or self.mesh.size == 1:
             return apply_experts(x, weights, topk_ids, topk_weights, product=self.product).astype(
                 x.dtype
@@ -208,5 +208,5 @@ class ExpertKernels:
         return combined.astype(dtype)
 
 
-XLA = ExpertKernels(name="xla", reason="which every platform has", product=grouped_matmul)
-"""XLA computation on one device of any platform."""
+XLA = ExpertKernels(name="xla", reason="available on every platform", product=grouped_matmul)
+"""XLA implementation for one device, available on every platform."""

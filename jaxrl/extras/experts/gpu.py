@@ -1,7 +1,7 @@
-"""Grouped matrix products on NVIDIA GPUs: sorted rows times the weights of their groups.
+"""Grouped matmul on NVIDIA GPUs: sorted rows times the weights of their groups.
 
-Pallas kernels for the Triton backend. The host does not know the groups' sizes: it launches as many
-programs as could be needed, and those without rows exit immediately.
+Pallas kernels for the Triton backend. The host does not know the sizes of the groups, so it
+launches the maximum number of programs; those without rows exit immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.experts.products import cumsum, find_tiles, make_differentiable, tile_rows
 
 MIN_TILE = 16
-"""Minimum tile along each axis of the matrix units; arrays are padded to it."""
+"""Minimum tile size of the tensor cores along each axis; arrays are padded to it."""
 
 
 def grouped_matmul(
@@ -43,11 +43,11 @@ def grouped_matmul(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Block sizes of a program, small enough for three stages in an Ampere chip's shared memory."""
+    """Block sizes of a program; three pipeline stages fit in the shared memory of Ampere GPUs."""
 
     rows: int
     columns: int
-    inner: int  # of the contracted axis
+    inner: int  # along the contracted axis
 
     @classmethod
     def fit(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> BlockSizes:
@@ -70,9 +70,9 @@ class BlockSizes:
 def _multiply_tiles(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
-    """Multiply rows by their group's weights, or by the transpose.
+    """Multiply rows by the weights of their group, or by the transposed weights.
 
-    A program computes one output block for a tile of rows of one group.
+    Each program computes one output block for a tile of rows of one group.
     """
     (A, inner), (G, *shape) = rows.shape, weights.shape
     columns = shape[0 if is_transposed else 1]
@@ -127,10 +127,10 @@ def _rows_kernel(
 def _weights_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
-    """Return the gradient of the weights; 0 for a group without rows.
+    """Compute the gradient of the weights; 0 for a group without rows.
 
-    A program computes a block of one group's gradient in a loop over the group's rows: each block
-    is written once, and the order of summation is fixed.
+    Each program computes a block of one group's gradient in a loop over the group's rows, so the
+    block is written once and the order of summation is fixed.
     """
     (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
     blocks = BlockSizes.fit(D, F, 64, rows.dtype)

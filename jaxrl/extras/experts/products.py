@@ -1,8 +1,8 @@
-"""Grouped matrix products in XLA: sorted rows times the weights of their groups.
+"""Grouped matmul in XLA: sorted rows times the weights of their groups.
 
-`jax.lax.ragged_dot` computes the same, but on CPUs and CUDA it multiplies every row with every
+`jax.lax.ragged_dot` computes the same, but on CPUs and CUDA it multiplies every row by every
 group's weights, through an array of rows x groups x width. The loop here multiplies one tile of
-rows at a time with its group's weights, so the cost is proportional to the rows.
+rows at a time by its group's weights, so the cost is proportional to the number of rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxtyping import Array, Float, Int
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Function from rows `[A, D]`, sorted by group, weights `[G, D, F]` and sizes `[G]` to `[A, F]`.
 
-The groups' sizes add up to at most A. Results and gradients of rows beyond the groups are
-unspecified; these rows do not contribute to the gradient of the weights.
+The sizes add up to at most A. Results and gradients of rows beyond all groups are unspecified;
+these rows do not contribute to the gradient of the weights.
 """
 
 MAX_TILE = 128
-"""Maximum rows of a tile: larger tiles are mostly padding if groups are small."""
+"""Maximum rows per tile: larger tiles are mostly padding if groups are small."""
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows of one group; entries after the first `num_tiles` start past all rows."""
+    """Tiles of rows, each within one group; unused entries at the end start after all rows."""
 
     start: jax.Array  # int32 [T]
     group: jax.Array  # int32 [T]
@@ -37,14 +37,14 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(num_rows: int, num_groups: int, *, min_rows: int = 8) -> int:
-    """Return the rows of a tile: about a group's, a power of two from `min_rows` to `MAX_TILE`."""
+    """Return the rows per tile: the mean group size, rounded up to a power of two and clipped."""
     return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), min_rows), MAX_TILE)
 
 
 def count_at_most(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Count the sorted numbers that are at most each value.
+    """Count, for each value, the sorted numbers that do not exceed it.
 
-    Unrolled, because a GPU would launch every iteration of a loop, in every layer.
+    The search is unrolled because a GPU launches a kernel per loop iteration, in every layer.
     """
     counts = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
     return counts.astype(jnp.int32)
@@ -56,7 +56,7 @@ def cumsum(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
 
 
 def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
-    """Compute the tiles of groups with these sizes, `num_rows` rows at most in total."""
+    """Split groups of these sizes, at most `num_rows` rows in total, into tiles of `tile` rows."""
     max_nonempty = min(num_rows, len(sizes))  # maximum number of nonempty groups
     max_tiles = max_nonempty + (num_rows - max_nonempty) // tile
     tiles_per_group = -(-sizes // tile)
@@ -74,7 +74,7 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
 def grouped_matmul(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a loop over the existing tiles; float32 sums."""
+    """Compute a `GroupedMatmul` in a loop over the tiles in use, accumulating in float32."""
     return make_differentiable(_multiply_tiles, _weights_gradient, has_static_length=False)(
         rows, weights, sizes
     )
@@ -83,7 +83,7 @@ def grouped_matmul(
 def grouped_matmul_static(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a loop of fixed length, accumulating in float32."""
+    """Compute a `GroupedMatmul` in a loop of fixed length, without waiting for the host."""
     return make_differentiable(_multiply_tiles, _weights_gradient, has_static_length=True)(
         rows, weights, sizes
     )
@@ -96,10 +96,10 @@ def make_differentiable(
 
     Args:
         multiply: Function of rows, weights and sizes. With `is_transposed=True` it multiplies by
-            the transposes of the weights.
-        weights_gradient: Function of rows, the product's gradient, sizes and a dtype. It returns
-            the gradient of the weights: for each group the sum of outer products of its rows.
-        settings: Further keyword arguments of both functions.
+            the transposed weights.
+        weights_gradient: Function of rows, output gradient, sizes and a dtype. It returns the
+            gradient of the weights: for each group, the sum of outer products over its rows.
+        settings: Additional keyword arguments for both functions.
     """
     multiply, weights_gradient = (
         partial(multiply, **settings),
@@ -132,7 +132,7 @@ def _multiply_tiles(
     has_static_length: bool,
     is_transposed: bool,
 ) -> jax.Array:
-    """Multiply rows by their group's weights, or by the transpose."""
+    """Multiply rows by the weights of their group, or by the transposed weights."""
     tile = tile_rows(len(rows), len(weights))
     tiles = find_tiles(sizes, len(rows), tile)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
@@ -161,7 +161,7 @@ def _weights_gradient(
     *,
     has_static_length: bool,
 ) -> jax.Array:
-    """Return the gradient of the weights, summed in float32."""
+    """Compute the gradient of the weights, accumulating in float32."""
     tile = tile_rows(len(rows), len(sizes))
     tiles = find_tiles(sizes, len(rows), tile)
     padded, gradient = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, gradient))

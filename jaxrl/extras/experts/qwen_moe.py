@@ -1,14 +1,14 @@
-"""Qwen3 mixture of experts: the dense decoder with experts in place of some layers' MLP.
+"""Qwen3 MoE: the dense decoder with experts instead of an MLP in some layers.
 
 The parameter tree is that of `qwen`, except that `blocks/mlp` is stacked over the dense layers
-only, and the other N layers have E experts each:
+only, and the N other layers have E experts each:
 
     blocks/moe/router/kernel                        [N, D, E]
     blocks/moe/{gate,up}/kernel                     [N, E, D, F]
     blocks/moe/down/kernel                          [N, E, F, D]
 
-A token's experts are the top k of a softmax over all (`experts/routing.py`); their products are
-computed on sorted tokens (`experts/dispatch.py`).
+A softmax over all experts selects the top k for each token (`experts/routing.py`). Tokens are
+sorted by expert for the matmuls (`experts/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _SIZES = (
 )
 
 _MAX_EXPERTS = 1_000_000
-"""Limit over all layers: each expert has its own tensors, which are looked up by name."""
+"""Limit over all layers, since each expert has separate tensors, which are looked up by name."""
 
 RoutingState = tuple[jax.Array, RoutingResults]
-"""Index of the next layer with experts, and the routing results of the layers before."""
+"""Index of the next expert layer, and the routing results of the layers so far."""
 
 
 class ExpertLinear(nnx.Module):
-    """One matrix per expert."""
+    """Linear layer with one matrix per expert."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         make = nnx.initializers.lecun_normal(batch_axis=0)
@@ -86,16 +86,16 @@ class MoE(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Fields of a Qwen3-MoE `config.json` that change the computation, and the kernels.
+    """Qwen3-MoE model, built from its `config.json`, with the kernels for its experts.
 
     Attributes:
-        experts: Computation of a layer's experts; see `on_mesh`.
+        experts: Function that applies a layer's experts, selected by `on_mesh`.
     """
 
     expert_width: int
     num_experts: int
     top_k: int  # experts per token
-    renormalize: bool  # a token's shares add up to 1
+    renormalize: bool  # a token's expert weights sum to 1
     expert_layers: tuple[int, ...]  # sorted indices of the layers with experts
     experts: ExpertKernels = field(default=XLA, compare=False)  # models are equal on every mesh
 
@@ -106,10 +106,10 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """Parse a `config.json`, in the old or the new spelling; null means absent.
+        """Build the model from a `config.json`, with old or new field names.
 
         Raises:
-            ValueError: See `QwenConfig`; or the numbers of experts or layers are inconsistent.
+            ValueError: See `QwenConfig.from_dict`; also for inconsistent numbers of experts.
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
@@ -118,7 +118,7 @@ class QwenMoeConfig(QwenConfig):
             )
         # The dense decoder is Qwen3's.
         given, complete = fields, with_hf_defaults(fields, "qwen3_moe", source=source)
-        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
+        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3`: 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
             complete.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
@@ -177,17 +177,17 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def stacks(self) -> Stacks:
-        """Return the layers with an MLP and those with experts, if some layers are dense."""
+        """Return the layers with an MLP and those with experts, or {} if all have experts."""
         dense = tuple(self._dense_layers)
         return {"mlp": dense, "moe": self.expert_layers} if dense else {}
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """Declare experts, and an MLP if some layers have one."""
+        """Declare the experts, and an MLP if some layers are dense."""
         dense = super().declare_feed_forward(rngs) if self._dense_layers else {}
         return {**dense, "moe": MoE(self, rngs=rngs)}
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Split experts over `expert` and each like an MLP; routers only along the width."""
+        """Return the axis names; each expert is sharded like an MLP, in addition to `expert`."""
         gate_up = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
@@ -198,18 +198,18 @@ class QwenMoeConfig(QwenConfig):
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Return the weights; routers stay float32 and are cast where they are multiplied."""
+        """Cast the weights; routers stay float32 and are cast when they are multiplied."""
         weights = super().train_weights(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
     def linear_layers(self) -> tuple[str, ...]:
-        """Return the dense model's linear layers, without routers and experts."""
+        """Return the paths of the dense model's linear layers, without routers and experts."""
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the array of each token's chosen experts; unknown ones hold an invalid index."""
+        """Return the array of each token's selected experts; invalid indices mean unknown."""
         dtype = routing.recorded_dtype(self.num_experts)
         shape = len(self.expert_layers), self.top_k
         return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
@@ -217,18 +217,18 @@ class QwenMoeConfig(QwenConfig):
     def on_mesh(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> QwenMoeConfig:
-        """See `Architecture`."""
+        """See `Architecture.on_mesh`."""
         return replace(
             self, experts=select_kernels(experts, mesh, self.width, self.expert_width, check_dtype)
         )
 
     def check_kernels(self, platform: str, *, experts: str, dtype: DTypeLike) -> None:
-        """See `Architecture`."""
+        """See `Architecture.check_kernels`."""
         resolve_kernel_name(experts, platform, dtype)
 
     @property
     def kernel_summary(self) -> str:
-        """Return the expert kernels and the reason for them."""
+        """Return a line for the log: the expert kernel and the reason for its selection."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
@@ -238,11 +238,11 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def statistics(self) -> routing.RouterStatistics:
-        """Return the statistics of expert usage."""
+        """Return the router statistics."""
         return routing.RouterStatistics()
 
     def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> RoutingState:
-        """Return the index of the first layer with experts, and empty routing results."""
+        """Return expert-layer index 0 and empty routing results."""
         results = routing.init_results(
             aux,
             num_layers=len(self.expert_layers),
@@ -253,13 +253,13 @@ class QwenMoeConfig(QwenConfig):
         return jnp.zeros((), jnp.int32), results
 
     def store_extra_state(self, aux: AuxArrays, extra_state: RoutingState) -> None:
-        """Store the chosen experts and their usage in `aux`."""
+        """Store the selected experts and their usage in `aux`."""
         routing.store_results(aux, extra_state[1])
 
     def feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: RoutingState, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], RoutingState]:
-        """Apply the experts if the layer has some, else the MLP."""
+        """Apply the layer's experts, or the MLP if it is a dense layer."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), extra_state
         number, results = extra_state
@@ -276,11 +276,11 @@ class QwenMoeConfig(QwenConfig):
         return added, (number + 1, routing.add_layer(aux, results, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
-        """Return the names of the MLP and of the experts."""
+        """Return the HF names of the parameters of MLP, router and experts."""
         return {**super().feed_forward_names(), **HF_NAMES}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return a layer's experts as transformers 5 fuses them."""
+        """Return the tensors into which transformers 5 fuses the experts of each layer."""
         E, D, F = self.num_experts, self.width, self.expert_width
         fused = {}
         for layer in self.expert_layers:
@@ -297,7 +297,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def num_inactive_params(self) -> int:
-        """Return the number of expert parameters that a token does not use."""
+        """Return the number of expert parameters that are inactive for a token."""
         params_per_expert = 3 * self.width * self.expert_width
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
@@ -308,7 +308,7 @@ class QwenMoeConfig(QwenConfig):
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Count values for the capacity of token-expert pairs, and for the device's own pairs."""
+        """Return the terms of one layer's experts, for buffers that fit all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k
         width = self.expert_width
@@ -323,6 +323,6 @@ class QwenMoeConfig(QwenConfig):
             },
             # A forward pass holds one array of pairs at full width and two at the inner width.
             prefill_activations=rows * (self.width + 2 * inner),
-            # Of six arrays at full and six at inner width, a GPU holds five and four, a TPU fewer.
+            # Of six arrays at full and six at inner width, a GPU stores five and four, a TPU fewer.
             reused_activations=rows * (self.width + 2 * inner),
         )

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: choices, load balance, and what a pass records of them."""
+"""Routing of tokens to experts: top-k selection, load balance and recorded results."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxrl.models.aux_arrays import AuxArrays
 
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the per-token array of chosen experts, `[layers, k]`."""
+"""Name of the per-token array of selected experts, `[layers, k]`."""
 
 
 class Routing(NamedTuple):
-    """Experts chosen for M tokens in one layer."""
+    """Experts selected for M tokens in one layer."""
 
-    topk_ids: jax.Array  # int32 [M, k], experts
-    topk_weights: jax.Array  # float32 [M, k], weights of the chosen experts' outputs
+    topk_ids: jax.Array  # int32 [M, k], selected experts
+    topk_weights: jax.Array  # float32 [M, k], weights of the selected experts' outputs
     log_probabilities: jax.Array  # float32 [M, E], of all experts, in nats
-    differs: jax.Array | None = None  # bool [M], the given experts are not the top k
+    differs: jax.Array | None = None  # bool [M], the replayed experts are not the top k
 
 
 def route(
@@ -33,13 +33,14 @@ def route(
     renormalize: bool,
     replayed_ids: Integer[Array, "M k"] | None = None,
 ) -> Routing:
-    """Choose the top-k experts of each token, by a softmax over all experts.
+    """Select the top-k experts of each token by a softmax over all experts.
 
     Args:
         logits: Router logits, float32.
-        top_k: Experts per token.
-        renormalize: True if a token's shares add up to 1; otherwise they are the probabilities.
-        replayed_ids: Experts to use instead of the top k, with shares computed here
+        top_k: Number of experts per token.
+        renormalize: True to normalize a token's expert weights to sum to 1; otherwise they are the
+            softmax probabilities.
+        replayed_ids: Experts to use instead of the top k, with weights from `logits`
             (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
     """
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
@@ -58,39 +59,40 @@ def route(
 
 
 def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """Return True for tokens with recorded experts; the others hold invalid indices."""
+    """Return True for tokens with recorded experts; other tokens have invalid indices."""
     return (replayed_ids < num_experts).all(axis=-1)
 
 
 def recorded_dtype(num_experts: int) -> np.dtype:
-    """Return the smallest dtype for expert indices with its maximum free to mean invalid."""
+    """Return the smallest dtype for expert indices whose maximum is free to mark invalid ones."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 @struct.dataclass
 class ExpertUsage:
-    """Usage of the experts of L layers: weighted sums over counted tokens, float32."""
+    """Expert usage in L layers: weighted sums over tokens, float32."""
 
     num_tokens: Any  # scalar
-    counts: Any  # [L, E], tokens that chose the expert
+    counts: Any  # [L, E], tokens routed to the expert
     probabilities: Any  # [L, E]; differentiable
     entropies: Any  # [L], of a token's distribution over the experts, in nats
-    num_replayed: Any = None  # scalar, tokens with given experts; None without given experts
-    differences: Any = None  # [L], tokens whose given experts are not the top k
+    num_replayed: Any = None  # scalar, tokens with replayed experts; None without replay
+    differences: Any = None  # [L], tokens whose replayed experts are not the top k
 
 
 def balance_loss(
     probabilities: Float[Array, "L E"], counts: Float[Array, "L E"], num_tokens: Any
 ) -> Float[Array, ""]:
-    """Compute E times the sum over experts of the share of tokens times the mean probability.
+    """Compute the load-balancing loss: E * sum over experts of token fraction * mean probability.
 
     Equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961), over all layers
-    together as in transformers: k for uniform usage, up to E otherwise. The counts are constants.
+    together as in transformers. The loss is k for uniform usage and at most E. The counts are
+    treated as constants.
 
     Args:
-        probabilities: Sums over tokens.
-        counts: Tokens that chose each expert.
-        num_tokens: Number of counted tokens.
+        probabilities: Router probabilities, summed over tokens.
+        counts: Number of tokens routed to each expert.
+        num_tokens: Number of tokens in the sums.
     """
     rows = num_tokens * len(probabilities)
     topk_weights = jax.lax.stop_gradient(counts).sum(axis=0) / rows
@@ -100,10 +102,10 @@ def balance_loss(
 def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
     """Compute routing metrics.
 
-    `entropy` is the mean over layers, in nats. `load_max` and `load_min` are an expert's load
-    relative to its layer's mean, the extremes over all layers; `load_max_mean` is the mean over
-    layers of the highest load. With given experts, `replay_difference` is the share of (token,
-    layer) choices in which the router's top k differs.
+    `entropy` is the mean over layers, in nats. `load_max` and `load_min` are the highest and lowest
+    load of any expert, relative to the mean load in the layer; `load_max_mean` averages the highest
+    load of each layer. With replayed experts, `replay_difference` is the fraction of (token, layer)
+    pairs in which they are not the router's top k.
     """
     tokens = jnp.maximum(usage.num_tokens, 1.0)
     mean = jnp.maximum(usage.counts.mean(axis=-1, keepdims=True), 1e-9)
@@ -123,31 +125,31 @@ def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
 
 
 class RouterStatistics:
-    """Metrics of `ExpertUsage`, and the balance loss with the counts of a complete mini-batch."""
+    """Metrics and load-balancing loss of `ExpertUsage`, with counts over a complete mini-batch."""
 
     def metrics(self, sums: ExpertUsage) -> dict[str, jax.Array]:
-        """Return `compute_usage_metrics` as `router/...`."""
+        """Return `compute_usage_metrics` with the prefix `router/`."""
         return {f"router/{name}": value for name, value in compute_usage_metrics(sums).items()}
 
     def balance_weights(self, sums: ExpertUsage, coef: jax.Array) -> jax.Array:
-        """Return float32 [E], to be multiplied by token probabilities summed over layers."""
+        """Return each expert's factor in `balance_loss`, float32 [E], from mini-batch sums."""
         num_layers, num_experts = sums.counts.shape
         rows = sums.num_tokens * num_layers
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
     def balance_loss(self, weights: jax.Array, sums: ExpertUsage) -> jax.Array:
-        """Compute the share of `balance_loss`; equal to it if the sums cover the mini-batch."""
+        """Compute a micro-batch's part of the loss times its coefficient; parts add up."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 
 RoutingResults = tuple[jax.Array | None, ExpertUsage | None]
-"""Routing results of the layers so far: the chosen experts `[L, M, k]`, and their usage."""
+"""Routing results of the layers so far: the selected experts `[L, M, k]`, and their usage."""
 
 
 def init_results(
     aux: AuxArrays, *, num_layers: int, num_tokens: int, top_k: int, num_experts: int
 ) -> RoutingResults:
-    """Return empty routing results for what the pass is asked to compute."""
+    """Return empty routing results for the outputs that `aux` requests."""
     topk_ids = usage = None
     if aux.records:
         dtype = recorded_dtype(num_experts)
@@ -169,7 +171,7 @@ def init_results(
 
 
 def get_replayed(aux: AuxArrays, number: Any) -> jax.Array | None:
-    """Return the given experts `[M, k]` of layer `number` among those with experts."""
+    """Return the replayed experts `[M, k]` of expert layer `number`, or None."""
     return (
         None
         if (replayed_ids := aux.inputs.get(ROUTED_EXPERTS)) is None
@@ -180,7 +182,7 @@ def get_replayed(aux: AuxArrays, number: Any) -> jax.Array | None:
 def add_layer(
     aux: AuxArrays, results: RoutingResults, number: Any, routing_result: Routing
 ) -> RoutingResults:
-    """Add a layer's choice to the routing results."""
+    """Add the routing of one layer to the results."""
     topk_ids, usage = results
     if topk_ids is not None:
         topk_ids = topk_ids.at[number].set(routing_result.topk_ids.astype(topk_ids.dtype))
@@ -207,7 +209,7 @@ def add_layer(
 
 
 def store_results(aux: AuxArrays, results: RoutingResults) -> None:
-    """Store the requested results after the last layer."""
+    """Store the final results in `aux`, after the last layer."""
     topk_ids, aux.statistics = results
     if topk_ids is not None:
         aux.recorded[ROUTED_EXPERTS] = jnp.moveaxis(topk_ids, 1, 0)

@@ -1,7 +1,7 @@
-"""Grouped matrix products on Hopper GPUs: Mosaic kernels of tokamax and JAX.
+"""Grouped matmul on Hopper GPUs, with Mosaic kernels from tokamax and JAX.
 
-The products of rows are tokamax's. The gradient of weights is JAX's: tokamax's takes five times as
-long as a Triton kernel on an H100, by the timings that ship with tokamax 0.0.17.
+The forward pass and input gradients use tokamax. The weight gradient uses JAX, because tokamax's
+kernel takes five times as long as a Triton kernel on an H100 (timings shipped with tokamax 0.0.17).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxrl.extras.experts.products import make_differentiable
 from jaxrl.models.kernel_check import import_tokamax
 
 ROW_MULTIPLE = 8
-"""Rows are padded to multiples of this, the granularity of copies to the chip."""
+"""Rows are padded to a multiple of this, the granularity of copies to shared memory."""
 
 WIDTH_MULTIPLE = 64
-"""Widths are padded to multiples of this, which copies the weights if they are not multiples."""
+"""Widths are padded to a multiple of this; padding copies the weights."""
 
 TILE = 128
-"""Both widths are padded to multiples of this in the gradient of weights."""
+"""Both widths are padded to a multiple of this for the weight gradient."""
 
 
 def grouped_matmul(
@@ -39,7 +39,7 @@ def grouped_matmul(
         rows: Rows sorted by group.
         weights: Weights of each group.
         sizes: Number of rows of each group.
-        interpret: True to use `jax.lax.ragged_dot` in place of the kernels, for tests.
+        interpret: True to use `jax.lax.ragged_dot` instead of the kernels, for tests.
 
     Raises:
         ImportError: tokamax is not installed, or its version differs.
@@ -60,7 +60,7 @@ def grouped_matmul(
 def _multiply_rows(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bool, is_transposed: bool
 ) -> jax.Array:
-    """Multiply rows by their group's weights, or by the transpose."""
+    """Multiply rows by the weights of their group, or by the transposed weights."""
     contracted = 2 if is_transposed else 1
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [contracted]), ([], [])),
@@ -82,10 +82,9 @@ def _multiply_rows(
 
 
 def _kernel_config(rows_per_group: int) -> Any:
-    """Return the block sizes that were fastest in tokamax's H100 timings at these group sizes.
+    """Return the block sizes that were fastest in tokamax's H100 timings for these group sizes.
 
-    Programs are persistent over tiles if groups fill tiles. With few rows, each tile has its own
-    program.
+    If groups fill tiles, programs are persistent over tiles; otherwise each tile gets a program.
     """
     kernels = import_tokamax("ragged_dot.pallas_mosaic_gpu")
     has_tiles = rows_per_group >= 128
@@ -104,9 +103,9 @@ def _kernel_config(rows_per_group: int) -> Any:
 def _weights_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
-    """Return the gradient of the weights; 0 for a group without rows."""
-    # The kernel multiplies other groups' rows in a group's first and last block by 0, so they must
-    # be finite.
+    """Compute the gradient of the weights; 0 for a group without rows."""
+    # In a group's first and last block, the kernel multiplies rows of other groups by 0, so they
+    # must be finite.
     is_filled = (jnp.arange(len(rows)) < sizes.sum())[:, None]
     rows, gradient = (jnp.where(is_filled, x, 0) for x in (rows, gradient))
     if interpret:
@@ -119,7 +118,7 @@ def _weights_gradient(
             rows, gradient, sizes, numbers, preferred_element_type=jnp.float32
         )
         return summed.astype(rows.dtype).astype(dtype)
-    # Import lazily: it imports JAX modules that are meant for tests.
+    # Import lazily, since this imports JAX modules that are meant for tests.
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     D, F = rows.shape[1], gradient.shape[1]
@@ -131,8 +130,8 @@ def _weights_gradient(
         block_n=TILE,
         block_k=64,
         max_concurrent_steps=4,
-        # Plain order: the data that a group's tiles read fits the L2 cache. Others measured it 6 to
-        # 8% faster than snaking (https://github.com/marin-community/marin/pull/6880).
+        # Plain order, since the data that a group's tiles read fits in the L2 cache. It is 6 to 8%
+        # faster than snaking (measured in https://github.com/marin-community/marin/pull/6880).
         grid_block_n=1,
     )
     return blocks[:, :D, :F].astype(dtype)

@@ -1,4 +1,4 @@
-"""Grouped matrix products on TPUs: sorted rows times the weights of their groups."""
+"""Grouped matmul on TPUs: sorted rows times the weights of their groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jax.experimental.pallas.ops.tpu.megablox import ops
 from jaxtyping import Array, Float, Int
 
 TILE_ROWS = 128
-"""Rows are padded to full tiles."""
+"""Number of rows per tile; rows are padded to full tiles."""
 
 MAX_TILE = 512
-"""Largest tile along the other two axes, in multiples of the 128 lanes."""
+"""Maximum tile size along the other two axes, a multiple of the 128 lanes."""
 
 
 def grouped_matmul(

@@ -1,15 +1,16 @@
-"""Low-rank adapters: a small number of trained weights added to frozen ones.
+"""LoRA adapters: a small number of trained weights added to frozen ones.
 
 LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer of weights W [in, out] as
 
     x W + s x A B,    A [in, r], B [r, out],    s = alpha / r, or alpha / sqrt(r)
 
-and trains only A and B. The second s is rsLoRA's (https://arxiv.org/abs/2312.03732), with which a
-learning rate transfers between ranks. B is initialized to zero, so a new adapter changes nothing.
+and trains only A and B. The second scale is rsLoRA's (https://arxiv.org/abs/2312.03732), which
+allows the same learning rate for all ranks. B is initialized to zero, so a new adapter changes
+nothing.
 
-The parameters of a policy are one tree of two parts, joined by `merge_params` and separated by
-`split`: the architecture's parameters (the base), and next to the `kernel` of each layer with an
-adapter
+The parameters of a policy are one tree with two parts, joined by `merge_params` and separated by
+`split`: the architecture's parameters (the base) and, next to the `kernel` of each layer with an
+adapter,
 
     blocks/.../kernel_a    float32 [L, in, r]
     blocks/.../kernel_b    float32 [L, r, out]
@@ -40,44 +41,44 @@ from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
-"""Target for every linear layer of the blocks."""
+"""Target name that selects every linear layer of the blocks."""
 
 TRAINED = ("kernel_a", "kernel_b")
-"""Last path names of an adapter's parameters."""
+"""Names of a layer's adapter arrays, the last component of their paths."""
 
 QUANTIZED = ("kernel", "kernel_scale")
-"""Arrays of an int8 layer."""
+"""Names of an int8 layer's arrays."""
 
 
 def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize weights `[in, out]` to int8; a scale per output maps its largest value to 127."""
+    """Quantize weights `[in, out]` to int8, with one scale per output."""
     scale = compute_scales(kernel)
     return round_to_int8(kernel, scale), scale
 
 
 def compute_scales(kernel: np.ndarray) -> np.ndarray:
-    """Compute the scale of each output of weights `[in, out]`, float32; 1 if all are zero."""
+    """Compute each output's scale, largest absolute weight / 127, float32; 1 if all are zero."""
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
 def round_to_int8(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Round weights `[in, out]` to int8 multiples of their output's scale."""
+    """Round weights `[in, out]` to int8, in multiples of each output's scale."""
     return np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127).astype(np.int8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(WrappedArchitecture):
-    """A model with an adapter.
+    """Model with a LoRA adapter.
 
     Attributes:
-        model: Model that the adapter changes.
-        rank: Rank r.
-        alpha: Numerator of s.
+        model: Model that the adapter modifies.
+        rank: Rank r of A and B.
+        alpha: Numerator of the scale s.
         targets: Layers with an adapter, such as `blocks/attention/q`; see `find_targets`.
         use_rslora: True to divide alpha by the square root of the rank.
         base_dtype: Dtype of the base: a float dtype, or int8 for its linear layers.
-        other_dtype: Dtype of an int8 base's other weights.
+        other_dtype: Dtype of the weights of an int8 base that are not int8.
         is_merged: True if the sampler uses `W + s A B` instead of base and adapter separately.
         path: Folder of the initial adapter in PEFT format; "" initializes a new one.
     """
@@ -94,22 +95,22 @@ class Adapter(WrappedArchitecture):
 
     @property
     def scaling(self) -> float:
-        """Return the factor s."""
+        """Return the scale s of the adapter's output."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """Return the specs of the adapter's parameters and of the base's, which are all frozen."""
+        """Return the specs of the adapter (trained) and of the base (frozen)."""
         return split_params(self, lambda path: path[-1] in TRAINED)
 
     def on_mesh(self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None) -> Adapter:
-        """See `WrappedArchitecture`."""
+        """See `Architecture.on_mesh`."""
         return replace(
             self, model=self.model.on_mesh(mesh, experts=experts, check_dtype=check_dtype)
         )
 
     @property
     def plan(self) -> str:
-        """See `WrappedArchitecture`."""
+        """See `WrappedArchitecture.plan`."""
         return "jaxrl.extras.lora.memory"
 
     def check(self) -> None:
@@ -126,7 +127,7 @@ class Adapter(WrappedArchitecture):
         return files.load_base(folder, mesh, self, progress)
 
     def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
-        """Load the adapter of `path`, or initialize a new one from `seed`."""
+        """Load the adapter in `path`, or initialize a new one from `seed`."""
         from jaxrl.extras.lora import files
 
         if self.path:
@@ -147,7 +148,7 @@ class Adapter(WrappedArchitecture):
         return is_kernel and self.base_dtype == "int8"
 
     def abstract_params(self) -> Params:
-        """Return the parameters of base and adapter."""
+        """Return the parameters of the base and the adapter as `jax.ShapeDtypeStruct`s."""
         float_dtype = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
         shapes = {}
         for path, leaf in flatten_dict(self.model.abstract_params()).items():
@@ -167,7 +168,7 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(shapes)
 
     def logical_axes(self) -> dict[str, Any]:
-        """Split an adapter's matrices like the weights that they change; the rank is not split."""
+        """Return the axis names; A and B are sharded like the kernel, except along the rank."""
         return self._add_adapter_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(flat)
 
     def init(self, key: jax.Array) -> Params:
-        """Initialize a new adapter: A uniform within 1 / sqrt(in), as in PEFT, and B zero."""
+        """Initialize a new adapter: A uniform in ±1 / sqrt(in), as in PEFT, and B zero."""
         params = {}
         for number, (path, leaf) in enumerate(
             flatten_dict(self.param_specs()[0].abstract_params()).items()
@@ -206,11 +207,11 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(params)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Return the model's weights; int8 weights and their scales keep their dtypes."""
+        """Cast the weights for training and scale B by s; int8 kernels keep their dtypes."""
         return self._cast(self.model.train_weights, self._scale(policy), dtype)
 
     def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Return the model's weights, merged or not; int8 weights and scales keep their dtypes."""
+        """Cast the weights for the sampler, merged if `is_merged`; int8 kernels keep dtypes."""
         weights = self._merge(policy, dtype) if self.is_merged else self._scale(policy)
         return self._cast(self.model.decode_weights, weights, dtype)
 
@@ -226,14 +227,14 @@ class Adapter(WrappedArchitecture):
         return merge_params(floats, select_params(weights, keeps_dtype))
 
     def _scale(self, policy: Params) -> Params:
-        """Multiply B by s, so that a layer's weights are self-contained."""
+        """Multiply B by s, so that `linear` does not need s."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
     def _merge(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Merge the adapter into the weights of its targets, in the given dtype."""
+        """Merge the adapter into the kernels of its targets, in `dtype`."""
         flat = flatten_dict(self._scale(policy))
         for path in [path for path in flat if path[-1] == "kernel_a"]:
             layer_path = path[:-1]
@@ -242,7 +243,7 @@ class Adapter(WrappedArchitecture):
                 for name in (*QUANTIZED, *TRAINED)
                 if (*layer_path, name) in flat
             }
-            # One layer at a time: the float32 product of all layers would need much memory.
+            # Merge one layer at a time, since float32 kernels of all layers need much memory.
             flat[*layer_path, "kernel"] = jax.lax.map(
                 lambda one: merge_layer(one).astype(dtype), layer
             )
@@ -250,7 +251,7 @@ class Adapter(WrappedArchitecture):
 
 
 def merge_layer(layer: Params) -> jax.Array:
-    """Merge a layer's adapter, with B scaled by s, into weights `[in, out]`, float32."""
+    """Merge one layer's adapter, with B scaled by s, into a float32 kernel `[in, out]`."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]
@@ -258,12 +259,12 @@ def merge_layer(layer: Params) -> jax.Array:
 
 
 def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
-    """Resolve target names to layers, in the model's order.
+    """Resolve target names to layer paths, in the model's order.
 
     Args:
         model: Model with `linear_layers`.
-        names: `all-linear`; our layer names or suffixes of them, such as `attention/q` or `q`; HF
-            module names or suffixes of them, such as `q_proj`.
+        names: Target names: `all-linear`; layer paths or suffixes of them, such as `attention/q` or
+            `q`; HF module names or suffixes of them, such as `q_proj`.
 
     Raises:
         ValueError: A name matches no layer.
@@ -272,7 +273,7 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
     if not layers:
         raise ValueError(
             "config.model.lora.rank requires an adapter, but the architecture "
-            f"{type(model).__name__} lists no layers that support one (linear_layers)."
+            f"{type(model).__name__} has no layers that support one (linear_layers)."
         )
     selected = set()
     for name in names:
@@ -287,7 +288,7 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
             known = sorted({layer.rpartition("/")[2] for layer in layers})
             module_names = sorted({module.rpartition(".")[2] for module in layers.values()})
             raise ValueError(
-                f"config.model.lora.targets has {name!r}, which is no linear layer of the model; "
+                f"config.model.lora.targets has {name!r}, which matches no layer of the model; "
                 f"expected {ALL_LINEAR}, some of {', '.join(known)}, or of "
                 f"{', '.join(module_names)}."
             )
@@ -296,26 +297,26 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def hf_module_name(model: Architecture, layer: str) -> str:
-    """Return a layer's HF module with `{}` for its number: `model.layers.{}.self_attn.q_proj`."""
+    """Return the HF module of a stacked layer, such as `model.layers.{}.self_attn.q_proj`."""
     return model.hf_names()[f"{layer}/kernel"].removesuffix(".weight")
 
 
 def hf_module_names(model: Architecture, layer: str) -> list[str]:
-    """Return the HF modules of a layer, in the order of its leading axis."""
+    """Return the HF modules of a stacked layer, in the order of its leading axis."""
     numbers = model.stacks.get(layer.split("/")[1]) or range(model.num_layers)
     return [hf_module_name(model, layer).format(number) for number in numbers]
 
 
 def wrap_with_lora(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
-    """Wrap a model with the adapter of the config section `model.lora`.
+    """Wrap a model with the adapter that the config section `model.lora` describes.
 
     Args:
-        keys: Values of the section.
+        keys: Values of the section, by key.
         model: Model without an adapter.
         dtype: Value of `model.dtype`.
 
     Raises:
-        ValueError: `model.lora.targets` names no layer of the model.
+        ValueError: A target matches no layer of the model.
     """
     return Adapter(
         model=model,

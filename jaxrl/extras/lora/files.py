@@ -1,7 +1,7 @@
-"""Loading and saving of adapters in PEFT format, their base weights, and merged models.
+"""Load adapters and their base weights; save adapters in PEFT format and merged models.
 
 PEFT (https://github.com/huggingface/peft) stores an adapter in a folder with `adapter_config.json`
-and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of each module.
+and `adapter_model.safetensors`, which contains A as [r, in] and B as [out, r] for each module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxrl.utils.json_io import read_object
 
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-"""Prefix of each module's name in PEFT's wrapped model."""
+"""Prefix of module names in PEFT's wrapped model."""
 
 MATRICES = {"kernel_a": "lora_A", "kernel_b": "lora_B"}
 
@@ -62,7 +62,7 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-"""PEFT fields that change the computation, unless they are empty, false or `none`."""
+"""PEFT fields that change the computation unless they are empty, false or `none`."""
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` with which PEFT also changes the base weights."""
@@ -76,8 +76,8 @@ def load_base(
 ) -> Params:
     """Load the base weights of an adapter from a validated HF folder.
 
-    Floats are loaded as in `load_hf`. Every process reads all of a layer that becomes int8, since
-    its scales depend on all inputs.
+    Float weights are loaded as in `load_hf`. Every process reads the complete layers that become
+    int8, since their scales depend on all inputs.
     """
     model, stored = adapter.model, open_canonical(adapter.model, Path(path))
     shapes = flatten_dict(adapter.param_specs()[1].abstract_params(), sep="/")
@@ -103,12 +103,12 @@ def load_base(
 
 
 def _shard(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
-    """Shard an array that every process has."""
+    """Shard an array of which every process has a complete copy."""
     return jax.make_array_from_callback(array.shape, leaf_sharding, array.__getitem__)
 
 
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
-    """Load the adapter of a validated folder onto the mesh."""
+    """Load the adapter in a validated folder onto the mesh."""
     stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
     shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
     params = {}
@@ -120,7 +120,7 @@ def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
 
 
 def _tensor_names(adapter: Adapter, param: str) -> list[str]:
-    """Return PEFT's tensor names of a parameter, one per layer."""
+    """Return the PEFT tensor name of a stacked parameter for each layer."""
     where, _, matrix = param.rpartition("/")
     modules = (
         _transformers_name(adapter.model, name) for name in hf_module_names(adapter.model, where)
@@ -129,7 +129,7 @@ def _tensor_names(adapter: Adapter, param: str) -> list[str]:
 
 
 def _transformers_name(model: Architecture, name: str) -> str:
-    """Return a module's name in transformers if it differs from that in files."""
+    """Convert a module's name in files to its name in transformers."""
     for prefix, canonical in model.hf_prefix_map().items():
         if name.startswith(canonical):
             return prefix + name.removeprefix(canonical)
@@ -137,11 +137,11 @@ def _transformers_name(model: Architecture, name: str) -> str:
 
 
 def check_adapter(path: str | Path, adapter: Adapter) -> None:
-    """Raise if a folder's adapter does not match the configured one.
+    """Check that the adapter in a folder matches the configured one.
 
     Raises:
         FileNotFoundError: The folder or one of its files does not exist.
-        ValueError: The adapter is damaged, or has another rank, other layers, or another base.
+        ValueError: The adapter is corrupt, or its rank, layers or base model differ.
     """
     folder = Path(path)
     for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
@@ -160,7 +160,7 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
         raise ValueError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'.")
     for name in UNSUPPORTED:
         if (value := fields.get(name)) and value != "none":
-            raise ValueError(f"{file}: {name} is {value!r}, which is not computed here.")
+            raise ValueError(f"{file}: {name} is {value!r}, which is not supported.")
     init_method = fields.get("init_lora_weights")
     if str(init_method).lower().startswith(BASE_CHANGING_INITS):
         raise ValueError(
@@ -177,8 +177,8 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
         value = fields.get(name, False)
         if value != wanted:
             raise ValueError(
-                f"{file}: {name} is {value!r}, but config.model.lora.{key} is {wanted!r}; set it "
-                "as the adapter has it."
+                f"{file}: {name} is {value!r}, but config.model.lora.{key} is {wanted!r}; set the "
+                "key to the adapter's value."
             )
 
 
@@ -201,18 +201,18 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
         verb = "has" if first in actual else "lacks"
         raise ValueError(
             f"{file} {verb} {first!r}: its target_modules are {fields.get('target_modules')!r}, "
-            f"of the model {base_model!r}; config.model.lora.targets names "
-            f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set the targets "
-            "as the adapter has them, or model.path to the model that it was made for."
+            f"for the model {base_model!r}; config.model.lora.targets is "
+            f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set targets to "
+            "the adapter's, or model.path to the model that the adapter was trained for."
         )
     if unknown := sorted(stored.keys() - shapes.keys()):
-        raise ValueError(f"{file} has {unknown[0]!r}, which is not computed here.")
+        raise ValueError(f"{file} has {unknown[0]!r}, which is not supported.")
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
-            actual_shape = list(stored[name].shape) if name in stored else "nothing"
+            actual_shape = list(stored[name].shape) if name in stored else "missing"
             raise ValueError(
-                f"{file}: tensor {name!r} is {actual_shape}; the model of config.model.path calls "
-                f"for {list(shape)}. The adapter was made for {base_model!r}."
+                f"{file}: tensor {name!r} is {actual_shape}; config.model.path requires "
+                f"{list(shape)}. The adapter was trained for {base_model!r}."
             )
 
 
@@ -221,9 +221,9 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
 
     Args:
         params: Trained parameters.
-        adapter: Adapter of the parameters.
-        path: Folder to write; an existing adapter there is replaced.
-        source: HF folder of the base, recorded in the config file.
+        adapter: Adapter that the parameters belong to.
+        path: Output folder; an existing adapter is replaced.
+        source: HF folder of the base model, recorded in the config file.
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     is_writer = jax.process_index() == 0
@@ -236,7 +236,7 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
                 for name, part in zip(_tensor_names(adapter, param), stacked, strict=True)
             }
             save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
-            # safetensors makes its files readable by the owner only.
+            # safetensors makes its files readable only by the owner.
             shutil.copymode(folder / CONFIG_FILE, folder / TENSORS_FILE)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("wrote an adapter")
@@ -267,10 +267,10 @@ def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """Return the shortest names with which PEFT selects exactly the targets.
+    """Return the shortest module names for which PEFT selects exactly the targets.
 
-    PEFT selects every module whose name ends with one of them, including modules that cannot have
-    an adapter here, such as those of an image tower or of experts.
+    PEFT selects every module whose name ends with one of them, including modules that we do not
+    adapt, such as those of a vision tower or of experts.
     """
     model = adapter.model
     targets = {layer: hf_module_name(model, layer) for layer in adapter.targets}
@@ -290,9 +290,9 @@ def _target_modules(adapter: Adapter) -> list[str]:
 def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
     """Write the merged model as an HF folder. Every process must call this.
 
-    Each tensor is the source's plus the adapter's product, summed in float32 and stored in the
-    source's dtype. So an int8 base has no effect: the result equals what PEFT computes from the
-    source and the folder written by `save_adapter`.
+    Each tensor is the source's tensor plus s A B, computed in float32 and stored in the source's
+    dtype. An int8 base does not affect the result, which equals what PEFT computes from the source
+    and the folder written by `save_adapter`.
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model

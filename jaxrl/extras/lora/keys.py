@@ -11,8 +11,8 @@ KEYS = {
         above=0),
     "model.lora.rslora": Key(False, "Scale by `alpha / sqrt(rank)` instead (rsLoRA)."),
     "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names "
-        "such as `q`, `attention/q` or `q_proj`.", is_valid=are_nonempty_strings,
-        expected="a tuple of texts, as ('all-linear',)", is_fixed=lambda c: c.model.lora.rank),
+        "such as `q`, `attention/q` or `q_proj`.", is_valid=are_texts,
+        expected="a tuple such as ('all-linear',)", is_fixed=lambda c: c.model.lora.rank),
     "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
         "or `int8` with one scale per output of a linear layer.",
         one_of=(*DTYPES, "int8")),
@@ -29,12 +29,12 @@ RULES = (
     Rule(
         "model.lora.path",
         lambda c: c.model.lora.path and not c.model.lora.rank,
-        "'' where model.lora.rank is 0: without a rank there is no adapter",
+        "'' if model.lora.rank is 0, since there is no adapter then",
     ),
     Rule(
         "model.lora.targets",
         lambda c: c.model.lora.rank and not c.model.lora.targets,
-        "at least one layer, as ('all-linear',)",
+        "at least one target, such as ('all-linear',)",
     ),
 )
 """Invalid combinations of keys."""

@@ -4,12 +4,12 @@ from jaxrl.config.keys import FREE, Key, Rule
 
 # fmt: off
 KEYS = {
-    "images.min_pixels": Key(0, "Pixels to which a smaller image is enlarged. 0: as in "
+    "images.min_pixels": Key(0, "Minimum pixels per image; smaller images are enlarged. 0: as in "
         "`preprocessor_config.json`.", at_least=0),
-    "images.max_pixels": Key(0, "Pixels to which a larger image is reduced. 0: as in "
+    "images.max_pixels": Key(0, "Maximum pixels per image; larger images are reduced. 0: as in "
         "`preprocessor_config.json`.", at_least=0),
     "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory, least recently "
-        "used evicted.", at_least=0, restart=FREE),
+        "used ones evicted.", at_least=0, restart=FREE),
 }
 # fmt: on
 

@@ -1,8 +1,8 @@
-"""Preprocessing of images with the checkpoint's own processor, without torch.
+"""Preprocess images with the checkpoint's image processor, without torch.
 
-The processor is transformers' variant for Pillow and NumPy. An image's number of tokens follows
-from its size alone, which the first bytes of its file give. Images are decoded when a prompt or an
-observation shows them; a bounded cache keeps the most recent ones.
+The processor is transformers' variant for Pillow and NumPy. An image's number of tokens depends
+only on its size, which is read from the file header. Images are decoded when a prompt or an
+observation contains them; a bounded cache keeps the most recently used ones.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FILE = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """An image cut into patches by the model's processor."""
+    """Image split into patches by the model's image processor."""
 
     patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
-    grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
+    grid: tuple[int, int, int]  # number of patches in time, height and width
 
     @property
     def num_patches(self) -> int:
@@ -47,7 +47,7 @@ class Image:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a hash of the content; images are equal if their hashes are."""
+        """Return a hash of the content, which decides whether images are equal."""
         content = np.ascontiguousarray(self.patches, np.float32)
         shape = repr(self.grid).encode()
         return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
@@ -60,7 +60,7 @@ class Image:
 
 
 class HFImageProcessor:
-    """Converter from pictures to images. Thread-safe."""
+    """Image preprocessor: decodes pictures into patches for the vision tower. Thread-safe."""
 
     is_blank = False
 
@@ -70,13 +70,13 @@ class HFImageProcessor:
         """Load the checkpoint's `preprocessor_config.json`.
 
         Args:
-            folder: Checkpoint folder.
+            folder: Model folder with the file.
             min_pixels: Pixels to which a smaller image is enlarged; 0 uses the checkpoint's value.
             max_pixels: Pixels to which a larger image is reduced; 0 uses the checkpoint's value.
-            cache_mib: Size of the cache of recent images, MiB.
+            cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
-            ValueError: The folder has no such file, or the file describes another processor.
+            ValueError: The file does not exist or describes an unsupported processor.
         """
         self._processor = _load(folder)
         size = dict(self._processor.size)
@@ -113,18 +113,18 @@ class HFImageProcessor:
         return int(count) // self.patches_per_token
 
     def num_units(self, image: Image) -> int:
-        """Return the number of tokens of a decoded image."""
+        """Return the number of tokens of a preprocessed image."""
         return image.num_patches // self.patches_per_token
 
     def blank(self) -> BlankProcessor:
-        """Return a processor that blanks images."""
+        """Return a processor that replaces images with blank ones."""
         return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:
-        """Decode an image and cut it into patches.
+        """Decode an image and split it into patches.
 
         Raises:
-            UnreadableError: The file is damaged or not an image.
+            UnreadableError: The file is corrupt or not an image.
         """
         with wrap_image_errors(picture):
             digest = picture.digest
@@ -148,11 +148,11 @@ class HFImageProcessor:
         return processed
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Attach the images that groups from another process or a checkpoint name.
+        """Return groups from another process or a checkpoint, with their images reloaded by name.
 
         Raises:
-            UnreadableError: A file no longer exists.
-            ValueError: The image in a file has changed.
+            UnreadableError: An image file no longer exists.
+            ValueError: An image file has changed.
         """
         return [
             dataclasses.replace(
@@ -169,12 +169,12 @@ class HFImageProcessor:
 
 
 class BlankProcessor(HFImageProcessor):
-    """Processor that replaces images by blank ones of equal size, as a control experiment."""
+    """Processor that replaces each image with a blank one of its size, for control experiments."""
 
     is_blank = True
 
     def __init__(self, processor: HFImageProcessor):
-        """Use the settings of `processor`."""
+        """Wrap `processor`, whose patch sizes the blank images have."""
         self._inner = processor
         self.patches_per_token, self.patch_values = (
             processor.patches_per_token,
@@ -182,21 +182,21 @@ class BlankProcessor(HFImageProcessor):
         )
 
     def num_tokens(self, picture: Picture) -> int:
-        """See `HFImageProcessor`."""
+        """See `HFImageProcessor.num_tokens`."""
         return self._inner.num_tokens(picture)
 
     def __call__(self, picture: Picture) -> Image:
-        """Return patches of 0, the mean color."""
+        """Return patches of zeros, which represent the mean color."""
         image = self._inner(picture)
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 
 
 def _load(folder: str) -> Any:
-    """Load a checkpoint's image processor, in the variant without torch."""
+    """Load a checkpoint's image processor in transformers' variant without torch."""
     file = Path(folder) / FILE
     if not file.is_file():
         raise ValueError(
-            f"{folder!r} holds no {FILE}, and images need it; copy that file of the model "
+            f"{folder!r} has no {FILE}, which images require; copy the model's file "
             "into config.model.path."
         )
     try:
@@ -208,13 +208,13 @@ def _load(folder: str) -> Any:
             )
     except Exception as error:  # transformers raises various types for a damaged file
         raise ValueError(
-            f"{file} cannot be loaded: {type(error).__name__}: {error}; expected the image "
+            f"{file} could not be loaded: {type(error).__name__}: {error}; expected the image "
             "processor of the model in config.model.path."
         ) from error
     needed = ("merge_size", "patch_size", "temporal_patch_size", "get_number_of_image_patches")
     if missing := [name for name in needed if not hasattr(processor, name)]:
         raise ValueError(
-            f"{file} is of {type(processor).__name__}, which has no {', '.join(missing)}; expected "
-            "one that supports images of any size, such as Qwen2.5-VL's."
+            f"{file} is for {type(processor).__name__}, which lacks {', '.join(missing)}; expected "
+            "a processor that supports images of any size, such as Qwen2.5-VL's."
         )
     return processor

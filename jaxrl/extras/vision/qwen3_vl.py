@@ -1,7 +1,7 @@
 """Qwen3-VL: Qwen3's decoder with images injected at several depths (DeepStack).
 
-The parameters are those of `models.qwen`, and under `vision` those of the tower, with leading axis
-L over its layers and n over the layers whose outputs are added in the decoder's first n layers:
+In addition to the parameters of `models.qwen`, `vision` holds those of the tower: L layers, of
+which n also output features that are added after the decoder's first n layers:
 
     patch/{filter,bias}                           [D, C, temporal patch, patch, patch], [D]
     positions/embedding                           [side^2, D]
@@ -16,8 +16,8 @@ L over its layers and n over the layers whose outputs are added in the decoder's
     deepstack/norm/{scale,bias}                   [n, merge^2 * D]
     deepstack/{up,down}/{kernel,bias}             like `merger`, with leading axis n
 
-All layers attend within the complete image. In addition to rotary positions, each patch gets a
-learned position, interpolated from four neighbors in a fixed grid to the image's grid. Source:
+All layers attend over the complete image. In addition to rotary positions, each patch gets a
+learned position, interpolated between the four nearest points of a fixed grid. Source:
 https://arxiv.org/abs/2511.21631.
 """
 
@@ -82,16 +82,16 @@ HF_NAMES = {
         }
     ),
 }
-"""HF tensor of each parameter, with `{}` for the layer."""
+"""HF tensor name of each parameter; `{}` is the layer index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Vision(VisionTower):
-    """Fields of a `vision_config` that change the computation, and the image token.
+    """Vision tower of Qwen3-VL, built from a `vision_config`.
 
     Attributes:
-        side: Positions per side of the learned grid.
-        deepstack_layers: Sorted indices of the layers whose outputs the decoder also gets.
+        side: Number of positions per side of the learned grid.
+        deepstack_layers: Sorted indices of the tower layers whose outputs the decoder also gets.
     """
 
     names = HF_NAMES
@@ -102,14 +102,14 @@ class Qwen3Vision(VisionTower):
 
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
-        """See `VisionTower`."""
+        """See `VisionTower.from_fields`."""
         common = cls.parse_common_fields(own, source)
         count = read_positive_int(own, "num_position_embeddings", source)
         side, deep = round(count**0.5), own["deepstack_visual_indexes"]
         layers = set(range(common["num_layers"]))
         raise_unsupported(
             {
-                f"num_position_embeddings {count}, no square,": side**2 != count,
+                f"num_position_embeddings {count} (not a square)": side**2 != count,
                 f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not deep
                 or not isinstance(deep, list)
                 or {*map(type, deep)} != {int}
@@ -130,11 +130,11 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return the number of deep layers, which are added after as many first decoder layers."""
+        """Return the number of decoder layers, from the first, that get features from the tower."""
         return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Count attention and an MLP; nothing is split over devices."""
+        """Return the terms of attention and an MLP, neither of which is split over devices."""
         products = 4 * self.width + self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -147,14 +147,14 @@ class Qwen3Vision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Count the scores of a block of queries over all patches."""
+        """Return the number of scores of one query block over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
     def collate(self, images: Sequence[Image]) -> PatchBatch:
-        """Concatenate images in their own order, unit by unit.
+        """Concatenate images, keeping the order of their patches.
 
-        A patch's place is its image's number (from 1), the image's rows and columns, and the
-        patch's index in the image.
+        The coords of a patch are the number of its image (from 1), the image's rows and columns,
+        and the patch's index in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -178,13 +178,13 @@ class Qwen3Vision(VisionTower):
         coords: Int[Array, "S P W"],
         layer_scan: LayerScan,
     ) -> Float[Array, "S U E"]:
-        """Compute the tower's output per unit of `merge^2` patches, followed by the deep layers'.
+        """Compute embeddings and DeepStack features of each unit of `merge^2` patches.
 
-        E is the decoder's width times `1 + number of deep layers`.
+        E is the decoder's width times `1 + num_deepstack_layers`.
         """
         S, P, _ = patches.shape
         at, sizes = self._rows_and_columns(coords.reshape(S * P, 4))
-        # Without the constraint the compiler splits the width, so every device holds all patches.
+        # Without the constraint, the compiler splits the width and copies all patches everywhere.
         x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
         x = x + self._learned_positions(params["positions"]["embedding"], at, sizes).astype(x.dtype)
         angles, attend = self._rope_angles(at), partial(attend_segments, ids=coords[..., 0])
@@ -206,7 +206,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def _merge_patches(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
-        """Merge units of patches to the decoder's width; the norm is per patch or per unit."""
+        """Project each unit of patches to the decoder's width; the norm is per patch or unit."""
         norm = weights["norm"]
         x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
         x = x.reshape(-1, self.patches_per_token * self.width)
@@ -215,7 +215,7 @@ class Qwen3Vision(VisionTower):
     def _rows_and_columns(
         self, coords: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
-        """Return each patch's row and column in its image, and the image's rows and columns."""
+        """Return each patch's row and column in its image, and the size of the image in patches."""
         sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.patches_per_token)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)
@@ -224,10 +224,7 @@ class Qwen3Vision(VisionTower):
     def _learned_positions(
         self, table: Float[Array, "G D"], at: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
-        """Interpolate the learned grid to the image's, corners aligned; float32.
-
-        Bilinear: the average of four grid positions, weighted by distance along rows and columns.
-        """
+        """Interpolate the learned positions bilinearly to the image's grid, corners aligned."""
         grid_coords = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
         low = jnp.floor(grid_coords).astype(jnp.int32)
         share = grid_coords - low
@@ -271,7 +268,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
+        """Return the axis names; MLPs are tensor-parallel, attention is not."""
         norm = {"scale": ("layer", None), "bias": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
@@ -300,7 +297,7 @@ class Qwen3Vision(VisionTower):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(QwenVLConfig):
-    """Qwen3-VL's differences from Qwen2.5-VL: query and key norms, interleaved rotary positions."""
+    """Qwen3-VL: like Qwen2.5-VL, with query and key norms and interleaved rotary positions."""
 
     model_type = "qwen3_vl"
     text_type = "qwen3"
@@ -311,14 +308,14 @@ class Qwen3VLConfig(QwenVLConfig):
     ties_in_text = False
 
     def _pair_axes(self) -> np.ndarray:
-        """Alternate time, height and width while height and width have pairs left; then time."""
+        """Alternate between time, height and width; use time once the others have no pairs left."""
         axes = np.zeros(self.head_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """Return the published names, which transformers 5 also uses."""
+        """Return the names in published checkpoints, which transformers 5 also uses."""
         return {
             name: tensor
             if name.startswith("vision/")
@@ -327,5 +324,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return {}: tensor names have no alternative prefixes."""
+        """Return {}, since tensor names have no alternative prefixes."""
         return {}

@@ -1,8 +1,8 @@
 """Qwen2.5-VL: Qwen2.5's decoder, with image tokens embedded by a vision tower.
 
-The parameters are those of `models.qwen`, and under `vision` those of the tower. Rotary positions
-have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For text all
-three are equal, so text alone is computed as in Qwen2.5.
+In addition to the parameters of `models.qwen`, `vision` holds those of the tower. Rotary positions
+have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For text, all
+three are equal, so text without images is computed as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
 
 PREFIX_MAP = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Prefixes of tensor names in transformers 5's memory, mapped to those in published files."""
+"""Prefixes of transformers 5's parameter names, mapped to those in published checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVLConfig(QwenConfig):
-    """Fields of a vision-language `config.json` that change the computation.
+    """Qwen2.5-VL model, built from its `config.json`.
 
     Attributes:
-        tower: Encoder of images.
-        mrope_section: Number of a head's pairs rotated by the position in time, height and width.
-        video_id: Token of videos, which are not supported.
+        tower: Image encoder.
+        mrope_section: Number of a head's pairs that rotate by time, by height and by width.
+        video_id: Id of the video token; videos are not supported.
     """
 
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -45,7 +45,7 @@ class QwenVLConfig(QwenConfig):
     hf_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
     tower_class: ClassVar[type[VisionTower]] = QwenVision
     default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
-    is_interleaved: ClassVar[bool] = False  # time, height and width alternate over the pairs
+    is_interleaved: ClassVar[bool] = False  # True if time, height and width alternate over pairs
     ties_in_text: ClassVar[bool] = True  # `tie_word_embeddings` may also be in `text_config`
 
     tower: VisionTower = field()  # required here
@@ -54,17 +54,17 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
-        """Parse a `config.json` with the decoder's fields in `text_config` or at the top level.
+        """Build the model; the decoder's fields are in `text_config` or at the top level.
 
         Raises:
-            ValueError: The file names an architecture or a feature that no parity test covers.
+            ValueError: The file requires an architecture or feature that no parity test covers.
         """
         if fields.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{cls.model_type!r}."
             )
-        # The decoder is parsed as a text model, without the RoPE settings of images.
+        # The decoder is parsed as a text model, without the M-RoPE settings.
         text = QwenConfig.from_dict(cls._text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
@@ -86,10 +86,10 @@ class QwenVLConfig(QwenConfig):
         is_whole = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
         if not is_whole or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
             raise ValueError(
-                f"{source}: 'mrope_section' is {sections!r:.80}; expected three whole numbers that "
+                f"{source}: 'mrope_section' is {sections!r:.80}; expected three integers that "
                 f"add up to half of a head, {text.head_dim // 2}."
             )
-        # The tower's output must fit the decoder.
+        # The tower's output must match the decoder.
         vision_fields = fields.get("vision_config")
         if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
@@ -119,7 +119,7 @@ class QwenVLConfig(QwenConfig):
         """Return the fields of a text-only `config.json`, from either layout.
 
         Raises:
-            ValueError: A field that should be an object is something else.
+            ValueError: A field that should be an object is not.
         """
         own = read_object_field(fields, "text_config", source)
         text = with_hf_defaults({**fields, **own}, cls.model_type, "text_config", source=source)
@@ -158,28 +158,28 @@ class QwenVLConfig(QwenConfig):
         }
 
     def abstract_params(self) -> Params:
-        """Return the parameters of decoder and tower."""
+        """Return the parameters of the decoder and the tower."""
         return {**super().abstract_params(), "vision": self.tower.abstract_params()}
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return the axes of decoder and tower."""
+        """Return the axis names of the decoder and the tower."""
         return {**super().logical_axes(), "vision": self.tower.logical_axes()}
 
     def hf_names(self) -> dict[str, str]:
-        """Return the published names."""
+        """Return the names in published checkpoints."""
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return the prefixes of transformers 5."""
+        """Return the prefixes of transformers 5; see `PREFIX_MAP`."""
         return PREFIX_MAP
 
     def _pair_axes(self) -> np.ndarray:
-        """Return the axis that rotates each pair of a head: time 0, height 1, width 2."""
+        """Return the position axis that rotates each pair of a head: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
     def _expand_to_pairs(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
-        """Return the position that rotates each pair of a head."""
+        """Return the position by which each pair of a head rotates."""
         return rotary[:, self._pair_axes()]
 
     def hidden_states(
@@ -190,7 +190,7 @@ class QwenVLConfig(QwenConfig):
         attend: Attend,
         layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Compute the final normed hidden states; `positions` apply only without images."""
+        """Compute the final hidden states; with images, `layer_scan.aux` replaces `positions`."""
         inputs, images = layer_scan.aux.inputs, layer_scan.aux.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, layer_scan)
@@ -205,9 +205,9 @@ class QwenVLConfig(QwenConfig):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """Compute Qwen's logits, with the lowest value also for image and video tokens.
+        """Compute the logits, with image and video tokens masked out.
 
-        The model must not generate these tokens, since they would stand for no image.
+        A generated image token would have no image behind it.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         places = jnp.arange(self.vocab_size)
@@ -221,7 +221,7 @@ class QwenVLConfig(QwenConfig):
         positions: Int[Array, " M"],
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Compute the final normed hidden states; `positions` apply unless `inputs` has others."""
+        """Compute the final hidden states; positions in `layer_scan.aux` replace `positions`."""
         x, added = weights["embed"]["embedding"][token_ids], None
         inputs, rotary = layer_scan.aux.inputs, positions
         if POSITIONS in inputs:
@@ -234,10 +234,10 @@ class QwenVLConfig(QwenConfig):
 def merge_image_embeds(
     x: Float[Array, "M D"], image_embeds: Float[Array, "S U E"], units: Int[Array, " M"]
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"] | None]:
-    """Replace the embeddings of image tokens by their units; a token reads from its own shard.
+    """Replace the embeddings of image tokens with vision features from the same shard.
 
-    The further vectors of a unit, if any, are returned as states to add after the decoder's first
-    layers; 0 for text.
+    Also return the features to add after the first decoder layers (DeepStack), zero for text
+    tokens, or None if the tower has no such features.
     """
     shard_units = units.reshape(len(image_embeds), -1)
     vectors = jax.vmap(lambda image_embeds, units: image_embeds.at[units].get(mode="clip"))(

@@ -1,4 +1,4 @@
-"""Common parts of Qwen's vision towers: image tokens, attention, parsing of fields.
+"""Common parts of Qwen's vision towers: image tokens, attention and config parsing.
 
 A tower encodes patches of images into embeddings of image tokens. Its parameter tree has `patch`,
 stacked `blocks` and a `merger`, defined in one file per model (`vision.py` for Qwen2.5-VL,
@@ -41,7 +41,7 @@ QUERY_BLOCK = 256
 
 
 def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Return an object-valued field of a `config.json`, {} if it is missing.
+    """Read an object-valued field of a `config.json`; return {} if it is missing.
 
     Raises:
         ValueError: The field is not an object.
@@ -53,7 +53,7 @@ def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict
 
 
 def biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
-    """Return the axis names of a linear layer with a bias."""
+    """Return the axis names of a linear layer with a bias, with leading axes `stack`."""
     return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
 
 
@@ -61,24 +61,24 @@ ATTENTION_AXES = {
     "qkv": biased_linear_axes("width", None, "layer"),
     "o": biased_linear_axes(None, "width", "layer"),
 }
-"""Axis names of stacked attention; heads are fused in one axis, so `tensor` does not split them."""
+"""Axis names of stacked attention. Heads are fused in one axis, so `tensor` cannot split them."""
 
 
 def linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the HF tensors of linear layers with a bias, given names without the part."""
+    """Return the HF names of kernel and bias for each linear layer in `names`."""
     parts = (("kernel", "weight"), ("bias", "bias"))
     return {f"{ours}/{own}": f"{names[ours]}.{part}" for ours in names for own, part in parts}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Tower):
-    """The `vision_config` fields that all towers share, and the image token.
+    """Base class of Qwen's vision towers, with the `vision_config` fields that all share.
 
     Attributes:
-        merge: Patches per side of a token's unit.
+        merge: Number of patches per side of a unit, which becomes one token.
     """
 
-    names: ClassVar[dict[str, str]]  # parameter to HF tensor as published, `{}` the layer
+    names: ClassVar[dict[str, str]]  # HF tensor name of each parameter; `{}` is the layer index
     activation: ClassVar[str]  # `hidden_act`
     entry: ClassVar[str] = "vision"
 
@@ -97,7 +97,7 @@ class VisionTower(Tower):
     @classmethod
     @abstractmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> VisionTower:
-        """Build the tower from a `with_hf_defaults` `vision_config`.
+        """Build the tower from a `vision_config` after `with_hf_defaults`.
 
         Raises:
             ValueError: The fields require an unsupported feature.
@@ -105,7 +105,7 @@ class VisionTower(Tower):
 
     @classmethod
     def parse_common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields of `VisionTower` except the token.
+        """Parse the `vision_config` fields that all towers share, which excludes `token_id`.
 
         Raises:
             ValueError: See `from_fields`.
@@ -157,33 +157,33 @@ class VisionTower(Tower):
 
     @property
     def patch_values(self) -> int:
-        """Return the number of values of one patch."""
+        """Return the number of values per patch."""
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
     def patches_per_token(self) -> int:
-        """Return the number of patches that become one token."""
+        """Return the number of patches per token."""
         return self.merge**2
 
     # On the host.
 
     def num_tokens(self, image: Image) -> int:
-        """Return the number of an image's units."""
+        """Return the number of tokens of an image; see `Tower.num_tokens`."""
         t, h, w = image.grid
         if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
             raise ValueError(
-                f"an image has a grid of {image.grid} patches; expected one moment in time and "
+                f"an image has a grid of {image.grid} patches; expected a single frame and "
                 f"multiples of {self.merge} (videos are not supported)."
             )
         if image.patches.shape != (h * w, self.patch_values):
             raise ValueError(
                 f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {[h * w, self.patch_values]}. Check that the processor is the model's."
+                f"expected {[h * w, self.patch_values]}. Use the image processor of the model."
             )
         return h * w // self.patches_per_token
 
     def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
-        """Find the indices of each image's tokens.
+        """Find the token indices of each image.
 
         Raises:
             ValueError: The number of image tokens does not match the images.
@@ -199,17 +199,17 @@ class VisionTower(Tower):
         token_runs = np.split(indices, np.cumsum(counts)[:-1]) if counts else []
         if any(run[-1] - run[0] >= len(run) for run in token_runs):
             raise ValueError(
-                f"the image tokens (id {self.token_id}) of an image are not side by side; expected "
-                f"runs of {counts}, one for each image."
+                f"the image tokens (id {self.token_id}) of an image are not contiguous; expected "
+                f"runs of lengths {counts}, one per image."
             )
         return token_runs
 
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
     ) -> np.ndarray:
-        """Compute M-RoPE positions, section 2.1 of https://arxiv.org/abs/2502.13923.
+        """Compute M-RoPE positions (section 2.1 of https://arxiv.org/abs/2502.13923).
 
-        An image starts at the position after the text before it; text continues after the image's
+        An image starts at the position after the text before it. Text continues after the image's
         highest position.
         """
         out = np.zeros((3, len(token_ids)), np.int32)
@@ -231,7 +231,7 @@ class VisionTower(Tower):
     def _embed_patches(
         self, weights: Params, patches: Float[Array, "S P C"]
     ) -> Float[Array, "M D"]:
-        """Apply the first layer to the concatenated patches of S rows."""
+        """Embed the patches of S rows, concatenated."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
         if "bias" not in weights:
@@ -239,7 +239,7 @@ class VisionTower(Tower):
         return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
 
     def _rope_angles(self, indices: Int[Array, "M 2"]) -> Angles:
-        """Compute rotary angles: half of the pairs rotate by a patch's row, half by its column."""
+        """Compute rotary angles; half of the pairs rotate by a patch's row, half by its column."""
         quarter = self.width // self.num_heads // 4
         frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
         angle = (indices[:, :, None].astype(jnp.float32) * frequency).reshape(len(indices), 1, -1)
@@ -249,11 +249,11 @@ class VisionTower(Tower):
     def _attention(
         self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
     ) -> Float[Array, "M D"]:
-        """Compute the attention residual of the patches from their normed states.
+        """Compute the attention residual of the patches from their normalized states.
 
         Args:
-            weights: Weights of the layer's attention.
-            x: Normed states of all patches.
+            weights: Attention weights of the layer.
+            x: Normalized states of all patches.
             angles: Rotary angles of the patches.
             attend: Function from queries, keys and values `[S, P, N, H]` to outputs.
             num_rows: Number of rows S.
@@ -278,8 +278,8 @@ class VisionTower(Tower):
         """Return the parameters as `jax.ShapeDtypeStruct`s.
 
         Args:
-            arrays: Shape of each array by name.
-            linears: Name, inputs and outputs of each linear layer with a bias.
+            arrays: Shape of each array that is not part of a linear layer, by name.
+            linears: Name, input width and output width of each linear layer with a bias.
             stacks: Number of layers of each stacked entry.
         """
         filter_shape = (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
@@ -298,11 +298,11 @@ class VisionTower(Tower):
 
     @abstractmethod
     def logical_axes(self) -> dict[str, Any]:
-        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
+        """Return the axis names of each parameter."""
 
 
 def raise_unsupported(problems: dict[str, bool], source: str) -> None:
-    """Raise for the first unsupported feature of a `vision_config`."""
+    """Raise ValueError for the first unsupported feature of a `vision_config`."""
     for feature, is_present in problems.items():
         if is_present:
             raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
@@ -316,8 +316,8 @@ def attend_segments(
 ) -> Float[Array, "S P N H"]:
     """Compute bidirectional attention among the patches of a row with equal ids.
 
-    The scores of `QUERY_BLOCK` patches are in memory at a time, and recomputed in the backward
-    pass.
+    The scores of only `QUERY_BLOCK` queries are in memory at a time. The backward pass recomputes
+    them.
     """
     S, P, N, H = q.shape
     count = -(-P // QUERY_BLOCK)
@@ -338,7 +338,7 @@ def attend_segments(
 
 
 def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, in float32."""
+    """Compute masked attention from queries `[s, q, N, H]` to keys `[s, p, N, H]`, in float32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = jnp.where(
         mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, MASK_VALUE

@@ -1,4 +1,4 @@
-"""Vision tower of Qwen2.5-VL: from image patches to embeddings of image tokens.
+"""Vision tower of Qwen2.5-VL, which encodes image patches into embeddings of image tokens.
 
 The parameter tree, with leading axis L over the tower's layers:
 
@@ -12,8 +12,8 @@ The parameter tree, with leading axis L over the tower's layers:
     merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
     merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
 
-Most layers attend within windows, some within the complete image. The host sorts an image's patches
-by window and labels each with its window, so the device permutes nothing.
+Most layers attend within windows, the others over the complete image. The host sorts an image's
+patches by window and labels each with its window, so nothing is permuted on the device.
 Source: https://arxiv.org/abs/2502.13923.
 """
 
@@ -66,16 +66,16 @@ HF_NAMES = {
     ),
     "merger/norm/scale": "visual.merger.ln_q.weight",
 }
-"""HF tensor of each parameter, with `{}` for the layer."""
+"""HF tensor name of each parameter; `{}` is the layer index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVision(VisionTower):
-    """Fields of a `vision_config` that change the computation, and the image token.
+    """Vision tower of Qwen2.5-VL, built from a `vision_config`.
 
     Attributes:
-        full_layers: Indices of the layers that attend within the complete image.
-        window: Patches per side of a window.
+        full_layers: Indices of the layers that attend over the complete image.
+        window: Number of patches per side of a window.
     """
 
     names = HF_NAMES
@@ -86,7 +86,7 @@ class QwenVision(VisionTower):
 
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> QwenVision:
-        """See `VisionTower`."""
+        """See `VisionTower.from_fields`."""
         common = cls.parse_common_fields(own, source)
         merge, patch = common["merge"], common["patch"]
         window = read_positive_int(own, "window_size", source) // merge // patch * merge
@@ -109,7 +109,7 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Count attention and a gated MLP; nothing is split over devices."""
+        """Return the terms of attention and a gated MLP, neither of which is split over devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -122,14 +122,14 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Count the scores of a block of queries over all patches, or of windows over neighbors."""
+        """Return the number of scores of full or of windowed attention, whichever is larger."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
     def collate(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate images, with patches sorted by window.
 
-        A patch's place is its image's number (from 1), its window, its row and its column.
+        The coords of a patch are the number of its image (from 1), its window, row and column.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -152,9 +152,9 @@ class QwenVision(VisionTower):
         coords: Int[Array, "S P W"],
         layer_scan: LayerScan,
     ) -> Float[Array, "S U D"]:
-        """Compute the tower's output per unit of `merge^2` patches."""
+        """Compute the embedding of each unit of `merge^2` patches."""
         S, P, _ = patches.shape
-        # Without the constraint the compiler splits the width, so every device holds all patches.
+        # Without the constraint, the compiler splits the width and copies all patches everywhere.
         x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
         angles = self._rope_angles(coords.reshape(S * P, 4)[:, 2:])
         number, window = coords[..., 0], jnp.where(coords[..., 0] > 0, coords[..., 1], -1)
@@ -173,7 +173,7 @@ class QwenVision(VisionTower):
             gate, up = (checkpoint_name(linear(mlp[name], normed), name) for name in ("gate", "up"))
             return x + linear(mlp["down"], jax.nn.silu(gate) * up)
 
-        # Floats, not booleans: inputs of layers are differentiated.
+        # Floats instead of booleans, since inputs of layers are differentiated.
         is_full = np.isin(np.arange(self.num_layers), self.full_layers).astype(np.float32)
         x = layer_scan(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
         merger = params["merger"]
@@ -205,7 +205,7 @@ class QwenVision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Split inner widths over `tensor`, except of attention, and widths over `fsdp`."""
+        """Return the axis names; MLPs are tensor-parallel, attention is not."""
         norm = {"scale": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None)},
@@ -234,13 +234,13 @@ def _sort_by_window(
     """Sort the patches of an image by window.
 
     Args:
-        grid: Grid of patches, which are ordered unit by unit.
-        merge: Patches per side of a unit.
-        window: Patches per side of a window.
+        grid: Number of patches in time, height and width; patches are ordered unit by unit.
+        merge: Number of patches per side of a unit.
+        window: Number of patches per side of a window.
 
     Returns:
-        Indices of the patches in window order, their (0, window, row, column), and the index of
-        each unit in that order.
+        Indices of the patches in window order, their coords (0, window, row, column), and the
+        position of each unit in that order.
     """
     _, h, w = grid
     rows, columns = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
@@ -264,7 +264,7 @@ def attend_windows(
 ) -> Float[Array, "S P N H"]:
     """Compute `attend_segments` for contiguous segments of at most `block_size` patches.
 
-    A patch then reads only from its block of `block_size` patches and from the two neighboring
+    A patch then attends only to its block of `block_size` patches and to the two neighboring
     blocks.
     """
     S, P, N, H = q.shape
@@ -282,7 +282,7 @@ def attend_windows(
     def merged(x: jax.Array) -> jax.Array:
         return x.reshape(S * count, *x.shape[2:])
 
-    # Padding has its own id and reads itself: no softmax is over an empty set.
+    # Padding has a separate id and attends to itself, so no softmax is over an empty set.
     queries, numbers = merged(split_blocks(q, 0, 0)), merged(split_blocks(ids, 0, -1))
     keys, values, others = (
         merged(with_neighbors(k)),

@@ -1,4 +1,4 @@
-"""Selection of a run's attention kernels, once, on the host."""
+"""Select a run's attention kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAIN_KERNELS = {
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_packed"},
 }
-"""Platform-specific kernels of the update, by platform, in order of preference."""
+"""Platform-specific training kernels, by platform, in order of preference."""
 
 PAGED_KERNELS = {
     "gpu": {
@@ -47,29 +47,28 @@ PAGED_KERNELS = {
     },
     "tpu": {"mosaic": "jaxrl.extras.kernels.attention_tpu:attend_pages"},
 }
-"""Platform-specific kernels of the sampler, like `TRAIN_KERNELS`."""
+"""Platform-specific sampler kernels, by platform, in order of preference."""
 
 TRIALS_MODULE = "jaxrl.extras.kernels.trials"
-"""Module with the kernels' trials."""
+"""Module with the kernels' self-tests."""
 
 MAX_HEAD_DIM = 256
-"""Maximum head size of these kernels: blocks of wider heads do not fit on the chip."""
+"""Maximum head size of these kernels: blocks of larger heads do not fit in on-chip memory."""
 
 
 def select_kernels(
     name: str, mesh: Mesh, model: Architecture, *, check_dtype: DTypeLike | None = None
 ) -> AttentionKernels:
-    """Return the attention kernels of `config.model.attention` for a model on a mesh.
+    """Select the attention kernels of training and sampler for a model on a mesh.
 
     Args:
-        name: One of `config.ATTENTION`.
+        name: Value of `config.model.attention`.
         mesh: Mesh that runs the model.
-        model: Architecture with the heads.
-        check_dtype: Dtype with which the kernels of update and sampler are separately self-tested
-            (see `models.kernel_check`); None runs no test.
+        model: Architecture, for its head sizes.
+        check_dtype: Dtype of the kernels' self-tests (see `models.kernel_check`); None skips them.
 
     Raises:
-        ValueError: The kernels do not run on these devices, or fail the self-test.
+        ValueError: The devices do not support the kernels, or a self-test fails.
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
@@ -101,7 +100,7 @@ def select_kernels(
 def _select_cached(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
 ) -> tuple[SelectedKernel, SelectedKernel]:
-    """Select the kernels of update and sampler, once for all meshes of a process."""
+    """Select the kernels of training and sampler; cached for all meshes of a process."""
     candidates = _list_candidates(name, device.platform, heads[2], dtype)
     config_key = "" if name == "auto" else "config.model.attention"
 
@@ -121,7 +120,7 @@ def _select_cached(
         return [make(num_queries=count) for count in (1, block)]
 
     def select(table: Any, make_trials: Any, reference: Any) -> SelectedKernel:
-        # Import lazily: most processes use none, and importing one of them emits a JAX warning.
+        # Import lazily: most processes use none, and one of them emits a JAX warning on import.
         kernels = {
             kernel: partial(pkgutil.resolve_name, table[device.platform][kernel])
             for kernel in candidates
@@ -134,25 +133,25 @@ def _select_cached(
 
 
 def copies_pages(name: str, platform: str) -> bool:
-    """Return True if a chunk of decoding steps reads a copy of its rows' pages.
+    """Return True if decoding steps read a contiguous copy of the pages; see `gather_past`.
 
-    It is faster on a CPU. Elsewhere it would need as much memory as the cache.
+    This is faster on a CPU. Elsewhere the copy would need as much memory as the cache.
     """
     return name == "xla" and platform == "cpu"
 
 
 def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of a row's tokens that one prefill block processes.
+    """Return the number of tokens of one row in a prefill block.
 
-    With fewer, an accelerator waits for cache reads, since each block reads its past; with more, it
-    computes padding. A TPU v6e performs 460 operations per byte read, an H200 180: with few query
-    heads per key head it needs larger blocks. Blocks for more than 16 heads would not fit on a v4's
-    chip together with the pages.
+    Each block reads its past from the cache, so smaller blocks are bound by these reads; larger
+    ones compute more padding. A TPU v6e performs 460 operations per byte read and an H200 180, so a
+    TPU needs larger blocks if there are few query heads per KV head. With more than 16 heads, such
+    blocks and the pages would not fit in a v4's on-chip memory.
 
     Args:
-        platform: Platform of the devices.
-        num_heads: Query heads of the model.
-        num_kv_heads: Key heads of the model.
+        platform: JAX platform of the devices.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads.
     """
     if platform == "cpu":
         return 16
@@ -163,13 +162,13 @@ def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> in
 def resolve_kernel_name(
     name: str, platform: str, head_dim: int, dtype: DTypeLike | None = None
 ) -> tuple[str, str]:
-    """Resolve `config.model.attention` to a kernel name other than `auto`, and the reason.
+    """Resolve `config.model.attention` to a kernel name; also return the reason, for the log.
 
     Args:
-        name: Name in the configuration.
-        platform: Platform of the devices.
+        name: Value of `config.model.attention`.
+        platform: JAX platform of the devices.
         head_dim: Head size of the model.
-        dtype: Dtype of the products; None is a dtype that every kernel supports.
+        dtype: Dtype of the matmuls; None skips the dtype check.
 
     Raises:
         ValueError: The kernels do not support these devices, heads of this size, or this dtype.
@@ -191,7 +190,7 @@ def resolve_kernel_name(
     elif name != "xla" and not is_narrow:
         problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
     else:
-        return name, "as config.model.attention says"
+        return name, "set by config.model.attention"
     raise ValueError(
         f"config.model.attention is {name!r}, whose {problem}; set it to 'auto' or 'xla'."
     )
@@ -206,11 +205,11 @@ def _list_candidates(name: str, platform: str, head_dim: int, dtype: DTypeLike |
 
 
 def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> AttendPacked:
-    """Split `attend_packed` over a mesh; each device processes its own pieces of rows and heads.
+    """Wrap `attend_packed` in `shard_map`: each device computes its pieces of rows and its heads.
 
-    Queries, keys and values are pieces `[R * C, T / C, heads, H]`: for each device, the first
-    pieces of its rows, then the second ones, and so on; `reads` covers complete rows. Equal
-    arguments return the same function, so that its compiled programs are reused.
+    Queries, keys and values are pieces of rows, `[R * C, T / C, heads, H]`: for each device, the
+    first pieces of its rows, then the second ones, and so on; `reads` covers complete rows. Equal
+    arguments return the same function, so that compiled programs are reused.
     """
     return get_or_make(
         partial(_shard_attention, attend_packed, mesh), name="attention", key=(attend_packed, mesh)
@@ -234,11 +233,11 @@ def _shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> 
 def _attend_pieces(
     attend_packed: AttendPacked, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> jax.Array:
-    """Attend from a device's pieces to keys and values of complete rows, which it gathers.
+    """Gather the keys and values of complete rows, and attend to them from a device's pieces.
 
-    The tokens of a row are rotated so that the device's piece comes last: then the position of the
-    queries is static. The pieces after it wrap around to before the row's first token, and nothing
-    reads them. In the backward pass each device gets the sum of all gradients of its own keys.
+    Rows are rotated so that the device's piece comes last, which makes the position of the queries
+    static. Later pieces wrap around to before the row's first token, where they are masked. The
+    backward pass sums the gradients of a device's keys over all devices.
     """
     T, piece_tokens = reads.shape[2], q.shape[1]
     later = (

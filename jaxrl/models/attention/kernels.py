@@ -1,4 +1,4 @@
-"""Interface of attention kernels, and the computation of which tokens a token reads."""
+"""Interface of attention kernels, and the ranges of tokens that each token attends to."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from jaxtyping import Array, Int
 from jaxrl.models.architecture import Attend, KernelCheck
 
 AttendPacked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Function from queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all
-`[R, T, K, H]`, and what each token reads `[R, 3, T]` to outputs `[R, Q, N, H]`."""
+"""Function from queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all T tokens
+`[R, T, K, H]`, and the result of `find_reads` `[R, 3, T]` to outputs `[R, Q, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
-    """Attention functions of one implementation.
+    """Attention functions of training and sampler.
 
     Attributes:
-        name: One of `config.ATTENTION`, never `auto`.
+        name: Names of the selected kernels, for the log.
         reason: Reason for the selection, for the log.
-        attend_packed: Attention of the update; see `reference.attend_packed`.
-        attend_pages: Sampler's attention over the pages of one device; see
+        attend_packed: Attention in training; see `reference.attend_packed`.
+        attend_pages: Attention of the sampler over the pages of one device; see
             `reference.attend_pages`.
-        page_tokens: Tokens of a page of the sampler's cache.
+        page_tokens: Number of tokens per page of the sampler's cache.
         shares_prompts: True if `attend_packed` supports segments that share a prompt.
-        past: Functions `gather_past` and `attend_past` if a chunk of decoding steps is faster on a
-            copy of the pages than with `attend_pages`; see `reference`.
+        past: Functions `gather_past` and `attend_past` of `reference` if decoding steps should read
+            a copy of the pages, else None.
         kernel_checks: Self-test results; see `models.kernel_check`.
     """
 
@@ -46,9 +46,9 @@ class AttentionKernels:
     def make_attend(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
-        """Return the attention of packed rows, over their concatenated tokens; see `find_reads`.
+        """Return the attention function of packed rows; see `find_reads` for the arguments.
 
-        With `num_pieces`, each row is split; a device holds the first pieces of all its rows, then
+        Each row is split into `num_pieces`. A device holds the first pieces of all its rows, then
         the second ones, and so on.
         """
         reads = find_reads(segment_ids, positions)
@@ -64,22 +64,22 @@ class AttentionKernels:
 
 
 PAGE_TOKENS = {"xla": 16, "mosaic_gpu": 64, "triton": 64, "mosaic": 128}
-"""Tokens of a page, by kernel: a kernel reads one page at a time, so large pages are faster."""
+"""Tokens per page, by kernel. A kernel reads one page at a time, so large pages are faster."""
 
 SHARES_PROMPTS = {"xla": True, "mosaic_gpu": True, "triton": True, "mosaic": False}
 """True if segments of a row may share a prompt, by kernel.
 
-Splash attention decides which tokens a token reads by equal segment ids or at compile time.
+Splash attention masks tokens by equal segment ids or at compile time.
 """
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Return which tokens of its row each token reads, as three numbers per token.
+    """Return the tokens of its row that each token attends to, as three indices per token.
 
-    A token reads from the first number to itself: its own context. It also reads from the second
-    number up to, excluding, the third: the shared prompt, empty unless the context continues
-    another. A context whose first position is p > 0 continues the last context before it that began
-    at 0, and shares its first p tokens. Padding reads itself.
+    The first index is the start of the token's context, to which it attends up to itself. The
+    second and third are the start and end (exclusive) of the shared prompt, an empty range unless
+    the context continues another. A context whose first position is p > 0 continues the last
+    context before it that began at 0, and shares its first p tokens. Padding attends to itself.
 
     Args:
         segment_ids: Segment of each token; 0 is padding. Within a segment, a new context begins

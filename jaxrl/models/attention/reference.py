@@ -1,6 +1,6 @@
-"""XLA attention for every platform: `attend_packed`, and the sampler's attention over pages.
+"""XLA attention for every platform: packed rows in training, pages in the sampler.
 
-Scores and softmax are computed in float32. The sampler's pages are head-major, `[P, K, page, H]`.
+Scores and softmax are computed in float32. The sampler's pages are `[P, K, page, H]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MASK_VALUE = float(jnp.finfo(jnp.float32).min) / 2
 """Finite substitute for minus infinity in scores and logits: its exponential is 0."""
 
 MAX_BLOCK = 96
-"""Maximum tokens of a block of queries or keys in `attend_packed`."""
+"""Maximum number of tokens in a block of queries or keys of `attend_packed`."""
 
 
 def attend_packed(
@@ -31,18 +31,18 @@ def attend_packed(
 ) -> Float[Array, "R Q N H"]:
     """Compute causal attention within the segments of packed rows, and over shared prompts.
 
-    Flash attention (https://arxiv.org/abs/2205.14135) in blocks of tokens: neither pass holds more
-    scores than those of two blocks, and blocks without readable keys are skipped. Products take
-    operands in the dtype of the inputs and accumulate in float32.
+    Flash attention (https://arxiv.org/abs/2205.14135) in blocks of tokens: forward and backward
+    hold the scores of one query block and one key block at a time, and skip blocks that are fully
+    masked. Matmuls take operands in the dtype of the inputs and accumulate in float32.
 
-    The query heads of a key head are merged with the tokens of a block, so that each product is one
-    matrix product per row and key head, and no key is repeated.
+    The query heads of a KV head are merged with the tokens of a block. This gives one matmul per
+    row and KV head, without repeating keys.
 
     Args:
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
-        reads: Tokens that each token reads; see `kernels.find_reads`.
+        reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
     """
     R, Q, N, H = q.shape
     K = k.shape[2]
@@ -66,8 +66,8 @@ def pad_to_blocks(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Pad the arguments of `attend_packed` to full blocks of `size` tokens.
 
-    Queries and keys are padded equally at the end, so that queries stay last; keys are also padded
-    at the start.
+    Queries and keys get the same padding at the end, so that queries stay last. Keys are also
+    padded at the start.
     """
     Q, T = q.shape[1], k.shape[1]
     pad_after = -Q % size
@@ -81,7 +81,7 @@ def pad_to_blocks(
 
 
 def pad_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
-    """Pad the reads of rows to `length` tokens."""
+    """Pad `reads` to `length` tokens per row."""
     R, _, T = reads.shape
     of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
     padding = jnp.broadcast_to(of_padding.astype(reads.dtype), (R, *of_padding.shape))
@@ -89,7 +89,7 @@ def pad_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length
 
 
 def shift_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
-    """Shift the reads for tokens moved right by `places`; the tokens before them are padding."""
+    """Update `reads` for rows shifted right by `places` tokens; padding fills the start."""
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = reads.shape[2]
     is_before = jnp.arange(T) < places
@@ -102,16 +102,16 @@ def shift_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Arra
 def find_key_blocks(
     reads: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Find the key blocks before block `index` that some of its queries read.
+    """Find the key blocks before block `index` that its queries attend to.
 
     Args:
-        reads: Reads of the queries, `[3, ...]`; see `kernels.find_reads`.
+        reads: Ranges that the queries attend to, `[3, ...]`; see `kernels.find_reads`.
         index: Index of the queries' first block.
-        size: Tokens of a block of keys.
+        size: Number of tokens in a block of keys.
 
     Returns:
-        First block and number of blocks of a shared prompt, and the first block of the contiguous
-        range up to `index`.
+        First block and number of blocks of the shared prompt, and the first block of the contiguous
+        range that ends at `index`.
     """
     starts, shared_starts, shared_ends = reads
     local = starts.min() // size
@@ -121,12 +121,12 @@ def find_key_blocks(
 
 
 def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
-    """Return which queries `[3, ..., 1]` read the keys at some positions; ignores causality."""
+    """Return the mask of the keys that each query attends to, before causal masking."""
     starts, shared_starts, shared_ends = reads
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
 
-# Below, the first axis is over blocks of B tokens, with G query heads per key head: queries and
+# Below, the first axis is over blocks of B tokens, with G query heads per KV head: queries and
 # outputs `[blocks, R, K, G * B, H]`, keys and values `[blocks, R, K, B, H]`, and reads
 # `[blocks, 3, R, B]`. Blocks of keys may precede the first block of queries.
 
@@ -141,7 +141,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array) -> jax.A
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the outputs, and residuals for the backward pass with the log-sum-exp."""
+    """Return the outputs, and the residuals for the backward pass."""
 
     def step(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         index, q, reads = block
@@ -153,7 +153,7 @@ def _forward(
 
 
 def _query_block_indices(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Return the indices of the query blocks among the key blocks: the last ones."""
+    """Return the key block index of each query block; queries are the last blocks."""
     return jnp.arange(len(k) - len(q), len(k))
 
 
@@ -165,7 +165,7 @@ def _forward_block(
     def average(weights: jax.Array, values: jax.Array) -> jax.Array:
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
-    # Start with the diagonal block: each query reads itself there, so the maximum is finite.
+    # Start with the diagonal block: each query attends to itself, so the maximum is finite.
     scores = _scores(q, k[index], reads, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
@@ -190,7 +190,7 @@ def _forward_block(
 def _blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of earlier key blocks that a query block reads, and their index map."""
+    """Return how many earlier key blocks a query block attends to, and a map to their indices."""
     shared, num_shared, local = find_key_blocks(reads, index, reads.shape[2])
     count = num_shared + index - local
     return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
@@ -232,7 +232,7 @@ def _backward(
             dq, sums = jax.lax.fori_loop(0, count, add, (dq, sums))
         return sums, (dq * scale).astype(q.dtype)
 
-    # Accumulate transposed, as the products are laid out: a CPU is slow to transpose them.
+    # Accumulate in the transposed layout of the matmuls, since transposing is slow on a CPU.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
     blocks = (_query_block_indices(q, k), (q, reads, lse, gradient, delta))
     (dk, dv), dq = jax.lax.scan(step, (zeros, zeros), blocks)
@@ -272,7 +272,7 @@ EMPTY_LSE = MASK_VALUE / 2
 """Log-sum-exp of an empty set: below any score, so that an empty part contributes nothing."""
 
 STEP_TOKENS = 64
-"""Tokens that `attend_pages` reads per loop iteration."""
+"""Number of tokens that `attend_pages` processes per loop iteration."""
 
 PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 """Partial softmax: weighted sum of values `[..., H]`, maximum score, sum of weights `[...]`."""
@@ -285,9 +285,9 @@ def attend_pages(
     tables: Int[Array, "B M"],
     limits: Int[Array, "B Q"],
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """Attend from query i of block b to the positions below its limit in the block's pages.
+    """Attend from query i of row b to the positions below `limits[b, i]` in the row's pages.
 
-    The loop covers live tokens only, up to the highest limit, however long the tables are.
+    The loop ends at the highest limit, so its cost does not depend on the length of the tables.
 
     Returns:
         Outputs and the log-sum-exp of the scores, float32; 0 and `EMPTY_LSE` for a limit of 0.
@@ -320,9 +320,9 @@ def attend_pages(
 def group_by_kv_head(
     q: Float[Array, "B Q N H"], limits: Int[Array, "B Q"], K: int, rows: int = 0
 ) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"]]:
-    """Merge the queries of each key head into rows of one matrix, with the limit of each row.
+    """Merge the queries of each KV head into one matrix; also return the limit of each matrix row.
 
-    Pads to at least `rows` rows; padding reads nothing.
+    The matrix is padded to at least `rows` rows. Padding attends to nothing.
     """
     B, Q, N, H = q.shape
     merged = q.reshape(B, Q, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
@@ -346,7 +346,7 @@ def ungroup_queries(
 
 
 Past = tuple[tuple[jax.Array, jax.Array], ...]
-"""Consecutive pieces of the rows' past: keys `[B, K, H, w]`, values `[B, K, w, H]`."""
+"""Past tokens of the rows, in consecutive pieces: keys `[B, K, H, w]`, values `[B, K, w, H]`."""
 
 
 @jax.named_scope("cache")
@@ -355,12 +355,12 @@ def gather_past(
     values: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],
 ) -> Past:
-    """Copy the pages of the rows' tables for a chunk of decoding steps, which only read it.
+    """Copy the rows' pages into contiguous arrays for a chunk of decoding steps.
 
-    On a CPU a step is faster over contiguous arrays than over pages: 1.1 against 2.5 ms for 4
-    layers of 32 rows at 128 tokens. So the past is copied once per chunk, with keys transposed for
-    the steps, into pieces that each double the length. A piece's sums do not depend on the total
-    length, so neither does any bit of a row's result.
+    On a CPU, a step takes 1.1 ms over contiguous arrays and 2.5 ms over pages, for 4 layers and 32
+    rows of 128 tokens. The past is therefore copied once per chunk, with keys transposed, into
+    pieces that each double the length. A piece's sums do not depend on the total length, so a row's
+    result is bitwise independent of it.
     """
     B, M = tables.shape
     K, page, H = keys.shape[1:]
@@ -378,7 +378,7 @@ def gather_past(
 
 
 def past_ends(num_pages: int, page_tokens: int) -> list[int]:
-    """Return the ends of the past's pieces, in pages: at `STEP_TOKENS`, then at its doublings."""
+    """Return where the past's pieces end, in pages: after `STEP_TOKENS`, then at each doubling."""
     ends = [min(max(STEP_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
         ends.append(min(2 * ends[-1], num_pages))
@@ -393,9 +393,9 @@ def attend_past(
     values: Float[Array, "B K C H"],
     index: Int[Array, ""],
 ) -> Float[Array, "B N H"]:
-    """Attend from one query per row to an opened past and the first `index + 1` tokens of a chunk.
+    """Attend from one query per row to the gathered past and `index + 1` tokens of a chunk.
 
-    A single softmax covers all of it, since every operation on a CPU costs a few microseconds.
+    One softmax covers both, since each operation costs a few microseconds on a CPU.
     """
     B, N, H = q.shape
     K = keys.shape[1]
@@ -416,7 +416,7 @@ def attend_past(
 
 
 def _softmax_average(parts: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Average values `[B, K, t, H]` by the softmax over the concatenated scores `[B, K, q, t]`."""
+    """Average the values `[B, K, t, H]` with one softmax over all scores `[B, K, q, t]`."""
     highest = parts[0][0].max(axis=-1, keepdims=True)
     for scores, _ in parts[1:]:
         highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
@@ -439,7 +439,7 @@ def attend_chunk(
     values: Float[Array, "B K C H"],
     index: Int[Array, ""],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N"]]:
-    """Return output and log-sum-exp of one query per row over the first `index + 1` tokens."""
+    """Attend from one query per row to `index + 1` tokens; also return the log-sum-exp."""
     B, N, H = q.shape
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
@@ -455,7 +455,7 @@ def merge(
     other: Float[Array, "*heads H"],
     other_lse: Float[Array, "*heads"],
 ) -> Float[Array, "*heads H"]:
-    """Combine attention outputs over two parts by their log-sum-exp; float32."""
+    """Combine attention outputs over two sets of keys by their log-sum-exp; float32."""
     highest = jnp.maximum(lse, other_lse)
     weight, other_weight = jnp.exp(lse - highest), jnp.exp(other_lse - highest)
     joined = out * weight[..., None] + other * other_weight[..., None]
@@ -463,13 +463,13 @@ def merge(
 
 
 def _empty_part(shape: tuple[int, ...]) -> PartialSoftmax:
-    """Return the partial softmax of an empty set, for queries `[..., H]`."""
+    """Return the partial softmax over no keys, for queries of shape `[..., H]`."""
     zeros = jnp.zeros(shape[:-1], jnp.float32)
     return jnp.zeros(shape, jnp.float32), zeros + EMPTY_LSE, zeros
 
 
 def _add_part(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> PartialSoftmax:
-    """Extend a partial softmax by scores `[B, K, q, t]` and values `[B, K, t, H]`."""
+    """Update a partial softmax with scores `[B, K, q, t]` and values `[B, K, t, H]`."""
     average, highest, total = acc
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     weights = jnp.exp(scores - new_highest[..., None])
@@ -485,7 +485,7 @@ def _add_part(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> Part
 
 
 def _finish(part: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
-    """Return the output and log-sum-exp."""
+    """Normalize a partial softmax; return the output and log-sum-exp."""
     average, highest, total = part
     total = jnp.where(total > 0, total, 1.0)
     return average / total[..., None], highest + jnp.log(total)
@@ -493,11 +493,11 @@ def _finish(part: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
 
 XLA = AttentionKernels(
     name="xla",
-    reason="which every platform has",
+    reason="available on every platform",
     attend_packed=attend_packed,
     attend_pages=attend_pages,
     page_tokens=PAGE_TOKENS["xla"],
     shares_prompts=SHARES_PROMPTS["xla"],
     past=(gather_past, attend_past),
 )
-"""Plain XLA for every platform."""
+"""XLA implementation, available on every platform."""

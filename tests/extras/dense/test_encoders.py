@@ -126,7 +126,7 @@ def test_weights_and_tokenizer_are_those_of_the_model(tmp_path):
     model = read_embedding_model(GOLDEN / "encoder_e5", **SETTINGS["encoder_e5"])
     device = jax.devices()[:1]
     other = folder_with(tmp_path, "encoder_bge")
-    with pytest.raises(ValueError, match=r"has shape \[96, 24\]; config.json calls for \[96, 32\]"):
+    with pytest.raises(ValueError, match=r"has shape \[96, 24\]; config.json requires \[96, 32\]"):
         Encoder(model, other, device, dtype="float32")
     shutil.copy(GOLDEN / "encoder_qwen3" / "tokenizer.json", other)
     with pytest.raises(ValueError, match="has 257 ids, the model 96"):

@@ -214,11 +214,13 @@ def test_an_adapter_of_other_settings_is_refused(changes, told):
 def test_an_adapter_of_another_base_is_refused():
     other = read_architecture(GOLDEN / "qwen2_tied")
     adapter = Adapter(model=other, rank=4, alpha=8.0, targets=find_targets(other, ["all-linear"]))
-    with pytest.raises(ValueError, match=r"lora_A.* calls for \[4, 48\].*'qwen3_untied'"):
+    with pytest.raises(ValueError, match=r"lora_A.* requires \[4, 48\].*'qwen3_untied'"):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
     deeper = read_architecture(GOLDEN / "qwen3_biased_bf16")
     adapter = Adapter(model=deeper, rank=4, alpha=8.0, targets=find_targets(deeper, ["all-linear"]))
-    with pytest.raises(ValueError, match=r"lacks 'model\.layers\.2\..*of the model 'qwen3_untied'"):
+    with pytest.raises(
+        ValueError, match=r"lacks 'model\.layers\.2\..*for the model 'qwen3_untied'"
+    ):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
 
 
@@ -226,7 +228,7 @@ def test_an_adapter_of_another_base_is_refused():
     ("fields", "told"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; expected 'LORA'"),
-        ({"use_dora": True}, "use_dora is True, which is not computed here"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),

@@ -243,7 +243,10 @@ def test_learned_positions_by_hand():
     [
         ({"model_type": "qwen3_vl_moe"}, "model_type 'qwen3_vl_moe' .* expected 'qwen3_vl'"),
         ({"vision": {"hidden_act": "silu"}}, "hidden_act 'silu' in 'vision_config'"),
-        ({"vision": {"num_position_embeddings": 24}}, "num_position_embeddings 24, no square,"),
+        (
+            {"vision": {"num_position_embeddings": 24}},
+            r"num_position_embeddings 24 \(not a square\)",
+        ),
         ({"vision": {"deepstack_visual_indexes": [2, 0]}}, r"deepstack_visual_indexes \[2, 0\]"),
         ({"vision": {"deepstack_visual_indexes": [0, 4]}}, r"\[0, 4\] with 4 layers"),
         ({"vision": {"deepstack_visual_indexes": []}}, r"deepstack_visual_indexes \[\]"),
@@ -255,10 +258,10 @@ def test_learned_positions_by_hand():
         ({"text_config": {"rope_parameters": [1]}}, "rope_parameters"),
         (
             {"rope": {"mrope_section": [12, -2, -2]}},
-            r"\[12, -2, -2\]; expected three whole numbers",
+            r"\[12, -2, -2\]; expected three integers",
         ),
         ({"rope": {"mrope_interleaved": False}}, "'mrope_interleaved' is False; expected true"),
-        ({"rope": {"mrope_section": [4, 4]}}, r"\[4, 4\]; expected three whole numbers .* 8"),
+        ({"rope": {"mrope_section": [4, 4]}}, r"\[4, 4\]; expected three integers .* 8"),
     ],
 )
 def test_configs_of_qwen3_that_are_refused(changes, why):
@@ -311,7 +314,7 @@ def image(grid, width=24):
         (5, [image((1, 4, 4))], "has 5 image tokens .* expected 4 for its 1 images with grids"),
         (4, [], "has 4 image tokens .id 90.; expected 0 for its 0 images"),
         (4, [image((1, 3, 4))], r"grid of \(1, 3, 4\) patches; expected .* multiples of 2"),
-        (4, [image((2, 4, 4))], "one moment in time"),
+        (4, [image((2, 4, 4))], "a single frame"),
         (4, [image((1, 4, 4), width=7)], r"patches \[16, 7\]; expected \[16, 24\]"),
     ],
 )
@@ -325,7 +328,7 @@ def test_images_that_do_not_fit_their_tokens(num_ids, images, why):
 def test_an_image_in_two_places_is_refused():
     config = golden()[0]
     ids = np.array([90, 90, 1, 90, 90])
-    with pytest.raises(ValueError, match=r"not side by side; expected runs of \[4\]"):
+    with pytest.raises(ValueError, match=r"not contiguous; expected runs of lengths \[4\]"):
         config.tower.compute_positions(ids, [image((1, 4, 4))])
 
 

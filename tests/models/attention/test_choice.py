@@ -29,8 +29,8 @@ def test_each_platform_has_its_own(name, platform):
         name,
         f"since the devices are {platform}s",
     )
-    assert resolve_kernel_name(name, platform, 128) == (name, "as config.model.attention says")
-    assert resolve_kernel_name("xla", platform, 320) == ("xla", "as config.model.attention says")
+    assert resolve_kernel_name(name, platform, 128) == (name, "set by config.model.attention")
+    assert resolve_kernel_name("xla", platform, 320) == ("xla", "set by config.model.attention")
     wide = f"since heads of 320 are too wide for {name}"
     assert resolve_kernel_name("auto", platform, 320) == ("xla", wide)
 
