@@ -134,8 +134,8 @@ ROWS = {
 }
 """Rows of the table.
 
-In `set_delayed` rows, the sampler gets new weights every 20 steps; `many` rows train for eight epochs
-per batch. At their learning rate, most seeds are stable without these changes.
+In `set_delayed` rows, the sampler gets new weights every 20 steps; `many` rows train for eight
+epochs per batch. At their learning rate, most seeds are stable without these changes.
 """
 
 

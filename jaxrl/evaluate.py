@@ -138,12 +138,14 @@ def evaluate(run_state: RunState, params: Params) -> Params:
     # Reuse an evaluation on disk. The main process decides for all processes.
     progress, workdir = run_state.progress, run_state.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
-    done, spent = None, UsageStats()
+    saved_metrics, saved_usage = None, UsageStats()
     if distributed.is_main():
-        done = read_metrics(file, progress.effective_weights_step, fingerprint(run_state))
-        spent = read_usage(file)
+        saved_metrics = read_metrics(
+            file, progress.effective_weights_step, compute_fingerprint(run_state)
+        )
+        saved_usage = read_usage(file)
     errors: dict[str, str] = {}
-    metrics = distributed.broadcast(done)
+    metrics = distributed.broadcast(saved_metrics)
     # Otherwise load the weights and roll out. A model behind an endpoint has no sampler.
     if metrics is None:
         run_state.check_budget()
@@ -158,7 +160,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
         if sampler is not None:
             sampler.release()
     else:
-        progress.ledger += UsageStats.from_json(distributed.broadcast(spent.to_json()))
+        progress.ledger += UsageStats.from_json(distributed.broadcast(saved_usage.to_json()))
         text = file.with_suffix(".txt")
         run_state.display.log(f"already evaluated with the same settings: {text}")
     metrics |= progress.ledger.metrics()
@@ -168,7 +170,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
     return params
 
 
-def fingerprint(run_state: RunState) -> str:
+def compute_fingerprint(run_state: RunState) -> str:
     """Hash the inputs of an evaluation except the weights: settings, tasks, corpus, user code."""
     settings = run_state.settings.evaluation.depends_on
     prefixes = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
@@ -206,7 +208,7 @@ def run_suites(
             run_state.check_budget()
         groups = groups_by_suite[suite] = roll_out_suite(run_state, suite)
         prices, is_control = run_state.settings.ledger.prices, suite in CONTROL_SUITES
-        ledger += UsageStats.of(flatten_groups(groups), prices, is_control=is_control)
+        ledger += UsageStats.compute(flatten_groups(groups), prices, is_control=is_control)
         run_state.pending_usage = ledger
     # Summarize, and free the cache for the update.
     summaries = {
@@ -232,7 +234,7 @@ def run_suites(
         groups_by_suite,
         summaries,
         weights_step=effective_weights_step,
-        fingerprint=fingerprint(run_state),
+        fingerprint=compute_fingerprint(run_state),
         has_results=settings.has_results,
     )
     record["ledger"] = ledger.to_json()

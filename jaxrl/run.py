@@ -142,7 +142,7 @@ def evaluate_step(
     )
     with contextlib.closing(checkpointer), _stop_display(display):
         position, restored = checkpointer.restore(
-            lambda saved: restore_targets(components, saved),
+            lambda saved: build_restore_targets(components, saved),
             step,
         ) or ({}, {})
         progress = Progress.from_json(position, components.method)
@@ -266,8 +266,8 @@ def load_run_state(
     """Restore the run state from the latest checkpoint, or create it. For arguments, see `run`."""
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
-    rollbacks = apply_rollbacks(workdir, checkpointer)
-    checkpoint = checkpointer.restore(lambda saved: restore_targets(components, saved))
+    rollbacks = discard_rolled_back_output(workdir, checkpointer)
+    checkpoint = checkpointer.restore(lambda saved: build_restore_targets(components, saved))
     position, restored = checkpoint or ({}, {})
     progress = Progress.from_json(position, components.method) if checkpoint else Progress()
     if rollbacks:
@@ -314,7 +314,7 @@ def load_run_state(
     )
 
 
-def apply_rollbacks(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
     """Apply rollbacks decided after the latest checkpoint: remove or archive all later output.
 
     Returns:
@@ -419,7 +419,7 @@ REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 """Function that writes a run's report; missing if the extra was deleted."""
 
 
-def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
+def build_restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
     """Return abstract arrays for the items to restore from a checkpoint with progress `saved`."""
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh

@@ -62,9 +62,9 @@ def sft(run_state: RunState, params: Params) -> Params:
         batch = put_batch(components.mesh, packed.batch)
         # Update. Reading the metrics waits for the devices, so `step_s` includes the update.
         with interruptible(run_state.should_stop):
-            state, measured = stage.update(state, batch, packed)
+            state, update_metrics = stage.update(state, batch, packed)
         run_state.state = state
-        metrics = {name: float(metric.value) for name, metric in measured.items()}
+        metrics = {name: float(metric.value) for name, metric in update_metrics.items()}
         step_s = time.perf_counter() - started
         # Advance the progress, log, and save if due. `RunState.end_stage` saves the last step.
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
@@ -84,7 +84,7 @@ def sft(run_state: RunState, params: Params) -> Params:
         run_state.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SFT_DISPLAY_METRICS.items() if key in record}
         run_state.display.step(progress.stage_step, shown)
-        if run_state.is_checkpoint_due and not run_state.is_last_step:
+        if run_state.is_checkpoint_due and not run_state.is_stage_done:
             run_state.save()
     return run_state.end_stage(state)
 

@@ -47,9 +47,9 @@ from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import explain_no_learning, has_learned
 from jaxrl.training.method import needs_divergences
 from jaxrl.training.minibatches import (
+    compute_trajectory_filter_metrics,
     make_minibatches,
     shard_minibatches,
-    trajectory_filter_metrics,
 )
 from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.training.run_state import Progress, RunState
@@ -211,7 +211,7 @@ def train(run_state: RunState, params: Params) -> Params:
             "actor/lr": scale * stage.last_lr(state),
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
-            **trajectory_filter_metrics(trajectories, method.filter),
+            **compute_trajectory_filter_metrics(trajectories, method.filter),
             **clock.metrics(trajectories),
             **compute_memory_metrics(),
             **compute_packing_metrics(minibatches),
@@ -394,7 +394,7 @@ def make_sampler(
         max_unfinished=max_unfinished,
     )
 
-    def count(usage: UsageStats) -> None:
+    def report_usage(usage: UsageStats) -> None:
         run_state.pending_usage = pending_usage + usage
 
     return StepSampler(
@@ -403,7 +403,7 @@ def make_sampler(
         should_stop=should_stop,
         progress=run_state.display.counter("trajectories"),
         check_budget=run_state.check_budget,
-        on_usage=count,
+        on_usage=report_usage,
         prices=run_state.settings.ledger.prices,
     )
 
@@ -412,7 +412,7 @@ def begin_training(run_state: RunState) -> None:
     """Evaluate the initial policy and set up the controllers."""
     progress = run_state.progress
     eval_metrics = run_state.evaluate(run_state.settings.evaluation.suites)
-    best_metric(run_state.settings, eval_metrics)  # raises now if the metric is missing
+    get_best_metric(run_state.settings, eval_metrics)  # raises now if the metric is missing
     update_gate(run_state, eval_metrics)
     bootstrap_controllers(run_state)
     metrics = eval_metrics | progress.controllers.metrics() | progress.ledger.metrics()
@@ -439,7 +439,7 @@ def bootstrap_controllers(run_state: RunState) -> None:
             for i, task in enumerate(tasks[start : start + size])
         ]
         sampled = sampler.sample(draws)
-        run_state.failures.count(flatten_groups(sampled))
+        run_state.failures.record_batch(flatten_groups(sampled))
         groups += sampled
     run_state.progress.ledger += sampler.usage
     run_state.pending_usage = UsageStats()
@@ -470,7 +470,7 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
 def finish_step(run_state: RunState) -> None:
     """Finish a step: evaluate if due, write the record, and save a checkpoint if due."""
     # Evaluate if due. Greedy accuracy moves the stage gate.
-    progress, is_last = run_state.progress, run_state.is_last_step
+    progress, is_last = run_state.progress, run_state.is_stage_done
     settings = run_state.settings.evaluation
     every, eval_metrics = settings.every_steps, dict[str, float]()
     if is_last or (every and progress.stage_step % every == 0):
@@ -483,7 +483,7 @@ def finish_step(run_state: RunState) -> None:
     progress.record = None
     show_step(run_state, record)
     # Compare with the best step so far.
-    progress.value = best_metric(run_state.settings, eval_metrics)
+    progress.value = get_best_metric(run_state.settings, eval_metrics)
     is_best = False
     if progress.value is not None:
         progress.best = update_best(
@@ -560,7 +560,7 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
     run_state.display.step(run_state.progress.stage_step, shown)
 
 
-def best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
+def get_best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:
     """Return the metric that selects the best checkpoint; None if unused, missing or not finite.
 
     Raises:

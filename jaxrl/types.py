@@ -74,7 +74,7 @@ class EntropyWindows:
     excess: float  # sum over the windows of the excess over the threshold, nats
 
     @property
-    def count(self) -> int:
+    def num_high(self) -> int:
         """Number of high-entropy windows."""
         return int(self.is_high.sum())
 
@@ -155,8 +155,8 @@ class Trajectory:
 
         The prompt belongs to the first turn, an observation to the turn before it.
         """
-        places = np.arange(len(self.token_ids))
-        return np.maximum(np.searchsorted(self.turn_starts, places, side="right") - 1, 0)
+        indices = np.arange(len(self.token_ids))
+        return np.maximum(np.searchsorted(self.turn_starts, indices, side="right") - 1, 0)
 
     @property
     def is_repeated(self) -> np.ndarray:
@@ -236,7 +236,7 @@ class Trajectory:
         return self.calls("python")
 
     @property
-    def records(self) -> list[CallRecord]:
+    def call_records(self) -> list[CallRecord]:
         """Records of all tool calls, in order."""
         return [record for turn in self.turns for record in turn.records]
 
@@ -291,14 +291,14 @@ class Group:
         return self.trajectories[0].task_id
 
     @property
-    def scored(self) -> list[Trajectory]:
+    def scored_trajectories(self) -> list[Trajectory]:
         """Trajectories without an environment error."""
         return [t for t in self.trajectories if t.is_scored]
 
     @property
     def num_correct(self) -> int:
         """Number of scored trajectories that are correct."""
-        return sum(t.is_correct for t in self.scored)
+        return sum(t.is_correct for t in self.scored_trajectories)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,13 +312,13 @@ class GroupStats:
     error: str = ""  # first environment error
 
     @classmethod
-    def of(cls, group: Group) -> GroupStats:
+    def compute(cls, group: Group) -> GroupStats:
         """Compute the statistics of a group."""
-        entropies = [t.mean_entropy for t in group.scored]
+        entropies = [t.mean_entropy for t in group.scored_trajectories]
         return cls(
             task_id=group.task_id,
             num_correct=group.num_correct,
-            num_scored=len(group.scored),
+            num_scored=len(group.scored_trajectories),
             mean_entropy=float(np.mean(entropies)) if entropies else math.nan,
             error=next((t.error for t in group.trajectories if not t.is_scored), ""),
         )
@@ -342,7 +342,7 @@ def flatten_groups(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
+def replace_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
     """Return copies of the groups whose trajectories have new values in the given fields.
 
     Args:
@@ -427,7 +427,7 @@ class Columns:
         return table
 
     @cached_property
-    def rest_rewards(self) -> np.ndarray:
+    def outcome_rewards(self) -> np.ndarray:
         """Reward that is not assigned to any turn: float32 [N]."""
         rest = [t.rest_reward if t.turn_rewards else t.reward for t in self._members]
         return np.array(rest, np.float32)

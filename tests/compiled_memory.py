@@ -48,7 +48,7 @@ from jaxrl.sampling.decode import (
     should_scan_layers,
 )
 from jaxrl.sampling.next_token import FULL
-from jaxrl.training.method import token_fields
+from jaxrl.training.method import list_token_fields
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
@@ -184,7 +184,7 @@ def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
         token_weights=floats,
         advantages=floats,
         rollout_logprobs=floats,
-        **dict.fromkeys(token_fields(config.optimizer, config.filter, config.kl), floats),
+        **dict.fromkeys(list_token_fields(config.optimizer, config.filter, config.kl), floats),
         token_arrays={
             name: jax.ShapeDtypeStruct((*whole, *one.shape), one.dtype)
             for name, one in given.items()

@@ -32,7 +32,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.estimators import AdvantageEstimator
-from jaxrl.training.packing import PackedBatch, logit_capacities, pack
+from jaxrl.training.packing import PackedBatch, compute_logit_capacities, pack
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep
 
@@ -327,7 +327,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         packed = PackedBatch(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
         for index, room in enumerate(
-            logit_capacities(packed, num_batch_shards(model.mesh), model.num_pieces)
+            compute_logit_capacities(packed, num_batch_shards(model.mesh), model.num_pieces)
         ):
             sums = add(params, sums, batch, index, index + 1, room)
         return sums.gradients, sums.finish_metrics(model.architecture.statistics)

@@ -41,7 +41,7 @@ from jaxrl.sampling.engine import PAGES_PER_TRANSFER, Engine, Request
 from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import WeightConverter
-from jaxrl.training.packing import BatchShape, logit_capacities
+from jaxrl.training.packing import BatchShape, compute_logit_capacities
 from jaxrl.training.update import (
     GradientStep,
     ScoreStep,
@@ -333,7 +333,7 @@ def train(mesh, params, config=TINY):
         for _ in range(2):
             state, _ = step(state, batch, packed)
     sums = step.gradient.init_sums(state.params, batch)
-    room = logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
+    room = compute_logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
     text = program_text(
         step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), room
     )
@@ -490,7 +490,7 @@ def of_images(meshes=EVERY_MESH):
             "tower's": float(relative_distance(sums.gradients["vision"], wanted["vision"])),
         }
         if sizes in SHOWN:
-            room = logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
+            room = compute_logit_capacities(packed, num_batch_shards(mesh), model.num_pieces)[0]
             program = gradient.add.program
             patches = put_patches(mesh, packed.attachments, 0, model.dtype)
             span = np.int32(0), np.int32(1)

@@ -23,7 +23,7 @@ from jaxrl.envs.search.base import EmptySearch, SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.run import restore_targets, run
+from jaxrl.run import build_restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
 from jaxrl.sampling.rollout import Rollout
@@ -232,7 +232,7 @@ def made_for(config, parts):
 def saved_progress(parts, workdir):
     """Return the progress and weights of the latest checkpoint."""
     checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
-    saved, restored = checkpointer.restore(lambda saved: restore_targets(parts, saved))
+    saved, restored = checkpointer.restore(lambda saved: build_restore_targets(parts, saved))
     checkpointer.close()
     return Progress.from_json(saved, parts.method), restored["params"]
 

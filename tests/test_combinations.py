@@ -25,7 +25,7 @@ from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import has_kl_loss
-from jaxrl.training.optimizer import learning_rate
+from jaxrl.training.optimizer import make_schedule
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     METHOD_SIZES,
@@ -189,7 +189,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
         assert record["actor/num_skipped"] == 0
         assert record["actor/num_updates"] == number * updates
         settings = components.stages["train"].settings
-        rate = learning_rate(settings)(number * updates - 1)  # of the last of its updates
+        rate = make_schedule(settings)(number * updates - 1)  # of the last of its updates
         assert record["actor/lr"] == pytest.approx(float(rate), rel=1e-6)
         assert math.isfinite(record["actor/grad_norm"])
         assert math.isfinite(record["critic/rewards/mean"])

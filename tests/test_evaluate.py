@@ -539,7 +539,7 @@ def test_a_table_of_where_answers_come_from():
 def test_what_an_evaluation_took_is_read_with_it(tmp_path):
     path = tmp_path / "evaluate_3.json"
     assert read_usage(path) == UsageStats()
-    took = UsageStats.of(attributed(), {"search": 0.5})
+    took = UsageStats.compute(attributed(), {"search": 0.5})
     write_results(path, {"ledger": took.to_json()}, "")
     assert read_usage(path) == took
     assert took.usage.cost == 3.5  # seven searches, that of the failure too

@@ -539,7 +539,8 @@ class TestEpisodes:
     def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
         task = looking_task(tmp_path)
         with pytest.raises(
-            UnreadableError, match=r"'t7': .*the model does not support images.*columns={'images'"
+            UnreadableImageError,
+            match=r"'t7': .*the model does not support images.*columns={'images'",
         ):
             player(None).prompt_fits(task)
         with pytest.raises(StartError, match="'t7' has 1 images, but its chat has 0 marks <image>"):

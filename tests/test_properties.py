@@ -31,7 +31,7 @@ from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep, put_batch
-from jaxrl.types import Batch, with_fields
+from jaxrl.types import Batch, replace_fields
 from tests.choices import (
     CORRECTIONS,
     EVERY,
@@ -462,7 +462,7 @@ def plain_step():
 def test_by_default_a_batch_has_nothing_optional(plain_step):
     assert plain_step[0] == set()
     made = grouped(make_trajectory(task_number=i, length=9) for i in range(16))
-    made = with_fields(made, advantage=[1.0] * 16)
+    made = replace_fields(made, advantage=[1.0] * 16)
     method = method_of(default_config())
     shape = BatchShape(num_micro=4, micro_rows=4, row_tokens=16)
     (packed,) = make_minibatches(made, shape, method, controllers=Controllers())

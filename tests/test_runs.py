@@ -30,7 +30,7 @@ from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.training.failures import NothingWorksError
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import put_batch
-from jaxrl.types import flatten_groups, with_fields
+from jaxrl.types import flatten_groups, replace_fields
 from tests.helpers import UPDATE_PROGRAMS, build, settings_of
 from tests.runs import (
     SIZES,
@@ -376,7 +376,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         if is_mended:
             return made
         lost["turns"] = turns
-        return with_fields(
+        return replace_fields(
             made, **{name: [value] * len(flatten_groups(made)) for name, value in lost.items()}
         )
 

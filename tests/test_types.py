@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.types import Columns, Group, GroupStats, flatten_groups, with_fields
+from jaxrl.types import Columns, Group, GroupStats, flatten_groups, replace_fields
 from tests.episodes import FAILED, grouped, make_failure, make_trajectory, strayed, wavering
 
 
@@ -39,7 +39,7 @@ GROUPS = [
 class TestGroup:
     def test_of_whom_it_is(self):
         assert [group.task_id for group in GROUPS] == ["t0", "t1", "t2"]
-        assert [len(group.scored) for group in GROUPS] == [2, 1, 0]
+        assert [len(group.scored_trajectories) for group in GROUPS] == [2, 1, 0]
         assert [group.num_correct for group in GROUPS] == [1, 1, 0]
 
     def test_members_are_side_by_side(self):
@@ -48,14 +48,14 @@ class TestGroup:
         assert flatten_groups([]) == []
 
     def test_what_became_of_it(self):
-        mixed, lone, failed = (GroupStats.of(group) for group in GROUPS)
+        mixed, lone, failed = (GroupStats.compute(group) for group in GROUPS)
         assert mixed == GroupStats(
             task_id="t0", num_correct=1, num_scored=2, mean_entropy=0.5, error=FAILED.error
         )
         assert (lone.num_correct, lone.num_scored, lone.error) == (1, 1, "")
         assert (failed.num_correct, failed.num_scored) == (0, 0)
         assert math.isnan(failed.mean_entropy)
-        wrong = GroupStats.of(Group(trajectories=(make_trajectory(),)))
+        wrong = GroupStats.compute(Group(trajectories=(make_trajectory(),)))
         kinds = [stats.kind for stats in (mixed, lone, wrong, failed)]
         assert kinds == ["mixed", "all_right", "all_wrong", "failed"]
 
@@ -95,7 +95,7 @@ class TestColumns:
 
 class TestWithFields:
     def test_each_gets_its_own(self):
-        changed = with_fields(GROUPS, advantage=[1, 2, 3, 4, 5], reward=[5, 4, 3, 2, 1])
+        changed = replace_fields(GROUPS, advantage=[1, 2, 3, 4, 5], reward=[5, 4, 3, 2, 1])
         assert [len(group.trajectories) for group in changed] == [3, 1, 1]
         assert [t.advantage for t in flatten_groups(changed)] == [1, 2, 3, 4, 5]
         assert [t.reward for t in flatten_groups(changed)] == [5, 4, 3, 2, 1]
@@ -103,16 +103,16 @@ class TestWithFields:
             t.task_id for t in flatten_groups(GROUPS)
         ]
         assert [t.advantage for t in flatten_groups(GROUPS)] == [None] * 5  # they are as they were
-        assert with_fields([], advantage=[]) == []
+        assert replace_fields([], advantage=[]) == []
 
     @pytest.mark.parametrize("count", [4, 6])
     def test_too_few_or_too_many_values_are_refused(self, count):
         with pytest.raises(ValueError, match=f"advantage: {count} values for 5 trajectories"):
-            with_fields(GROUPS, advantage=[0.0] * count)
+            replace_fields(GROUPS, advantage=[0.0] * count)
 
     def test_columns_of_different_lengths_are_refused(self):
         with pytest.raises(ValueError, match="reward: 4 values for 5 trajectories"):
-            with_fields(GROUPS, advantage=[0.0] * 5, reward=[0.0] * 4)
+            replace_fields(GROUPS, advantage=[0.0] * 5, reward=[0.0] * 4)
 
 
 def test_a_divergence_in_all_and_by_token():

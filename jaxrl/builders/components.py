@@ -64,7 +64,7 @@ from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.training.method import Method
-from jaxrl.training.optimizer import learning_rate, make_optimizer
+from jaxrl.training.optimizer import make_optimizer, make_schedule
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.run_state import Components, Stage
 from jaxrl.training.settings import CheckpointSettings, EvaluationSettings, LedgerSettings, Settings
@@ -480,7 +480,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
                 method.groups_per_minibatch * method.group_size if is_train else c.sft.batch_size
             ),
             optimizer=optimizer,
-            schedule=learning_rate(settings),
+            schedule=make_schedule(settings),
             settings=settings,
             shape=compute_batch_shape(
                 c, name, model.shards_with_prompts, model.num_pieces, model.architecture

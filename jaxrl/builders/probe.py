@@ -20,7 +20,7 @@ from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.training.method import Method, OptimizerSettings
-from jaxrl.training.optimizer import learning_rate
+from jaxrl.training.optimizer import make_schedule
 from jaxrl.types import Columns
 from jaxrl.utils.callables import (
     NamedFunction,
@@ -52,7 +52,7 @@ def probe_schedule(settings: OptimizerSettings) -> None:
     steps = np.linspace(0, count - 1, min(count, MAX_SCHEDULE_STEPS)).astype(np.int32)
 
     def compute_rates() -> np.ndarray:
-        return np.asarray(jax.jit(partial(jax.lax.map, learning_rate(settings)))(steps))
+        return np.asarray(jax.jit(partial(jax.lax.map, make_schedule(settings)))(steps))
 
     probe(
         schedule.key,

@@ -108,7 +108,7 @@ def summarize(
     for question in questions:
         measures = _compute_measures(question, ks, has_python)
         if has_results:
-            samples = [compute_attribution(t) for t in question.scored]
+            samples = [compute_attribution(t) for t in question.scored_trajectories]
             measures |= {
                 name: mean([s[name] for s in samples if name in s]) for name in ATTRIBUTION_MEASURES
             }
@@ -174,7 +174,7 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
     """Return the measures of a question; NaN if it has too few scored samples."""
-    scored = question.scored
+    scored = question.scored_trajectories
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
     is_correct = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
@@ -228,7 +228,7 @@ def _append_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
 
 
 def _count_questions(questions: Sequence[Group]) -> dict[str, int]:
-    num_scored = [len(question.scored) for question in questions]
+    num_scored = [len(question.scored_trajectories) for question in questions]
     num_samples = len(flatten_groups(questions))
     counts = (len(questions), num_scored.count(0), num_samples - sum(num_scored))
     return dict(zip(COUNTS, counts, strict=True))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
 from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts, Sampler
-from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
+from jaxrl.training.controllers import BUCKETS, Controllers, compute_mean_divergences
 from jaxrl.training.method import KLSettings
 from jaxrl.training.packing import PackedBatch
 from jaxrl.types import Group, Trajectory, flatten_groups
@@ -157,7 +157,7 @@ def compute_kl_metrics(
     """Return the KL coefficient and the measured KL divergence, in nats per token."""
     return {
         "actor/kl_coef": controllers.kl_coef(kl),
-        "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),
+        "actor/kl_measured": mean([value for _, value in compute_mean_divergences(groups)]),
     }
 
 
@@ -174,8 +174,8 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
         # Fraction of mixed groups in which a wrong answer has at least the reward of a correct one.
         inverted = []
         for group in groups:
-            right = [t.reward for t in group.scored if t.is_correct]
-            wrong = [t.reward for t in group.scored if not t.is_correct]
+            right = [t.reward for t in group.scored_trajectories if t.is_correct]
+            wrong = [t.reward for t in group.scored_trajectories if not t.is_correct]
             if right and wrong:
                 inverted.append(max(wrong) >= min(right))
         metrics["entropy/inversions"] = mean(inverted)
@@ -191,7 +191,7 @@ def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) ->
 
 
 def _count_window_tokens(trajectories: Sequence[Trajectory]) -> list[int]:
-    return [t.windows.count for t in trajectories if t.windows is not None]
+    return [t.windows.num_high for t in trajectories if t.windows is not None]
 
 
 def collect_sample_fields(
@@ -210,7 +210,7 @@ def collect_sample_fields(
             }
             if (windows := trajectory.windows) is not None:
                 has_level = not np.isnan(windows.percentile)
-                sample["high_entropy_token_num"] = windows.count
+                sample["high_entropy_token_num"] = windows.num_high
                 sample["entropy_percentile_thresholds"] = windows.percentile if has_level else None
                 sample["high_entropy_threshold"] = controllers.entropy_threshold
             if controllers.buckets is not None:

@@ -11,7 +11,7 @@ from jaxrl.runtime.sharding import replicated_sharding
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.interfaces import FinishTokenLog, TokenLogger
 from jaxrl.training.method import Method, has_kl_loss
-from jaxrl.training.minibatches import split_minibatches, token_kl_weights
+from jaxrl.training.minibatches import compute_token_kl_weights, split_minibatches
 from jaxrl.training.packing import BatchShape, PackedBatch
 from jaxrl.training.reference_kl import compute_per_token
 from jaxrl.training.update import ScoreStep
@@ -49,7 +49,9 @@ def make_token_logger(
                 "token_advantages": [t.token_advantages for t in trajectories],
             }
             if has_kl_loss(method.kl):
-                arrays["kl_weights"] = token_kl_weights(trajectories, controllers, method.kl)
+                arrays["kl_weights"] = compute_token_kl_weights(
+                    trajectories, controllers, method.kl
+                )
             for row, (index, trajectory) in enumerate(minibatch.items()):
                 if count < 0 or index < count:
                     trained[index], mask = trajectory, trajectory.loss_mask

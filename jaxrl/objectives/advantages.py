@@ -235,7 +235,7 @@ def subset_advantages(
     return jnp.where(is_member, advantages[:, None], 0.0).sum(axis=0)
 
 
-def entropy_guided(
+def pass_at_k_entropy_guided(
     is_correct: Bool[Array, " N"],
     group_ids: Int[Array, " N"],
     mean_entropies: Float[Array, " N"],
@@ -315,7 +315,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "pass_at_k_exceeding": pass_at_k_exceeding,
     "pass_at_k_full_sampling": pass_at_k_full_sampling,
     "pass_at_k_bootstrap": pass_at_k_bootstrap,
-    "pass_at_k_entropy_guided": entropy_guided,
+    "pass_at_k_entropy_guided": pass_at_k_entropy_guided,
 }
 """Estimators by `advantage.name`. Arrays are bound by parameter name."""
 

@@ -6,9 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def largest_differencing(
-    sizes: Sequence[int], num_parts: int, *, equal_size: bool
-) -> list[list[int]]:
+def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) -> list[list[int]]:
     """Split items into parts with nearly equal total sizes.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982). Each partial solution

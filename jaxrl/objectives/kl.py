@@ -34,7 +34,7 @@ def k3(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
-def absolute(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
+def absolute_log_ratio(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
     """Return the absolute value of the log-ratio, verl's `abs`."""
     # jnp.abs has gradient 1 at 0, the value of every log-ratio at the first update.
     return jnp.sign(log_ratios) * log_ratios
@@ -74,7 +74,7 @@ def kl_estimate(
     return value if loss_mask is None else jnp.where(loss_mask, value, 0.0)
 
 
-def with_gradient_of_k2(estimator: Callable[..., Any]) -> Callable[..., Any]:
+def use_k2_gradient(estimator: Callable[..., Any]) -> Callable[..., Any]:
     """Return an estimator with the same value and the gradient of `k2`."""
 
     def estimate(log_ratios: Float[Array, "R T"]) -> Float[Array, "R T"]:
@@ -88,11 +88,11 @@ KL_ESTIMATORS: dict[str, Callable[..., Any]] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
-    "abs": absolute,
-    "k1+": with_gradient_of_k2(k1),
-    "k2+": with_gradient_of_k2(k2),
-    "k3+": with_gradient_of_k2(k3),
-    "abs+": with_gradient_of_k2(absolute),
+    "abs": absolute_log_ratio,
+    "k1+": use_k2_gradient(k1),
+    "k2+": use_k2_gradient(k2),
+    "k3+": use_k2_gradient(k3),
+    "abs+": use_k2_gradient(absolute_log_ratio),
 }
 """Estimators by `kl.estimator`."""
 

@@ -146,14 +146,14 @@ def entropy_reward(
             )
         if bucket not in targets:
             continue
-        rewards[i] = _entropy_term(
+        rewards[i] = _compute_entropy_reward(
             bucket, int(counts[i]), bool(is_correct[i]), targets[bucket], coefficients[bucket],
             centered_gain=centered_gain,
         )  # fmt: skip
     return rewards
 
 
-def _entropy_term(
+def _compute_entropy_reward(
     bucket: str, count: int, is_correct: bool, target: float, alpha: float, *, centered_gain: bool
 ) -> float:
     params = _REWARD_PARAMS[bucket]
@@ -181,7 +181,7 @@ def _entropy_term(
     return -min(size, 0.5 * penalty(-delta - margin))
 
 
-def relaxed_kl(
+def relaxed_kl_factors(
     buckets: Sequence[str],
     is_correct: Bool[Array, " N"],
     excess: Float[Array, " N"],

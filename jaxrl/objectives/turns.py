@@ -11,21 +11,21 @@ from jaxtyping import Float
 Array = jax.Array | np.ndarray
 
 
-def turn_returns(
-    rest_rewards: Float[np.ndarray, " N"],
+def compute_turn_returns(
+    outcome_rewards: Float[np.ndarray, " N"],
     turn_rewards: Float[np.ndarray, "N K"],
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """Compute the return from each turn onward: `rest_rewards + sum_{s >= t} d^(s - t) r_s`.
+    """Compute the return from each turn onward: `outcome_rewards + sum_{s >= t} d^(s - t) r_s`.
 
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
     (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the
-    last turn, a row continues with `rest_rewards`, which are not discounted. Sums use float64,
+    last turn, a row continues with `outcome_rewards`, which are not discounted. Sums use float64,
     so that equal returns stay equal in any order of summation.
 
     Args:
-        rest_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.
+        outcome_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.
         turn_rewards: Reward of each turn, 0 for missing turns. It must depend only on that turn,
             its observation and earlier turns.
         discount: d, from 0 to 1. Below 1, the expected gradient is no longer that of the
@@ -35,7 +35,7 @@ def turn_returns(
     offsets = turns[None, :] - turns[:, None]  # [t, s]
     weights = np.where(offsets >= 0, float(discount) ** np.maximum(offsets, 0), 0.0)
     to_go = (turn_rewards.astype(np.float64)[:, None, :] * weights).sum(axis=2)
-    return (rest_rewards.astype(np.float64)[:, None] + to_go).astype(np.float32)
+    return (outcome_rewards.astype(np.float64)[:, None] + to_go).astype(np.float32)
 
 
 def estimate_by_turn(

@@ -165,7 +165,7 @@ def check_fixed_keys(
         now = config.get(key, 0)
         before = record.config.get(key, now)
         if before != now:
-            folder = missing_folder(key)
+            folder = find_missing_extra(key)
             remedy = f"put jaxrl/extras/{folder}" if folder else "set it"
             raise ValueError(
                 f"config.{key} is {now!r}, but {workdir} began with {before!r}; {remedy} back to "
@@ -192,7 +192,9 @@ def find_changes(
         ]
         contents = {}
     # A missing extra's keys are not a change. Settings that need it are rejected elsewhere.
-    removed_keys = [key for key in record.config.keys() - KEYS.keys() if not missing_folder(key)]
+    removed_keys = [
+        key for key in record.config.keys() - KEYS.keys() if not find_missing_extra(key)
+    ]
     changes = []
     for key in [*changed_keys, *sorted(removed_keys)]:
         # A new path to the same files changes nothing.

@@ -185,7 +185,7 @@ class BaseRollout:
         Raises:
             ValueError: The prompt is empty, or too long and may be neither dropped nor truncated
                 (images are never truncated).
-            UnreadableError: An image cannot be read.
+            UnreadableImageError: An image cannot be read.
             StartError: The environment has no prompt for the task.
         """
         prompt = self._render_prompt(task)
@@ -218,7 +218,7 @@ class BaseRollout:
     @property
     def _image_processor(self) -> Processor:
         if self._processor is None:
-            raise UnreadableError(
+            raise UnreadableImageError(
                 "there is an image, but the model does not support images: its config.json has no "
                 "image_token_id. Set config.model.path to a model that does, such as Qwen2.5-VL "
                 "(its folder also counts for endpoints), or drop images with columns={'images': ''}"
@@ -252,7 +252,7 @@ class BaseRollout:
         """Render the prompt of a task; return its ids, not truncated.
 
         Raises:
-            UnreadableError: An image cannot be read.
+            UnreadableImageError: An image cannot be read.
             StartError: The environment has no prompt for the task, or its prompt omits an image.
         """
         messages = self._start_episode(task)
@@ -293,7 +293,7 @@ class BaseRollout:
         if task.images and marks != len(task.images):
             raise StartError(
                 f"task {task.id!r} has {len(task.images)} images, but its chat has {marks} marks "
-                f"{MARK}; expected one for each image. See config.prompt and "
+                f"{IMAGE_TAG}; expected one for each image. See config.prompt and "
                 f"{type(self._env).__name__}.start."
             )
         return messages
@@ -353,7 +353,7 @@ class BaseRollout:
             # Decode here, in the environment's thread, so that the main loop hits the processor's
             # cache.
             count = sum(self._count_image_tokens(self._preprocess(pictures)))
-        except UnreadableError as error:
+        except UnreadableImageError as error:
             return make_failed_step(f"a tool returned an invalid image: {error}")
         if count > self._limits.max_observation_tokens:
             return make_failed_step(

@@ -26,7 +26,15 @@ from jaxrl.training.estimators import compute_returns
 from jaxrl.training.failures import FailureCounter, NothingWorksError, shorten
 from jaxrl.training.method import Method
 from jaxrl.training.usage import BudgetSpentError, UsageStats
-from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, flatten_groups, with_fields
+from jaxrl.types import (
+    GROUP_KINDS,
+    Columns,
+    Draw,
+    Group,
+    GroupStats,
+    flatten_groups,
+    replace_fields,
+)
 from jaxrl.utils.callables import NamedFunction, UserCodeError, wrap_user_code
 
 DivergenceFn = Callable[[Sequence[Group]], list[Group]]
@@ -92,7 +100,7 @@ class StepSampler:
     prices: Mapping[str, float] = field(default_factory=dict)  # price of an attempt, by tool
     usage: UsageStats = field(default_factory=UsageStats)  # so far, dropped groups included
     unfinished: list[Draw] = field(default_factory=list)  # draws that the next call resumes
-    records: list[CallRecord] = field(default_factory=list)  # tool calls so far
+    call_records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
     def sample(self, draws: Sequence[Draw]) -> list[Group]:
         """Sample a group for each draw, and return the groups that are complete.
@@ -107,8 +115,8 @@ class StepSampler:
         )
         groups = [group for group in sampled if group is not None]
         self.unfinished = [d for d, group in zip(draws, sampled, strict=True) if group is None]
-        self.records += [record for t in flatten_groups(groups) for record in t.records]
-        self.usage += UsageStats.of(flatten_groups(groups), self.prices)
+        self.call_records += [record for t in flatten_groups(groups) for record in t.call_records]
+        self.usage += UsageStats.compute(flatten_groups(groups), self.prices)
         self.on_usage(self.usage)
         return groups
 
@@ -167,7 +175,7 @@ def collect(
         failures: Counter of failed batches, and log for warnings.
 
     Raises:
-        NothingWorksError: See `FailureCounter.count`.
+        NothingWorksError: See `FailureCounter.record_batch`.
         OutageError: A service that the environment needs has been unavailable for too long.
         NotEnoughGroupsError: Too few groups passed in `filter.max_batches` batches.
     """
@@ -192,13 +200,13 @@ def collect(
             count = max(num_wanted - len(accepted) + num_new, 0)
         draws, num_tasks_taken = draw(stream, num_tasks_taken, count, controllers.skipped)
         groups, num_retried = sampler.sample_with_retries([*sampler.unfinished, *draws], attempts)
-        failures.count(flatten_groups(groups))
+        failures.record_batch(flatten_groups(groups))
         # The filter uses shaped rewards.
-        shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
-        if settings.sees_kl:
+        shaped = rewards.shape_rewards(groups, method.shaping, is_late=controllers.is_late)
+        if settings.uses_kl_penalty:
             shaped = add_divergences(shaped)
         accepted += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
-        sampled_stats += map(GroupStats.of, shaped)
+        sampled_stats += map(GroupStats.compute, shaped)
         num_batches += 1
         num_resampled += num_retried
         num_generated += len(flatten_groups(groups)) + num_retried * method.group_size
@@ -211,7 +219,7 @@ def collect(
     carried_groups: list[Group] = []
     if settings.carry_over:
         # The update replaces the policy under which the divergences were measured.
-        carried_groups = with_fields(
+        carried_groups = replace_fields(
             surplus_groups, divergence=[None] * len(flatten_groups(surplus_groups))
         )
     return CollectedGroups(
@@ -229,8 +237,8 @@ def collect(
             "filter/surplus_groups": len(surplus_groups),
             "filter/carried_groups": len(carried_groups),
             "filter/resampled_groups": num_resampled,
-            **group_metrics(sampled_stats, method.group_size),
-            **compute_search_metrics(sampler.records),
+            **compute_group_metrics(sampled_stats, method.group_size),
+            **compute_search_metrics(sampler.call_records),
         },
     )
 
@@ -266,7 +274,7 @@ def draw(
     return draws, num_tasks_taken
 
 
-def group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
+def compute_group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
     """Return metrics over all groups that a step sampled; shares are NaN if there are none."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
@@ -349,30 +357,32 @@ def _filter_groups(
                 values = compute_returns(columns, method.advantage)
             case _:
                 values = compute_returns(columns, method.advantage)
-                values = values - rewards.kl_penalties(groups, kl_coef)[:, None]
+                values = values - rewards.compute_kl_penalties(groups, kl_coef)[:, None]
         metrics = values.astype(np.float32).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}
 
-        def column(name: str, offered: dict[str, np.ndarray] = offered) -> np.ndarray:
+        def get_column(name: str, offered: dict[str, np.ndarray] = offered) -> np.ndarray:
             return offered[name] if name in offered else getattr(columns, name)
 
-        passes |= apply_filter(group_filter, column, len(passes))
+        passes |= apply_filter(group_filter, get_column, len(passes))
     accepted = {int(index) for index in columns.group_ids[passes]}
     # A single trajectory left after environment errors has nothing to be compared with. A
     # configured group size of 1 is intended.
     min_scored = min(2, method.group_size)
     return [
-        group for i, group in enumerate(groups) if i in accepted and len(group.scored) >= min_scored
+        group
+        for i, group in enumerate(groups)
+        if i in accepted and len(group.scored_trajectories) >= min_scored
     ]
 
 
 def apply_filter(
-    group_filter: NamedFunction, column: Callable[[str], np.ndarray], count: int
+    group_filter: NamedFunction, get_column: Callable[[str], np.ndarray], count: int
 ) -> np.ndarray:
     """Apply the filter to `count` trajectories, and return bool `[count]`.
 
-    `column` returns the array with a given name.
+    `get_column` returns the array with a given name.
 
     Raises:
         UserCodeError: The filter failed, or returned a wrong dtype or shape.
@@ -380,7 +390,7 @@ def apply_filter(
     call_filter = wrap_user_code(
         group_filter.key, group_filter.name, lambda *arrays: np.asarray(group_filter(*arrays))
     )
-    flags: np.ndarray = call_filter(*map(column, group_filter.arguments))
+    flags: np.ndarray = call_filter(*map(get_column, group_filter.arguments))
     if flags.dtype != bool or flags.shape != (count,):
         raise UserCodeError(
             f"config.filter.name names {group_filter.name!r}, which returned {flags.dtype} "

@@ -29,7 +29,14 @@ from jaxrl.training.method import (
     needs_divergences,
     needs_windows,
 )
-from jaxrl.types import EntropyWindows, Group, GroupStats, Trajectory, flatten_groups, with_fields
+from jaxrl.types import (
+    EntropyWindows,
+    Group,
+    GroupStats,
+    Trajectory,
+    flatten_groups,
+    replace_fields,
+)
 
 BUCKETS = ("easy", "medium", "hard")
 """Difficulty buckets of tasks, under the current policy."""
@@ -421,14 +428,14 @@ def update_controllers(
         is_trigger: bool [V], True for token ids that may start a high-entropy window; None for all.
     """
     groups, shaping = list(groups), method.shaping
-    scored = [group for group in groups if group.scored]
+    scored = [group for group in groups if group.scored_trajectories]
     updated: dict[str, Any] = {}
     # Grade the tasks by the groups to train on.
     if controllers.buckets is not None:
         updated["buckets"] = controllers.buckets.update(
             [group.task_id for group in scored],
             [group.num_correct for group in scored],
-            [len(group.scored) for group in scored],
+            [len(group.scored_trajectories) for group in scored],
         )
     # Skip tasks that all samples solved with low entropy. Groups with environment errors do not
     # count: a single remaining sample could skip its task for good.
@@ -454,19 +461,22 @@ def update_controllers(
         windows = [
             _mark_windows(t, *pair, threshold.value, is_trigger, shaping) for t, pair in pairs
         ]
-        groups = with_fields(groups, windows=windows)
+        groups = replace_fields(groups, windows=windows)
     after = dataclasses.replace(controllers, **updated)
     # With a threshold, update the coefficients from the marked windows.
     if after.coefficients is not None and after.entropy_threshold is not None:
-        scored = [group for group in groups if group.scored]
+        scored = [group for group in groups if group.scored_trajectories]
         updated["coefficients"] = after.coefficients.update(
-            [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
+            [
+                mean([t.windows.num_high for t in group.scored_trajectories if t.windows])
+                for group in scored
+            ],
             [after.bucket(group.task_id) for group in scored],
             rate=shaping.alpha_step,
             max_alpha=shaping.alpha_max,
         )
     # Update the KL state from the mean divergence per trained token.
-    divergences, kl = mean_divergences(groups), method.kl
+    divergences, kl = compute_mean_divergences(groups), method.kl
     values = [value for _, value in divergences]
     match after.kl:
         case AdaptiveKL() as adaptive:
@@ -536,7 +546,7 @@ def _mark_windows(
     )
 
 
-def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
+def compute_mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
     """Return the task id and mean divergence, in nats per token, of each measured trajectory."""
     return [
         (t.task_id, t.divergence.mean)

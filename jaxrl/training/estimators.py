@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.objectives.turns import estimate_by_turn, turn_returns
+from jaxrl.objectives.turns import compute_turn_returns, estimate_by_turn
 from jaxrl.runtime.compilation import cached_jit
 from jaxrl.training.method import AdvantageSettings
-from jaxrl.types import Columns, Group, flatten_groups, with_fields
+from jaxrl.types import Columns, Group, flatten_groups, replace_fields
 from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
@@ -80,18 +80,18 @@ class AdvantageEstimator:
                 f"{list(shape)}, one per trajectory{' and turn' * (len(shape) == 2)}."
             )
         if len(shape) == 1:
-            return with_fields(groups, advantage=[float(advantage) for advantage in advantages])
+            return replace_fields(groups, advantage=[float(advantage) for advantage in advantages])
         # Each turn has its own advantage. The trajectory's is the mean over its sampled tokens.
         turns = [
             tuple(map(float, row[: max(len(t.turns), 1)]))
             for t, row in zip(flatten_groups(groups), advantages, strict=True)
         ]
-        groups = with_fields(groups, turn_advantages=turns)
+        groups = replace_fields(groups, turn_advantages=turns)
         means = [
             float(t.token_advantages[t.loss_mask].mean()) if t.num_sampled else 0.0
             for t in flatten_groups(groups)
         ]
-        return with_fields(groups, advantage=means)
+        return replace_fields(groups, advantage=means)
 
     def metrics(self, stage_step: int) -> dict[str, float]:
         """Return the scheduled settings as metrics."""
@@ -103,5 +103,5 @@ def compute_returns(columns: Columns, advantage: AdvantageSettings) -> np.ndarra
     """Compute the return from each turn onward [N, K]; without `by_turn`, the rewards [N, 1]."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
-    rest, turns = columns.rest_rewards, columns.turn_rewards
-    return turn_returns(rest, turns, discount=advantage.turn_discount)
+    rest, turns = columns.outcome_rewards, columns.turn_rewards
+    return compute_turn_returns(rest, turns, discount=advantage.turn_discount)

@@ -31,7 +31,7 @@ class FailureCounter:
     log: Callable[[str], None]
     num_batches: int
 
-    def count(self, batch: Sequence[Trajectory]) -> None:
+    def record_batch(self, batch: Sequence[Trajectory]) -> None:
         """Count a batch if every episode failed, else reset the counter.
 
         Raises:

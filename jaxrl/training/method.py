@@ -77,7 +77,7 @@ class FilterSettings:
     skip_entropy: float
 
     @property
-    def sees_kl(self) -> bool:
+    def uses_kl_penalty(self) -> bool:
         """True if the filter compares rewards after subtracting the KL penalty."""
         is_varied = self.group_filter is not None and self.group_filter.name == "varied"
         return is_varied and self.metric == "seq_final_reward"
@@ -221,7 +221,9 @@ def has_kl_weights(kl: KLSettings) -> bool:
     return has_kl_loss(kl) and not is_plain
 
 
-def token_fields(optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings) -> list[str]:
+def list_token_fields(
+    optimizer: OptimizerSettings, filter: FilterSettings, kl: KLSettings
+) -> list[str]:
     """Return the names of the optional float32 fields of `Batch` that the method fills."""
     is_filled = {
         "old_logprobs": not old_logprobs_are_current(optimizer, filter),

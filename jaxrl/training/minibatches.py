@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
-from jaxrl.objectives.shaping import relaxed_kl
+from jaxrl.objectives.shaping import relaxed_kl_factors
 from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.method import (
     FilterSettings,
@@ -95,7 +95,7 @@ def split_minibatches(
         trained = [*selected.values()]
         fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
         if has_kl_weights(method.kl):
-            fields["kl_weights"] = token_kl_weights(trained, controllers, method.kl)
+            fields["kl_weights"] = compute_token_kl_weights(trained, controllers, method.kl)
         if needs_divergences(method.kl):
             divergences = [t.require("divergence") for t in trained]
             if not old_is_current:
@@ -119,7 +119,7 @@ def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], boo
     return wrap_user_code(predicate.key, predicate.name, is_trained)
 
 
-def trajectory_filter_metrics(
+def compute_trajectory_filter_metrics(
     trajectories: Sequence[Trajectory], filter: FilterSettings
 ) -> dict[str, float]:
     """Return the share of trajectories that pass `filter.trajectories`; {} if it is not set."""
@@ -150,7 +150,7 @@ def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 
-def token_kl_weights(
+def compute_token_kl_weights(
     trajectories: Sequence[Trajectory], controllers: Controllers, kl: KLSettings
 ) -> list[np.ndarray]:
     """Return the KL coefficient of each token, as a float32 array `[L]` per trajectory.
@@ -165,7 +165,7 @@ def token_kl_weights(
         multipliers = controllers.kl.multipliers
         scales *= [multipliers[controllers.bucket(t.task_id)] for t in trajectories]
     if kl.second_chance:
-        scales *= relaxed_kl(
+        scales *= relaxed_kl_factors(
             [controllers.bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
             np.array([t.require("windows").excess for t in trajectories], np.float32),

@@ -12,7 +12,7 @@ from jaxrl.runtime.compilation import get_or_make
 from jaxrl.training.method import OptimizerSettings
 
 
-def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
+def make_schedule(settings: OptimizerSettings) -> optax.Schedule:
     """Return the learning-rate schedule: a linear warm-up followed by `settings.schedule`."""
     peak, warmup, schedule = settings.lr, settings.warmup_steps, settings.schedule
     offered = {
@@ -39,7 +39,7 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
 
 def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     adamw = optax.adamw(
-        learning_rate(settings),
+        make_schedule(settings),
         b1=settings.beta1,
         b2=settings.beta2,
         eps=settings.epsilon,

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl.models.attachments import UNITS, Tower
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.output import LOGIT_CAPACITIES
-from jaxrl.objectives.balancing import largest_differencing
+from jaxrl.objectives.balancing import karmarkar_karp
 from jaxrl.types import Attachment, Batch
 
 CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
@@ -131,10 +131,10 @@ class PackedAttachments:
         """Return a shard's patches `[P, values]` in `dtype` and int32 coordinates `[P, W]`."""
         collated = self.tower.collate(self.cells.get((micro, shard), ()))
         patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
-        places = np.zeros((self.num_patches, self.tower.num_coords), np.int32)
+        locations = np.zeros((self.num_patches, self.tower.num_coords), np.int32)
         patches[: len(collated.patches)] = collated.patches
-        places[: len(collated.coords)] = collated.coords
-        return patches, places
+        locations[: len(collated.coords)] = collated.coords
+        return patches, locations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,9 @@ class PackedBatch:
     rest: PackedBatch | None = None  # trajectories without a gradient; None if there are none
 
 
-def logit_capacities(packed: PackedBatch, num_shards: int, num_pieces: int = 1) -> list[int]:
+def compute_logit_capacities(
+    packed: PackedBatch, num_shards: int, num_pieces: int = 1
+) -> list[int]:
     """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
     It is the smallest capacity, in quarters of a device's tokens, that holds the tokens with loss
@@ -278,13 +280,15 @@ def assign_rows(
     longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
     by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
     room = (row_tokens, row_tokens if row_units is None else row_units)
-    return min((_first_fit(items, order, room) for order in (longest_first, by_prompt)), key=len)
+    return min(
+        (_pack_first_fit(items, order, room) for order in (longest_first, by_prompt)), key=len
+    )
 
 
-def _first_fit(
-    items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
+def _pack_first_fit(
+    items: Sequence[Item], order: Sequence[int], full_size: tuple[int, int]
 ) -> list[list[int]]:
-    """Pack items in `order` into rows with capacity `whole`: tokens and attachment tokens."""
+    """Pack items in `order` into rows with capacity `full_size`: tokens and attachment tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -299,7 +303,7 @@ def _first_fit(
         slot = min(fitting, key=lambda r: (item.prompt not in rows[r], r), default=len(rows))
         if slot == len(rows):
             rows.append({})
-            room.append(whole)
+            room.append(full_size)
             sizes.append(full)
         room[slot] = (room[slot][0] - sizes[slot][0], room[slot][1] - sizes[slot][1])
         rows[slot].setdefault(item.prompt, []).append(index)
@@ -323,8 +327,8 @@ def select_tokens(
         np.arange(count, context.stop - context.start, dtype=np.int32)
         for count, context in zip(first, contexts, strict=True)
     ]
-    places = [span + context.start for span, context in zip(positions, contexts, strict=True)]
-    return np.concatenate(places), np.concatenate(positions)
+    locations = [span + context.start for span, context in zip(positions, contexts, strict=True)]
+    return np.concatenate(locations), np.concatenate(positions)
 
 
 def omit_shared_prompts(items: Sequence[Item], row: Sequence[int]) -> Row:
@@ -380,14 +384,14 @@ def pack(
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     # Fill the arrays, and split them into micro-batches.
     arrays = _fill_arrays(sequences, advantages, items, rows, shape, token_fields or {})
-    tower_arrays, attachments = fill_attachments(sequences, rows, shape, num_shards)
+    tower_arrays, attachments = pack_attachments(sequences, rows, shape, num_shards)
     if num_loss_tokens is None:
         num_loss_tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
     fields["token_arrays"] |= tower_arrays
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    num_computed = sum(_num_computed(items, row) for row in rows)
+    num_computed = sum(_count_tokens(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return PackedBatch(
         batch=Batch(**fields),
@@ -403,7 +407,7 @@ def pack(
     )
 
 
-def _num_computed(items: Sequence[Item], row: Row) -> int:
+def _count_tokens(items: Sequence[Item], row: Row) -> int:
     """Count the tokens in a row; a shared prompt counts once."""
     return sum(items[index].length - num_omitted for index, num_omitted in row)
 
@@ -420,10 +424,10 @@ def balance_rows(
         Rows, including empty ones that complete a micro-batch, and the number of tokens by device.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
-    sizes = [_num_computed(items, row) for row in padded]
+    sizes = [_count_tokens(items, row) for row in padded]
     if not padded:
         return [], [0] * num_shards
-    shares = largest_differencing(sizes, num_shards, equal_size=True)
+    shares = karmarkar_karp(sizes, num_shards, equal_size=True)
     per_shard = micro_rows // num_shards
     order = [
         index
@@ -483,7 +487,7 @@ def _fill_arrays(
     return arrays | {"token_arrays": aux_arrays}
 
 
-def fill_attachments(
+def pack_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
     """Pack attachments; return the arrays of `Tower.input_arrays` and a `PackedAttachments`.
@@ -499,7 +503,7 @@ def fill_attachments(
         return {}, None
     # Collect the distinct attachments of each device, and choose the capacity.
     cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
-    for slot, attachment, *_ in _iterate_by_device(sequences, rows, shape, num_shards):
+    for slot, attachment, *_ in _iterate_attachments(sequences, rows, shape, num_shards):
         cell = cells.setdefault(slot, {})
         cell.setdefault(attachment, len(cell))
     units_of = {slot: tower.collate(tuple(cell)).units for slot, cell in cells.items()}
@@ -517,8 +521,8 @@ def fill_attachments(
     }
     divisor = next(divisor for divisor, size in sizes.items() if most <= size)
     # Fill the tower's arrays, then the index of each attachment token on its device.
-    whole = shape.num_micro, b, shape.row_tokens
-    arrays = {name: array.full(*whole) for name, array in tower.input_arrays.items()}
+    full_size = shape.num_micro, b, shape.row_tokens
+    arrays = {name: array.full(*full_size) for name, array in tower.input_arrays.items()}
     for row, members in enumerate(rows):
         start = 0
         for index, num_omitted in members:
@@ -527,7 +531,7 @@ def fill_attachments(
             for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
                 arrays[name][row // b, row % b, columns] = values[num_omitted:]
             start += len(ids) - num_omitted
-    for slot, attachment, at, indices in _iterate_by_device(sequences, rows, shape, num_shards):
+    for slot, attachment, at, indices in _iterate_attachments(sequences, rows, shape, num_shards):
         arrays[UNITS][at] = units_of[slot][cells[slot][attachment]][indices]
     return arrays, PackedAttachments(
         tower=tower,
@@ -538,7 +542,7 @@ def fill_attachments(
     )
 
 
-def _iterate_by_device(
+def _iterate_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
     """Yield each attachment once for each device that has tokens of it.

@@ -21,10 +21,10 @@ from jaxrl.utils.callables import NamedFunction
 def make_policy_loss(method: Method) -> TokenLoss:
     """Return the policy loss with KL and entropy terms. Equal settings share one function."""
     settings = method.loss, method.kl
-    return get_or_make(partial(_policy_loss, *settings), name="policy loss", key=settings)
+    return get_or_make(partial(_build_policy_loss, *settings), name="policy loss", key=settings)
 
 
-def _policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
+def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
     is_corrected = loss.correction["level"] != "none"
     kl_coef = kl.coef if kl.apply_to == "loss" else 0.0

@@ -15,7 +15,7 @@ from jaxrl.training.method import Method
 from jaxrl.training.minibatches import with_loss_mask
 from jaxrl.training.packing import BatchShape, PackedBatch, TokenSequence, pack, split_contexts
 from jaxrl.training.update import ScoreStep, put_batch
-from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_groups, with_fields
+from jaxrl.types import Batch, Divergence, Group, Params, Trajectory, flatten_groups, replace_fields
 
 
 def make_kl_fn(
@@ -55,7 +55,7 @@ def make_kl_fn(
                 per_token=per_token,
                 num_tokens=trajectory.num_sampled,
             )
-        return with_fields(groups, divergence=divergences)
+        return replace_fields(groups, divergence=divergences)
 
     return add_divergences
 

@@ -14,7 +14,7 @@ from jaxrl.envs.rewards.qa import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import Method, ShapingSettings
-from jaxrl.types import Columns, Group, flatten_groups, with_fields
+from jaxrl.types import Columns, Group, flatten_groups, replace_fields
 
 
 def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
@@ -30,10 +30,12 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
         for t, amount in zip(flatten_groups(groups), amounts, strict=True)
     ]
     rewards, rest, parts = zip(*new_rewards, strict=True) if new_rewards else ((), (), ())
-    return with_fields(groups, reward=rewards, rest_reward=rest, reward_parts=parts)
+    return replace_fields(groups, reward=rewards, rest_reward=rest, reward_parts=parts)
 
 
-def shape(groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool) -> list[Group]:
+def shape_rewards(
+    groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool
+) -> list[Group]:
     """Shape rewards by abstention and length, before groups are filtered.
 
     `is_late` is False only in the early stage of a method with a stage gate.
@@ -64,7 +66,7 @@ def shape(groups: Sequence[Group], shaping: ShapingSettings, *, is_late: bool) -
     return shaped
 
 
-def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
+def compute_kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     """Return `coef` times each trajectory's divergence; 0 for environment errors: float64 [N]."""
     return np.array(
         [
@@ -80,7 +82,7 @@ def apply_kl_penalty(
     """Subtract the KL penalty from rewards if `kl.apply_to` is `reward`."""
     if method.kl.apply_to != "reward":
         return list(groups)
-    return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
+    return add_reward(groups, "kl", -compute_kl_penalties(groups, controllers.kl_coef(method.kl)))
 
 
 def add_entropy_reward(
@@ -93,7 +95,7 @@ def add_entropy_reward(
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.entropy_threshold is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [trajectories[i].require("windows").count for i in scored]
+        counts = [trajectories[i].require("windows").num_high for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),

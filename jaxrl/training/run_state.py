@@ -324,7 +324,7 @@ class RunState:
         self.progress.ledger += UsageStats(usage=spent.usage)
 
     @property
-    def is_last_step(self) -> bool:
+    def is_stage_done(self) -> bool:
         """True once all steps of the stage are done. `end_stage` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 

@@ -34,7 +34,7 @@ from jaxrl.training.packing import (
     CAPACITY_DIVISORS,
     PackedAttachments,
     PackedBatch,
-    logit_capacities,
+    compute_logit_capacities,
 )
 from jaxrl.types import Batch, Params, TrainState
 
@@ -108,18 +108,18 @@ def put_patches(
     mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
 ) -> dict[str, jax.Array]:
     """Put `patches` `[S, P, values]` and `coords` `[S, P, W]` of a micro-batch on the mesh."""
-    arranged = cache(
+    shard_inputs = cache(
         partial(attachments.make_shard_inputs, micro, dtype=dtype)
     )  # called twice per shard
 
     def put(output_index: int, values: int) -> jax.Array:
         shape = (attachments.num_shards, attachments.num_patches, values)
 
-        def part(index: Any) -> np.ndarray:
+        def load_shards(index: Any) -> np.ndarray:
             shards = range(*index[0].indices(attachments.num_shards))
-            return np.stack([arranged(shard)[output_index] for shard in shards])
+            return np.stack([shard_inputs(shard)[output_index] for shard in shards])
 
-        return jax.make_array_from_callback(shape, piece_sharding(mesh), part)
+        return jax.make_array_from_callback(shape, piece_sharding(mesh), load_shards)
 
     return {
         "patches": put(0, attachments.tower.patch_values),
@@ -180,7 +180,10 @@ class MicroBatchLoop:
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
         """Run `step` on each micro-batch of `packed`, whose device copy is `batch`."""
-        capacities, attachments = logit_capacities(packed, *self._pieces), packed.attachments
+        capacities, attachments = (
+            compute_logit_capacities(packed, *self._pieces),
+            packed.attachments,
+        )
         start = 0
         while start < len(capacities):
             stop, logit_capacity = start + 1, capacities[start]
@@ -370,10 +373,8 @@ class GradientStep:
         # Zeros of the right shapes, without running the gradient.
         def init_sums(params: Params, batch: Batch) -> GradAccumulator:
             first = jax.tree.map(lambda x: x[0], batch)
-            differentiated = partial(
-                differentiate, balance=None, logit_capacity=LOGIT_CAPACITIES[-1]
-            )
-            abstract = jax.eval_shape(differentiated, *bare_model.split(params), first)
+            gradient_fn = partial(differentiate, balance=None, logit_capacity=LOGIT_CAPACITIES[-1])
+            abstract = jax.eval_shape(gradient_fn, *bare_model.split(params), first)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
             gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)

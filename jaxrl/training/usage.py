@@ -62,7 +62,7 @@ class UsageStats:
     usage: Usage = field(default_factory=Usage)  # requests behind the calls, and their cost
 
     @classmethod
-    def of(
+    def compute(
         cls,
         trajectories: Iterable[Trajectory],
         prices: Mapping[str, float],
@@ -124,20 +124,15 @@ class UsageStats:
             "sampled_tokens": self.sampled_tokens,
             **{f"calls/{name}": count for name, count in sorted(self.num_calls.items())},
         }
-        compute_usage_metrics: dict[str, float] = {
-            f"policy/{name}": n for name, n in usage.policy.items()
-        }
-        compute_usage_metrics |= {
+        usage_metrics: dict[str, float] = {f"policy/{name}": n for name, n in usage.policy.items()}
+        usage_metrics |= {
             f"attempts/{name}": count for name, count in sorted(usage.attempts.items())
         }
         if usage.attempts or "cost" in usage.policy:
-            compute_usage_metrics["cost"] = usage.cost
+            usage_metrics["cost"] = usage.cost
         return {
             **{f"ledger/total/{name}": number for name, number in counts.items()},
-            **{
-                f"perf/ledger/total/{name}": number
-                for name, number in compute_usage_metrics.items()
-            },
+            **{f"perf/ledger/total/{name}": number for name, number in usage_metrics.items()},
         }
 
 

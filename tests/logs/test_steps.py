@@ -27,7 +27,7 @@ from jaxrl.training.controllers import (
     EntropyThreshold,
     LogKL,
 )
-from jaxrl.types import with_fields
+from jaxrl.types import replace_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, wavering
 from tests.helpers import method_with
 
@@ -70,7 +70,7 @@ def test_the_divergence_of_a_step_and_its_coefficient(state, coef):
     )
     found = [strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
     got = compute_kl_metrics(
-        with_fields(groups, divergence=found),
+        replace_fields(groups, divergence=found),
         Controllers(kl=state),
         method_with(**{"kl.coef": 0.5}).kl,
     )
@@ -88,7 +88,7 @@ def test_fields_of_a_sample():
     right = dataclasses.replace(make_trajectory(), is_correct=True)
     groups = grouped([right, make_failure(task_number=4)])
     windows = [wavering(7), wavering(0, percentile=math.nan)]
-    one, failed = collect_sample_fields(with_fields(groups, windows=windows), controllers)
+    one, failed = collect_sample_fields(replace_fields(groups, windows=windows), controllers)
     assert one == {
         "group_id": 0,
         "uid": "t0",

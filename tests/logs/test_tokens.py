@@ -11,7 +11,7 @@ from jaxrl.run import run
 from jaxrl.training.controllers import AdaptiveKL, Controllers
 from jaxrl.training.method import needs_divergences
 from jaxrl.training.reference_kl import make_kl_fn
-from jaxrl.types import flatten_groups, with_fields
+from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import grouped
 from tests.helpers import build, method_with, settings_of
 from tests.runs import assert_same_weights, base_config, lasting, trajectories, warm_start
@@ -27,7 +27,7 @@ def noted(count=-1, **changes):
     sizes = {"rollout.tasks_per_step": 4, "rollout.group_size": 2}
     method = method_with(**sizes, **changes)
     groups = grouped(policies.trajectories())
-    groups = with_fields(
+    groups = replace_fields(
         groups, advantage=[0.5 * i - 1 for i in range(len(flatten_groups(groups)))]
     )
     policy, other = policies.policies()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import grpo, reinforce_plus_plus, rloo
-from jaxrl.objectives.turns import estimate_by_turn, turn_returns
+from jaxrl.objectives.turns import compute_turn_returns, estimate_by_turn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -191,20 +191,22 @@ def test_turns_by_hand():
     # answers at once, for 2. The third is an environment error.
     rest = np.array([0.5, 2.0, 9.0], np.float32)
     turns = np.array([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [4.0, 0.0, 0.0]])
-    returns = turn_returns(rest, turns, discount=1.0)
+    returns = compute_turn_returns(rest, turns, discount=1.0)
     np.testing.assert_array_equal(returns, [[1.5, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
     columns = {"rewards": returns, "group_ids": np.array([4, 4, -1])}
     got = estimate_by_turn(rloo, ("rewards", "group_ids"), columns)
     np.testing.assert_array_equal(got, [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5], [0, 0, 0]])
-    halved = turn_returns(rest, turns, discount=0.5)
+    halved = compute_turn_returns(rest, turns, discount=0.5)
     np.testing.assert_array_equal(halved, [[1.0, 1.5, 0.5], [2, 2, 2], [13, 9, 9]])
-    np.testing.assert_array_equal(turn_returns(rest, turns, discount=0.0), rest[:, None] + turns)
+    np.testing.assert_array_equal(
+        compute_turn_returns(rest, turns, discount=0.0), rest[:, None] + turns
+    )
 
 
 def test_returns_that_are_equal_by_other_sums_have_no_advantage():
     # In float32 the sums of these differ in the last place; a deviation would make 0.7 of that.
     turns = np.array([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.6, 0.0, 0.0]])
-    returns = turn_returns(np.full(3, 0.7, np.float32), turns, discount=1.0)
+    returns = compute_turn_returns(np.full(3, 0.7, np.float32), turns, discount=1.0)
     columns = {"rewards": returns, "group_ids": np.zeros(3, int)}
     estimate = functools.partial(grpo, **POPULATION)
     assert not np.any(
@@ -230,7 +232,7 @@ def test_each_turn_is_compared_by_itself(data, discount, name):
     table = np.zeros((6, 4))
     for row, of_one in zip(table, earned, strict=True):
         row[: len(of_one)] = of_one
-    got = np.asarray(BY_TURN[name](turn_returns(rest, table, discount=discount), ids))
+    got = np.asarray(BY_TURN[name](compute_turn_returns(rest, table, discount=discount), ids))
     for turn in range(4):
         to_go = [
             r + sum(x * discount**i for i, x in enumerate(of_one[turn:]))

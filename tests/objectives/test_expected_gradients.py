@@ -11,10 +11,10 @@ import pytest
 
 from jaxrl.objectives import losses
 from jaxrl.objectives.advantages import (
-    entropy_guided,
     grpo,
     pass_at_k,
     pass_at_k_combination,
+    pass_at_k_entropy_guided,
     pass_at_k_exceeding,
     pass_at_k_full_sampling,
     reinforce_plus_plus,
@@ -23,7 +23,7 @@ from jaxrl.objectives.advantages import (
 )
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
-from jaxrl.objectives.turns import estimate_by_turn, turn_returns
+from jaxrl.objectives.turns import compute_turn_returns, estimate_by_turn
 from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,
@@ -135,7 +135,7 @@ TURN_REWARDS = np.stack([FIRST, SECOND], axis=1)
 
 
 def expected_by_turn(estimator, turn_rewards, discount=1.0):
-    returns = turn_returns(REWARDS, turn_rewards, discount=discount).astype(np.float64)
+    returns = compute_turn_returns(REWARDS, turn_rewards, discount=discount).astype(np.float64)
 
     def of_group(rows):
         columns = {"rewards": rows, "group_ids": IDS}
@@ -300,7 +300,7 @@ SLOPES = np.array([0.1 * 0.9, 0.5 * 0.5])  # of the expected reward
 def test_entropy_guided_gives_each_task_the_weight_of_its_half():
     entropies = np.repeat([2.0, 1.0], SIZE)
     got = expected_slopes(
-        lambda row, ids, _: entropy_guided(row, ids, entropies, k=2), PS, size=SIZE
+        lambda row, ids, _: pass_at_k_entropy_guided(row, ids, entropies, k=2), PS, size=SIZE
     )
     laws = [
         reweighting(functools.partial(of_k, k=k), SIZE, p) for k, p in zip((1, 2), PS, strict=True)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import (
-    entropy_guided,
     pass_at_k,
     pass_at_k_bootstrap,
     pass_at_k_combination,
+    pass_at_k_entropy_guided,
     pass_at_k_exceeding,
     pass_at_k_full_sampling,
     subset_advantages,
@@ -25,7 +25,7 @@ combination = jax.jit(pass_at_k_combination, static_argnames="k")
 exceeding = jax.jit(pass_at_k_exceeding, static_argnames="k")
 full_sampling = jax.jit(pass_at_k_full_sampling, static_argnames="k")
 bootstrap = jax.jit(pass_at_k_bootstrap, static_argnames="k")
-guided = jax.jit(entropy_guided, static_argnames="k")
+guided = jax.jit(pass_at_k_entropy_guided, static_argnames="k")
 
 
 def one_group(size, num_correct):

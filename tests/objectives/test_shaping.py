@@ -9,7 +9,7 @@ from jaxrl.objectives.shaping import (
     boundary_aware_rewards,
     entropy_reward,
     overlong_penalty,
-    relaxed_kl,
+    relaxed_kl_factors,
 )
 
 # Length
@@ -230,7 +230,7 @@ def test_entropy_reward_is_the_table(bucket, is_correct, count, target, alpha):
 
 
 def test_second_chance():
-    got = relaxed_kl(
+    got = relaxed_kl_factors(
         ["easy", "easy", "easy", "hard"],
         np.array([False, False, True, False]),
         np.array([0.5, 0.49, 3.0, 3.0], np.float32),

@@ -19,7 +19,7 @@ from jaxrl.training.collect import (
 )
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.failures import FailureCounter
-from jaxrl.types import Group, GroupStats, flatten_groups, with_fields
+from jaxrl.types import Group, GroupStats, flatten_groups, replace_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
 
@@ -161,7 +161,7 @@ def test_a_filter_that_waits_says_so_and_why_groups_failed():
 
 def test_how_many_episodes_of_a_step_failed():
     failed, whole, half = (
-        GroupStats.of(Group(trajectories=group))
+        GroupStats.compute(Group(trajectories=group))
         for group in (
             (make_failure(),) * 2,
             (make_trajectory(),) * 2,
@@ -236,7 +236,7 @@ def test_the_final_reward_counts_the_kl_penalty():
 
     def add_divergences(groups):
         found = [strayed(0.1 * i) for i, _ in enumerate(flatten_groups(groups))]
-        return with_fields(groups, divergence=found)
+        return replace_fields(groups, divergence=found)
 
     even = run(sampler([0, 0]), **changes, add_divergences=add_divergences)
     assert tasks_of(even.groups) == ["q0", "q0"]
@@ -253,7 +253,7 @@ def test_the_final_reward_counts_the_kl_penalty():
         )
 
     def measure_alike(groups):
-        return with_fields(groups, divergence=[strayed(0.1)] * len(flatten_groups(groups)))
+        return replace_fields(groups, divergence=[strayed(0.1)] * len(flatten_groups(groups)))
 
     with pytest.raises(NotEnoughGroupsError):
         run(sampler([0, 0]), **changes, add_divergences=measure_alike)

@@ -22,12 +22,12 @@ from jaxrl.training.controllers import (
     LogKL,
     SkipSet,
     StageGate,
+    compute_mean_divergences,
     grade_difficulty,
-    mean_divergences,
     update_controllers,
     update_stage_gate,
 )
-from jaxrl.training.minibatches import token_kl_weights
+from jaxrl.training.minibatches import compute_token_kl_weights
 from jaxrl.training.rewards import add_entropy_reward
 from jaxrl.types import GroupStats, flatten_groups
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, thinking
@@ -395,7 +395,7 @@ def test_windows_and_the_first_threshold_by_hand():
     one, low, high = windows
     np.testing.assert_allclose(one.values, [0, 0, *WINDOWS, 0, 0, 0, 0], atol=1e-6)
     np.testing.assert_array_equal(one.valid, [False] * 2 + [True] * 6 + [False] * 4)
-    assert [w.count for w in windows] == [1, 0, 2]
+    assert [w.num_high for w in windows] == [1, 0, 2]
     np.testing.assert_array_equal(np.flatnonzero(one.is_high), [3])
     assert [w.percentile for w in windows] == pytest.approx([PERCENTILE, 0.5, 2.0], abs=1e-6)
     excess = [1.25 - PERCENTILE, 0, 2 * (2 - PERCENTILE)]
@@ -409,7 +409,7 @@ def test_the_threshold_moves_before_it_is_used():
     controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(0.9))
     controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
     assert controllers.entropy_threshold == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
-    assert window.count == 3
+    assert window.num_high == 3
     excess = sum(value - controllers.entropy_threshold for value in WINDOWS[:3])
     assert window.excess == pytest.approx(excess, abs=1e-5)
 
@@ -436,7 +436,7 @@ def test_settings_of_the_threshold_are_the_configuration_s():
     # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
     controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
     assert controllers.entropy_threshold == pytest.approx(0.725, abs=1e-6)
-    assert window.count == 3
+    assert window.num_high == 3
 
 
 def test_without_any_window_nothing_is_known():
@@ -444,7 +444,7 @@ def test_without_any_window_nothing_is_known():
     group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
     controllers, windows = moved(first(method), group, method)
     assert controllers.entropy_threshold is None
-    assert [w.count for w in windows] == [0, 0]
+    assert [w.num_high for w in windows] == [0, 0]
     # Difficulties are known all the same; targets are not, and rewards stay what they were.
     assert controllers.buckets.buckets == {"t0": "medium"}
     assert controllers.coefficients == first(method).coefficients
@@ -452,7 +452,7 @@ def test_without_any_window_nothing_is_known():
     shaped = flatten_groups(add_entropy_reward(groups, controllers, method.shaping))
     assert [t.reward for t in shaped] == [t.reward for t in group]
     assert [dict(t.reward_parts) for t in shaped] == [{"entropy": 0.0}] * 2
-    weights = token_kl_weights(shaped, controllers, method.kl)
+    weights = compute_token_kl_weights(shaped, controllers, method.kl)
     for one, weight in zip(group, weights, strict=True):
         np.testing.assert_array_equal(weight, np.full(len(one.token_ids), 0.1, np.float32))
 
@@ -478,7 +478,7 @@ def test_only_trigger_words_count():
     places = [t for t in (2, 3, 4) if is_trigger[one.token_ids[t]]]
     _, [window] = moved(controllers, [one], method, is_trigger)
     np.testing.assert_array_equal(np.flatnonzero(window.is_high), places)
-    assert 0 < window.count < 3
+    assert 0 < window.num_high < 3
     assert window.excess > 0.5  # of all tokens, triggers or not
 
 
@@ -520,7 +520,7 @@ def test_coefficients_follow_the_distance_to_the_previous_target():
         *group_of(3, 0, 3, [6, 7, 8]),
     ]
     got, windows = moved(calibrated(method), batch, method)
-    assert [w.count for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
+    assert [w.num_high for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
     assert got.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
     assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
     assert got.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}
@@ -581,7 +581,7 @@ def after(controllers, trajectories, found, method):
 
 def test_means_per_token_leave_out_what_has_no_token():
     last = make_trajectory(task_number=2, length=2)
-    got = mean_divergences(measured([*BATCH, last], [*FOUND, strayed()]))
+    got = compute_mean_divergences(measured([*BATCH, last], [*FOUND, strayed()]))
     assert got == [("t0", pytest.approx(0.5)), ("t1", pytest.approx(0.5))]
 
 
@@ -667,8 +667,8 @@ def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
         group_that_is(True, True, True, True),
         group_that_is(True, None, None, None),
     )
-    whole = dataclasses.replace(GroupStats.of(all_four), task_id="whole")
-    rest = dataclasses.replace(GroupStats.of(survivor), task_id="rest")
+    whole = dataclasses.replace(GroupStats.compute(all_four), task_id="whole")
+    rest = dataclasses.replace(GroupStats.compute(survivor), task_id="rest")
     controllers, _ = update_controllers(Controllers.init(method), (), [whole, rest], method, None)
     assert list(controllers.skipped.task_ids) == ["whole"]
 

@@ -45,20 +45,20 @@ def test_the_first_error_is_one_short_printable_line():
 class TestFailures:
     def test_the_run_stops_after_so_many_in_a_row(self):
         failures, said = counted(2)
-        failures.count([failure("down"), failure("too")])
-        failures.count([make_trajectory(), failure("down")])  # one that works
-        failures.count([failure("still down")])
+        failures.record_batch([failure("down"), failure("too")])
+        failures.record_batch([make_trajectory(), failure("down")])  # one that works
+        failures.record_batch([failure("still down")])
         with pytest.raises(NothingWorksError, match=r"2 batches in a row .*: gone\. The policy"):
-            failures.count([failure("gone")])
+            failures.record_batch([failure("gone")])
         assert [line.rpartition(": ")[2] for line in said] == ["down", "still down", "gone"]
         assert said[0].startswith("warning: each of the 2 episodes of this batch ended in")
         with pytest.raises(NothingWorksError):  # as it is after a restart that mended nothing
-            failures.count([failure("gone")])
+            failures.record_batch([failure("gone")])
 
     def test_never(self):
         failures, said = counted(0)
         for _ in range(9):
-            failures.count([failure("down")])
+            failures.record_batch([failure("down")])
         assert len(said) == 9
 
     def test_an_evaluation_without_any_score(self):

@@ -13,14 +13,14 @@ from jaxrl.training.controllers import (
     KLBudget,
 )
 from jaxrl.training.minibatches import (
+    compute_token_kl_weights,
+    compute_trajectory_filter_metrics,
     make_minibatches,
     make_trajectory_filter,
     shard_minibatches,
-    token_kl_weights,
-    trajectory_filter_metrics,
     with_loss_mask,
 )
-from jaxrl.types import Divergence, with_fields
+from jaxrl.types import Divergence, replace_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError
 from tests import helpers
 from tests.episodes import grouped, in_turns, make_failure, make_trajectory, wavering
@@ -82,7 +82,7 @@ def weights_by_hand():
 
 def groups(advantages=(1,) * 8):
     """The four groups with all that is measured and computed of them."""
-    return with_fields(
+    return replace_fields(
         grouped(trajectories()),
         advantage=advantages,
         divergence=divergences(),
@@ -117,7 +117,7 @@ def test_the_tokens_of_a_turn_carry_its_advantage():
     lengths = [[1, 2, 1], [3], [2, 2], [1]]
     advantages = [(0.5, 0.0, -0.5), (0.0,), (1.0, -2.0), (3.0,)]
     made = [in_turns([], 0.0, lengths=n, task=i) for i, n in enumerate(lengths)]
-    of_turns = with_fields(grouped(made), turn_advantages=advantages, advantage=[0.0] * 4)
+    of_turns = replace_fields(grouped(made), turn_advantages=advantages, advantage=[0.0] * 4)
     method = method_with(**{"rollout.group_size": 1})
     (packed,) = make_minibatches(of_turns, SHAPE, method, controllers=Controllers())
     for place, index in enumerate([0, 2, 3]):
@@ -181,7 +181,7 @@ def test_a_mini_batch_without_anything_keeps_its_fields():
         make_failure(task_number=index // 2, length=length) for index, length in enumerate(LENGTHS)
     )
     half, _ = make_minibatches(
-        with_fields(lost, advantage=[0.0] * 8), SHAPE, method, controllers=CONTROLLERS
+        replace_fields(lost, advantage=[0.0] * 8), SHAPE, method, controllers=CONTROLLERS
     )
     assert (half.num_micro, half.num_tokens, half.num_loss_tokens) == (0, 0, 0)
     for name in ("old_logprobs", "ref_logprobs", "kl_weights"):
@@ -201,7 +201,7 @@ def test_what_a_filter_of_trajectories_says_is_checked():
         ).filter
 
     made = [make_trajectory(sample_index=i) for i in range(4)]
-    assert trajectory_filter_metrics(made, method(lambda one: one.sample_index > 0)) == {
+    assert compute_trajectory_filter_metrics(made, method(lambda one: one.sample_index > 0)) == {
         "filter/trained_share": 0.75
     }
     for wrong, told in ((lambda one: None, "None"), (lambda one: "no", "'no'")):
@@ -242,7 +242,7 @@ def test_kl_weights_by_hand():
         buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
         kl=KLBudget({"easy": 1.0, "medium": 3.0, "hard": 7.0}),
     )
-    got = token_kl_weights(batch, controllers, method.kl)
+    got = compute_token_kl_weights(batch, controllers, method.kl)
     np.testing.assert_allclose(got[0], [0.01, 0.005, 0.005, 0.01])
     np.testing.assert_allclose(got[1], [0.015, 0.03, 0.03, 0.03])
     assert got[0].dtype == np.float32
@@ -258,7 +258,7 @@ def test_a_second_chance_for_wrong_answers_to_easy_tasks():
     )
     high = [1, 1, 1, 1]
     batch = [four(high), four(high, right=True), four(high, task_number=1), four(high, excess=0.4)]
-    got = token_kl_weights(batch, controllers, method.kl)
+    got = compute_token_kl_weights(batch, controllers, method.kl)
     scales = [0.67, 1, 1, 1]
     np.testing.assert_allclose(got, np.outer(scales, np.full(4, 0.01)), rtol=1e-6)
 

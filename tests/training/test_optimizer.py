@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrl.builders import method
-from jaxrl.training.optimizer import learning_rate, make_optimizer
+from jaxrl.training.optimizer import make_optimizer, make_schedule
 from tests.helpers import resolved, settings, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,7 +41,7 @@ def test_learning_rates_by_hand(schedule, warmup, final, expected):
     made = optimizer_settings(
         6, lr=8.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=final
     )
-    rate = learning_rate(made)
+    rate = make_schedule(made)
     rates = [rate(step) for step in range(len(expected))]
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-5)
 
@@ -54,7 +54,7 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     made = optimizer_settings(6, lr=8.0, warmup_steps=2, schedule="my_schedule.halved")
-    rate = learning_rate(made)
+    rate = make_schedule(made)
     np.testing.assert_allclose([rate(step) for step in range(6)], [4, 8, 8, 8, 4, 4])
 
 

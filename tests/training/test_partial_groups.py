@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS, subset_advantages
-from jaxrl.training.collect import _filter_groups, group_metrics
-from jaxrl.types import Columns, Group, GroupStats, flatten_groups, with_fields
+from jaxrl.training.collect import _filter_groups, compute_group_metrics
+from jaxrl.types import Columns, Group, GroupStats, flatten_groups, replace_fields
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import estimator, method_with
 
@@ -40,7 +40,11 @@ def drawn(seed):
 
 def left(groups):
     """The groups without those that failed, and without groups that have nobody left."""
-    return [Group(trajectories=tuple(group.scored)) for group in groups if group.scored]
+    return [
+        Group(trajectories=tuple(group.scored_trajectories))
+        for group in groups
+        if group.scored_trajectories
+    ]
 
 
 def filled(groups):
@@ -87,7 +91,7 @@ def test_random_subsets_hold_nobody_who_failed(seed):
     """Only those who failed are right here: a subset with one of them would pass."""
     estimate = estimator(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
     groups = drawn(seed)
-    wrong = with_fields(groups, is_correct=[not t.is_scored for t in flatten_groups(groups)])
+    wrong = replace_fields(groups, is_correct=[not t.is_scored for t in flatten_groups(groups)])
     assert not any(t.advantage for t in flatten_groups(estimate(wrong, 0, 0)))
     columns = Columns(groups)
     key = jax.random.fold_in(jax.random.key(0), 0)
@@ -148,6 +152,6 @@ def test_partial_groups_are_counted():
         made(make_failure, make_trajectory),
         made(make_failure, make_failure),  # failed as a whole, which filter/failed_share tells
     ]
-    metrics = group_metrics([*map(GroupStats.of, groups)], 2)
+    metrics = compute_group_metrics([*map(GroupStats.compute, groups)], 2)
     assert metrics["rollout/partial_groups"] == 2
     assert metrics["filter/failed_share"] == 0.25

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.training.reference_kl import make_kl_fn, unpack
-from jaxrl.types import flatten_groups, with_fields
+from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import method_with, scatter
 from tests.training.policies import MESH, SHAPE, dense, policies, score, trajectories
@@ -82,7 +82,7 @@ def test_what_was_measured_for_a_filter_is_not_measured_again():
         raise AssertionError("scored again")
 
     groups = grouped([make_trajectory(), make_failure(sample_index=1)])
-    known = with_fields(groups, divergence=[strayed(0.5, 0.25), None])
+    known = replace_fields(groups, divergence=[strayed(0.5, 0.25), None])
     method = method_with(**{"kl.coef": 0.1})
     [group] = make_kl_fn(scores_nothing, MESH, SHAPE, method)(known, *policies())
     assert group.trajectories[0].divergence is known[0].trajectories[0].divergence

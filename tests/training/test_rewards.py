@@ -15,8 +15,13 @@ from jaxrl.training.controllers import (
     EntropyCoefficients,
     EntropyThreshold,
 )
-from jaxrl.training.rewards import add_entropy_reward, apply_kl_penalty, kl_penalties, shape
-from jaxrl.types import flatten_groups, with_fields
+from jaxrl.training.rewards import (
+    add_entropy_reward,
+    apply_kl_penalty,
+    compute_kl_penalties,
+    shape_rewards,
+)
+from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import (
     grouped,
     in_turns,
@@ -41,7 +46,7 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
         "shaping.overlong_max_tokens": 12,
     }  # fmt: skip
     honest, slow, failed = flatten_groups(
-        shape(grouped(group), method_with(**changes).shaping, is_late=True)
+        shape_rewards(grouped(group), method_with(**changes).shaping, is_late=True)
     )
     assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
     # 11 tokens after the prompt, 3 of them in the buffer of 4.
@@ -52,12 +57,16 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
 def test_shaping_is_of_the_whole_trajectory_and_of_no_turn():
     made = in_turns([0.3, 0.2], 1.0, lengths=[4, 6])  # 12 tokens after the prompt
     changes = {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 12}
-    [got] = flatten_groups(shape(grouped([made]), method_with(**changes).shaping, is_late=True))
+    [got] = flatten_groups(
+        shape_rewards(grouped([made]), method_with(**changes).shaping, is_late=True)
+    )
     assert (got.rest_reward, got.turn_rewards) == (0.0, (0.3, 0.2))
     assert got.reward == pytest.approx(0.5)
     # As of one that has earned nothing by turns, to the last bit: rounding makes no difference.
     plain = in_turns([], 1.0, lengths=[4, 6])
-    [other] = flatten_groups(shape(grouped([plain]), method_with(**changes).shaping, is_late=True))
+    [other] = flatten_groups(
+        shape_rewards(grouped([plain]), method_with(**changes).shaping, is_late=True)
+    )
     assert got.rest_reward == other.reward
 
 
@@ -67,7 +76,9 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     config.shaping.overlong_buffer = 16
     assert resolved(config).overlong_limit == 192 - 32
     searched = make_trajectory(length=2 + 100)
-    [got] = flatten_groups(shape(grouped([searched]), method_of(config).shaping, is_late=True))
+    [got] = flatten_groups(
+        shape_rewards(grouped([searched]), method_of(config).shaping, is_late=True)
+    )
     assert got.reward_parts["overlong"] == 0
     config.shaping.overlong_max_tokens = 176
     assert resolved(config).overlong_limit == 176
@@ -85,12 +96,14 @@ BATCH = grouped(
         make_trajectory(reward=0.25, task_number=1, length=4),
     ]
 )
-STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)])
+STRAYED = replace_fields(
+    BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
+)
 
 
 def test_the_penalty_by_hand():
     # GradAccumulator of 2 and 1 nat, times a coefficient of 0.5.
-    np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
+    np.testing.assert_allclose(compute_kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
     got = flatten_groups(apply_kl_penalty(STRAYED, Controllers(), method_with(**IN_REWARD)))
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]
     assert got[0].reward_parts["kl"] == -1
@@ -117,7 +130,7 @@ CALIBRATED = Controllers(
 
 
 def with_windows(trajectories, windows):
-    return with_fields(grouped(trajectories), windows=windows)
+    return replace_fields(grouped(trajectories), windows=windows)
 
 
 REWARDS = {  # right and wrong, for counts of 0, 4, 10, 13, 20 where the target is 10

@@ -54,7 +54,7 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
         groups=[group],
         buffered_groups=[other],
         num_tasks_taken=5,
-        sampled_stats=[GroupStats.of(group), failed],
+        sampled_stats=[GroupStats.compute(group), failed],
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
         ledger=UsageStats(num_trajectories=8, num_calls={"search": 3}),
     )

@@ -21,7 +21,7 @@ from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
 from jaxrl.training.minibatches import make_minibatches, shard_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
-from jaxrl.types import Divergence, flatten_groups, with_fields
+from jaxrl.types import Divergence, flatten_groups, replace_fields
 from tests import helpers
 from tests.episodes import grouped
 from tests.helpers import NUM_TOKENS, TINY, TINY_MOE, relative_distance, tiny_params
@@ -91,7 +91,7 @@ def groups_of(advantages, method):
             dataclasses.replace(t, token_arrays={ROUTED_EXPERTS: replayed(rng, len(t.token_ids))})
             for t in made
         ]
-    groups = with_fields(grouped(made), advantage=advantages)
+    groups = replace_fields(grouped(made), advantage=advantages)
     rng = np.random.default_rng(3)
     found = [
         Divergence(
@@ -102,7 +102,7 @@ def groups_of(advantages, method):
         )
         for t in flatten_groups(groups)
     ]
-    return with_fields(groups, divergence=found)
+    return replace_fields(groups, divergence=found)
 
 
 def replayed(rng, length):

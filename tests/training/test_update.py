@@ -17,7 +17,7 @@ from jaxrl.models.output import LOGIT_CAPACITIES, split_evenly
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.training.packing import BatchShape, logit_capacities
+from jaxrl.training.packing import BatchShape, compute_logit_capacities
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.reference_kl import unpack
 from jaxrl.training.update import (
@@ -487,7 +487,7 @@ def test_no_logits_beyond_a_chunk_are_in_memory(update, score, params, sequences
     state = fresh_state(params)
     state, _ = update(state, batch, packed)
     score(params, batch, packed)
-    span = np.int32(0), np.int32(1), (room := logit_capacities(packed, 1)[0])
+    span = np.int32(0), np.int32(1), (room := compute_logit_capacities(packed, 1)[0])
     sums = update.gradient.init_sums(state.params, batch)
     scores = jnp.zeros(batch.token_ids.shape, device=batch.token_ids.sharding)
     for text in (

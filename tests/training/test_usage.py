@@ -34,7 +34,7 @@ def with_calls(*calls, length=9, inserted=3):
 
 
 def test_a_ledger_by_hand():
-    got = UsageStats.of(
+    got = UsageStats.compute(
         [with_calls(*CALLS), make_failure(), make_trajectory(turns=(ANSWER,))], PRICES
     )
     assert got.num_trajectories == 3
@@ -49,7 +49,7 @@ def test_judges_are_counted_beside_tools_and_spend_the_budget():
     kept = CallRecord(call="p", tool="helpful", source="cache", attempts=0)
     failure = dataclasses.replace(make_failure(), reward_records=(asked,))
     made = dataclasses.replace(with_calls(*CALLS), reward_records=(asked, kept))
-    got = UsageStats.of([made, failure], {**PRICES, "helpful": 2.0})
+    got = UsageStats.compute([made, failure], {**PRICES, "helpful": 2.0})
     assert got.num_calls == {"search": 6, "python": 1, "helpful": 3}  # the failure made a search
     assert got.usage.attempts == {"search": 6, "python": 1, "helpful": 6}
     assert got.usage.cost == 6 * 0.5 + 0.25 + 6 * 2.0
@@ -60,14 +60,14 @@ def test_judges_are_counted_beside_tools_and_spend_the_budget():
 
 
 def test_the_searches_of_a_control_reach_no_engine():
-    got = UsageStats.of([make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True)
+    got = UsageStats.compute([make_trajectory(turns=(SEARCH, COMPUTE))], PRICES, is_control=True)
     assert got.num_calls == {"python": 1}
     assert got.usage.cost == 0.25
     assert got.sampled_tokens == 4
 
 
 def test_metrics_by_hand():
-    assert UsageStats.of([with_calls(*CALLS)], PRICES).metrics() == {
+    assert UsageStats.compute([with_calls(*CALLS)], PRICES).metrics() == {
         "ledger/total/trajectories": 1,
         "ledger/total/observation_tokens": 3,
         "ledger/total/sampled_tokens": 4,
@@ -77,7 +77,7 @@ def test_metrics_by_hand():
         "perf/ledger/total/attempts/search": 5,
         "perf/ledger/total/cost": 2.75,
     }
-    without_calls = UsageStats.of([make_trajectory(turns=(ANSWER,))], {}).metrics()
+    without_calls = UsageStats.compute([make_trajectory(turns=(ANSWER,))], {}).metrics()
     assert {name for name, value in without_calls.items() if value} == {
         "ledger/total/trajectories",
         "ledger/total/sampled_tokens",
@@ -88,7 +88,7 @@ def test_metrics_by_hand():
 def test_the_tokens_of_an_endpoint_are_counted_and_paid():
     usage = {"calls": 2, "attempts": 3, "prompt_tokens": 14, "completion_tokens": 6, "cost": 0.125}
     made = dataclasses.replace(make_trajectory(turns=(SEARCH, ANSWER)), usage=usage)
-    got = UsageStats.of([made, made], PRICES)
+    got = UsageStats.compute([made, made], PRICES)
     assert got.usage.policy == {name: 2 * value for name, value in usage.items()}
     assert got.usage.cost == 2 * (0.125 + 0.5)
     assert got.usage.attempts == {"search": 2}  # the model is no tool
@@ -111,10 +111,10 @@ calls = st.builds(
 @given(st.lists(st.lists(calls, max_size=4), max_size=6), st.integers(0, 6))
 def test_ledgers_add_up(groups, cut):
     made = [with_calls(*group) for group in groups]
-    whole = UsageStats.of(made, PRICES)
-    parts = UsageStats.of(made[:cut], PRICES) + UsageStats.of(made[cut:], PRICES)
+    whole = UsageStats.compute(made, PRICES)
+    parts = UsageStats.compute(made[:cut], PRICES) + UsageStats.compute(made[cut:], PRICES)
     each = functools.reduce(
-        operator.add, [UsageStats.of([one], PRICES) for one in made], UsageStats()
+        operator.add, [UsageStats.compute([one], PRICES) for one in made], UsageStats()
     )
     for other in (parts, each):
         assert other.usage.cost == pytest.approx(whole.usage.cost)
@@ -128,7 +128,7 @@ def without_cost(ledger):
 
 
 def test_a_run_ends_at_its_limits_and_not_before():
-    spent = UsageStats.of([with_calls(*CALLS)], PRICES)  # 2.75 in six attempts
+    spent = UsageStats.compute([with_calls(*CALLS)], PRICES)  # 2.75 in six attempts
     check_budget(spent, max_cost=0.0, max_calls=0)
     check_budget(spent, max_cost=2.76, max_calls=7)
     with pytest.raises(BudgetSpentError, match=r"spent 2.75 of config.ledger.max_cost=2.75; "):

@@ -11,7 +11,7 @@ KEYS = {
         above=0),
     "model.lora.rslora": Key(False, "Scale by `alpha / sqrt(rank)` instead (rsLoRA)."),
     "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names "
-        "such as `q`, `attention/q` or `q_proj`.", is_valid=are_texts,
+        "such as `q`, `attention/q` or `q_proj`.", is_valid=are_nonempty_strings,
         expected="a tuple such as ('all-linear',)", is_fixed=lambda c: c.model.lora.rank),
     "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
         "or `int8` with one scale per output of a linear layer.",

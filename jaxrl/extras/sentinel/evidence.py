@@ -75,7 +75,7 @@ def measure_step(record: Mapping[str, Any], groups: Sequence[Group], method: Met
     with_calls = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
     stats: StepStats = {
         "num": len(scored),
-        "groups": sum(bool(group.scored) for group in groups),
+        "groups": sum(bool(group.scored_trajectories) for group in groups),
         "reward": _mean(rewards),
         "reward_sd": float(rewards.std()) if len(scored) else None,
         "reward_min": float(rewards.min()) if len(scored) else None,
@@ -94,7 +94,7 @@ def measure_step(record: Mapping[str, Any], groups: Sequence[Group], method: Met
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
         "found": _mean([found_answer(t) for t in with_calls if t.task.answers]),
         "prompts": sum(
-            len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored}) > 1
+            len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored_trajectories}) > 1
             for group in groups
         ),
         "uneven": max((advantage_imbalance(group) for group in groups), default=0.0)
@@ -143,7 +143,7 @@ def is_repetitive(ids: np.ndarray) -> bool:
 
 def find_duplicates(group: Group) -> list[bool]:
     """Return, for each scored trajectory, True if another in the group has the same sampled ids."""
-    texts = list(map(_get_sampled_bytes, group.scored))
+    texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 
 
@@ -154,7 +154,7 @@ def found_answer(trajectory: Trajectory) -> bool:
 
 def advantage_imbalance(group: Group) -> float:
     """Return |sum of the group's advantages| / max |advantage|; 0 if all advantages are 0."""
-    advantages = [t.advantage or 0.0 for t in group.scored]
+    advantages = [t.advantage or 0.0 for t in group.scored_trajectories]
     largest = max(map(abs, advantages), default=0.0)
     return abs(sum(advantages)) / largest if largest else 0.0
 
@@ -178,7 +178,7 @@ def find_duplicate_pairs(groups: Sequence[Group]) -> dict[str, float]:
     """
     group_pairs: list[dict[str, float]] = []
     for group in groups:
-        samples = sorted(group.scored, key=lambda t: t.sample_index)
+        samples = sorted(group.scored_trajectories, key=lambda t: t.sample_index)
         group_pairs.append(
             {
                 f"{a.sample_index}-{b.sample_index}": float(a.rollout_logprobs.sum())

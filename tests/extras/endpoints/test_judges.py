@@ -73,7 +73,7 @@ def counted(part, *texts, **settings):
 
 def ledger_of(records):
     made = replace(make_trajectory(turns=(ANSWER,)), reward_records=tuple(records))
-    return UsageStats.of([made], {"helpful": 0.25, "search": 9.0})
+    return UsageStats.compute([made], {"helpful": 0.25, "search": 9.0})
 
 
 def test_a_judge_is_asked_with_the_filled_prompt_and_its_number_is_paid(server):

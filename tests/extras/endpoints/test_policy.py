@@ -191,7 +191,7 @@ def test_every_turn_of_every_sample_is_asked_for_with_a_seed_of_its_own():
     assert len(seeds) == len(requests) == 24
     _, again = play(capital, num_tasks=3, group_size=4)
     assert {request.json["seed"] for request in again} == seeds
-    usage = UsageStats.of(trajectories, {}).usage
+    usage = UsageStats.compute(trajectories, {}).usage
     assert usage.policy["completion_tokens"] == 72
     assert usage.attempts == {"search": 12}  # the model is none of the tools
 
@@ -515,7 +515,7 @@ def test_an_image_within_the_models_own_message_is_refused(processor):
 def test_a_folder_of_a_model_of_text_counts_no_images():
     images = (Picture(data=encoded(drawn())),)
     told = r"the model does not support images.*Set config\.model\.path.*also counts for endpoints"
-    with pytest.raises(UnreadableError, match=told):
+    with pytest.raises(UnreadableImageError, match=told):
         look(lambda _: chosen("Answer: a"), images, processor=None)
 
 

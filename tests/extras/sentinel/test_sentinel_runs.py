@@ -147,8 +147,8 @@ def test_killed_on_the_way_it_repeats(place, apply_rollback, tiny_world, cache_f
 
     with pytest.MonkeyPatch.context() as patch:
         if place == "before it is carried out":
-            original = runs.apply_rollbacks
-            patch.setattr(runs, "apply_rollbacks", kill("open", original))
+            original = runs.discard_rolled_back_output
+            patch.setattr(runs, "discard_rolled_back_output", kill("open", original))
         else:
             patch.setattr(train, "log_trajectories", kill("step", train.log_trajectories))
         with pytest.raises(KeyboardInterrupt):
@@ -213,7 +213,7 @@ def decided(workdir, to_step):
 
 def carried_out(workdir):
     with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
-        lines = runs.apply_rollbacks(workdir, checkpointer)
+        lines = runs.discard_rolled_back_output(workdir, checkpointer)
     return lines, list_steps(workdir / "checkpoints")
 
 

@@ -23,7 +23,7 @@ from jaxrl.extras.sentinel.evidence import (
 )
 from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import WatchState, check_step
-from jaxrl.types import flatten_groups, with_fields
+from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
 from tests.extras.sentinel import faults
 from tests.helpers import method_with
@@ -70,8 +70,8 @@ def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
 
 def with_advantages(groups):
     """The reward less its group's mean."""
-    means = [np.mean([t.reward for t in group.scored]) for group in groups]
-    return with_fields(
+    means = [np.mean([t.reward for t in group.scored_trajectories]) for group in groups]
+    return replace_fields(
         groups,
         advantage=[
             float(t.reward - mean)
@@ -230,7 +230,7 @@ def test_advantages_that_do_not_add_up():
     def change(step, groups):
         trajectories = flatten_groups(groups)
         shifted = [t.advantage + (0.1 if step == 7 else 0.0) for t in trajectories]
-        return with_fields(groups, advantage=shifted)
+        return replace_fields(groups, advantage=shifted)
 
     found, _ = play(8, change)
     assert found == {7: {"advantages_uneven"}}
@@ -312,7 +312,7 @@ def test_small_measures_by_hand():
     assert not has_void_turn(make_trajectory())
     assert has_void_turn(make_trajectory(turns=()))
     assert has_void_turn(make_trajectory(turns=(SEARCH, dataclasses.replace(ANSWER, is_cut=True))))
-    [group] = with_fields(
+    [group] = replace_fields(
         grouped([one, other, make_failure(sample_index=2)]), advantage=[0.5, -0.25, 9.0]
     )
     assert advantage_imbalance(group) == 0.5
@@ -341,7 +341,7 @@ def test_numbers_of_a_step_by_hand():
 
 def test_a_step_without_any_score_has_no_sign():
     groups = grouped(make_failure(sample_index=i) for i in range(4))
-    groups = with_fields(groups, advantage=[0.0] * 4)
+    groups = replace_fields(groups, advantage=[0.0] * 4)
     watched, metrics = check_step(METHOD, WatchState(), {}, groups, 1)
     assert metrics == {"actor/lr_scale": 1.0}
     assert watched.state["best"] == {}
