@@ -12,7 +12,7 @@ tasks (paper: all; released code: none). Other differences:
 
 - Training starts from the public instruct model, without the paper's cold start.
 - KL budgets and token-level KL weights follow the paper and scale the configured coefficient. The
-  released code multiplies one coefficient per difficulty again and again.
+  released code repeatedly multiplies one coefficient per difficulty.
 - The entropy window of a token starts after it, as in the code. The paper includes the token.
 - Every token may start a window. The code requires a trigger word, which is an option here.
 - The reward's coefficient is updated with the previous batch's target. The code updates the target

@@ -1,4 +1,4 @@
-"""Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two hosts of 8 devices of 80 GiB.
+"""Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two hosts with 8 devices each.
 
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 

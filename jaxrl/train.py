@@ -280,7 +280,7 @@ class Collector:
         Args:
             collected: Groups of the current step.
             controllers: Controllers that `update_controllers` returned in the current step.
-            policy_version: Number of optimizer steps behind the engine's weights.
+            policy_version: Number of optimizer steps taken to reach the engine's weights.
         """
         if not self._should_prefetch:
             return None
@@ -374,7 +374,7 @@ def make_sampler(
     Args:
         run_state: State of the run.
         step: Global step, counted over all stages; part of the sampling seeds.
-        policy_version: Number of optimizer steps behind the engine's weights.
+        policy_version: Number of optimizer steps taken to reach the engine's weights.
         should_stop: Function that returns True to interrupt the rollout.
         max_unfinished: Maximum number of groups that may be left for a later step to finish.
     """

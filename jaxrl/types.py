@@ -101,7 +101,7 @@ class Trajectory:
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
-    # int32 [L], number of updates behind the sampling weights; -1 for tokens not sampled.
+    # int32 [L], optimizer steps taken before the token was sampled; -1 for tokens not sampled.
     policy_versions: np.ndarray
     attachments: tuple[Attachment, ...] = ()  # in the order of their placeholders in `token_ids`
     # [L, ...] arrays of `Architecture.recorded` from the sampler's passes; {} if training does not
@@ -253,7 +253,7 @@ class Trajectory:
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
         """Return a record for each sampled token.
 
-        A turn's last token is not cut at the stop string, as it is in `generated_text`.
+        Unlike in `generated_text`, a turn's last token is not cut at the stop string.
 
         Args:
             token_text: Function that decodes a token id.

@@ -61,14 +61,14 @@ def high_window_entropy_mask(
     *,
     threshold: ScalarLike | None,
 ) -> Bool[Array, "R T"]:
-    """Return True where a defined window entropy is >= `threshold`; all False if that is None.
+    """Return True where the window entropy is defined and >= `threshold`.
 
     Computes in numpy if all arguments are numpy arrays, else in JAX.
 
     Args:
         window_entropies: Window entropies in nats, from `window_entropy`.
         valid: True where the window entropy is defined.
-        threshold: Threshold in nats; None before the first estimate.
+        threshold: Threshold in nats; None before the first estimate, which returns all False.
     """
     if threshold is None:
         return _numpy_or_jax(window_entropies, valid).zeros_like(valid)
