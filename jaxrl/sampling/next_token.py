@@ -84,13 +84,13 @@ def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Flo
     """Return the weights of the most likely tokens that together reach `top_p`, 0 for the others.
 
     Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a total
-    probability of at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary is slow on
-    every device, so bisection finds the smallest weight to keep. It runs over the bit patterns of
-    float32, which have the same order as the numbers, and is therefore exact.
+    probability of at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary
+    is slow on every device, so bisection finds the smallest weight to keep. It runs over the bit
+    patterns of float32, which have the same order as the numbers, and is therefore exact.
 
     Args:
         weights: Token weights in [0, 1], float32, proportional to the probabilities.
-        top_p: Probability mass in (0, 1]; 1 keeps every token, even one lost to rounding in the sum.
+        top_p: Probability mass in (0, 1]; 1 keeps all tokens, even those lost to rounding.
     """
     target_weight = top_p * weights.sum(axis=-1)
 
@@ -113,7 +113,7 @@ def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Flo
 def _sample_index(
     weights: Float[Array, "B V"], uniform: Float[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Return the token whose interval of cumulative weight contains `uniform`, and the total weight.
+    """Return the token whose cumulative weight interval contains `uniform`, and the total weight.
 
     Two levels avoid a cumulative sum over the vocabulary: find the block of tokens that contains
     the number, then the token within the block.
