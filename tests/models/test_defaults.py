@@ -126,7 +126,7 @@ def of_tower(made):
             if hasattr(tower, "fullatt_block_indexes")
             else {
                 "tower.side": round(tower.num_position_embeddings**0.5),
-                "tower.deep_layers": tuple(tower.deepstack_visual_indexes),
+                "tower.deepstack_layers": tuple(tower.deepstack_visual_indexes),
             }
         ),
     }
