@@ -202,7 +202,7 @@ class Architecture(ABC):
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`, including entries of only some platforms."""
+        """Return the axis names of `decode_weights`, including platform-specific entries."""
         return self.logical_axes()
 
     @abstractmethod
