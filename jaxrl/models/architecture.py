@@ -34,8 +34,8 @@ class MemoryTerms:
         saved_activations: Values saved for the backward pass, by `model.remat` mode except `full`
             and `offload`. Excludes the layer's input and the attention scores.
         prefill_activations: Peak during prefill of prompts and observations.
-        reused_activations: Part of the experts' `activations` that takes no memory of its own on an
-            accelerator.
+        reused_activations: Part of the experts' `activations` that reuses memory of other arrays on
+            an accelerator.
     """
 
     activations: int
