@@ -17,12 +17,12 @@ import jax  # which sets variables of its own
 before = dict(os.environ)
 
 import jaxrl.launch
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.data.tokenizer import Tokenizer
 
 folder = sys.argv[1]
 started = time.process_time()
-for read in (read_model, Tokenizer.from_folder):
+for read in (read_architecture, Tokenizer.from_folder):
     try:
         read("Qwen/Qwen3-0.6B")
     except FileNotFoundError:
@@ -30,7 +30,7 @@ for read in (read_model, Tokenizer.from_folder):
     sys.exit("expected a refusal")
 assert time.process_time() - started < 1
 Tokenizer.from_folder(folder)
-read_model(folder)
+read_architecture(folder)
 
 added = {name: value for name, value in os.environ.items() if before.get(name) != value}
 import huggingface_hub, transformers

@@ -256,8 +256,8 @@ class Checkpointer:
         step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
-                f"{_unreadable(self._folder, damaged)} Restore one from a copy, or name another "
-                "--workdir to start over."
+                f"{_unreadable(self._folder, damaged)} Restore one from a copy, or name "
+                "another --workdir to start over."
             )
         if damaged:
             if is_main:

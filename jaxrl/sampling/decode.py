@@ -310,8 +310,8 @@ class Programs:
                 left = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ValueError(
                     f"config.model.replay is True, but a pass of "
-                    f"{type(self.architecture).__name__} over {num_tokens} tokens stores {left} as "
-                    f"{name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
+                    f"{type(self.architecture).__name__} over {num_tokens} tokens stores {left} "
+                    f"as {name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
                     f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
         return {name: self._constrain_rows(aux.recorded[name]) for name in self.recorded}

@@ -124,9 +124,9 @@ class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
     Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
-    `append_sizes`, attachment patches in `patch_sizes`; `shapes` describes them. There are at most
-    `MAX_PROGRAMS` programs. If chunks copy the past that they read, each decoding program is
-    compiled once for each of `past_sizes`.
+    `append_sizes`, attachment patches in `patch_sizes`; `shapes` describes
+    them. There are at most `MAX_PROGRAMS` programs. If chunks copy the past that they read, each
+    decoding program is compiled once for each of `past_sizes`.
 
     It allocates device memory for weights in `set_weights` and for the cache in the next `submit`,
     and frees both in `release`.

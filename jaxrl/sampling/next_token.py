@@ -90,7 +90,7 @@ def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Flo
 
     Args:
         weights: Token weights in [0, 1], float32, proportional to the probabilities.
-        top_p: Probability mass in (0, 1]; 1 keeps every token.
+        top_p: Probability mass in (0, 1]; 1 keeps all tokens, even those lost to rounding.
     """
     target_weight = top_p * weights.sum(axis=-1)
 

@@ -1,6 +1,6 @@
 """Host-side block scheduler for one mesh shard: admission, preemption and the prefix cache.
 
-Decisions depend only on the calls. The engine moves the contents of the pages.
+Decisions depend only on the sequence of calls. The engine moves the contents of pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxrl.types import Attachment
 
 
 class RecordedArrays:
-    """Per-token arrays recorded by one call, on the device until they are requested."""
+    """Per-token arrays recorded by one program call, kept on the device until first used."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         """Wrap `arrays`, `[b, Q, ...]` by name, whose transfer to the host has started."""
@@ -30,7 +30,7 @@ class RecordedArrays:
 
 
 class RecordedBlock(NamedTuple):
-    """Tokens of a row that were prefilled in one block."""
+    """Reference to the recorded arrays of a row's tokens in one prefill block."""
 
     recorded: RecordedArrays
     block_index: int
@@ -38,12 +38,12 @@ class RecordedBlock(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the recorded arrays, `[num_tokens, ...]`."""
+        """Return the recorded arrays by name, `[num_tokens, ...]`."""
         return self.recorded.get_block(self.block_index, self.num_tokens)
 
 
 class Prompt(NamedTuple):
-    """Ids and attachments at the start of a request; equal prompts share pages."""
+    """Ids and attachments of a prompt; requests with equal prompts share pages."""
 
     ids: tuple[int, ...] = ()
     attachments: tuple[Attachment, ...] = ()
@@ -51,19 +51,19 @@ class Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class Prefix:
-    """A cached prompt: full pages are shared, the partial last page is copied for each sample."""
+    """A cached prompt. Samples share its full pages and copy its partial last page."""
 
     prompt: Prompt
     shared: list[int] = field(default_factory=list)  # full pages
-    cached: list[int] = field(default_factory=list)  # all its pages, while no row uses them
+    cached: list[int] = field(default_factory=list)  # all pages, while no row uses them
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
     recorded_blocks: list[RecordedBlock] = field(
         default_factory=list
-    )  # all its tokens, if arrays are recorded
+    )  # blocks of all its tokens, if arrays are recorded
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens in its pages: all but the last."""
+        """Return the number of tokens in the pages: all but the prompt's last."""
         return len(self.prompt.ids) - 1
 
 
@@ -72,11 +72,11 @@ class Row:
     """An admitted request."""
 
     request: int
-    slot: int  # index of its key and block table in the engine's arrays
+    slot: int  # index of the row's key and block table in the engine's arrays
     shard: int
     prefix: Prefix
     pending: int  # the token that is not in the cache yet
-    budget: int  # tokens it may still sample, according to the reports read
+    budget: int  # tokens still to sample, according to the reports read
     length: int = 0  # tokens in the cache, according to the reports read
     stop_state: int = 0  # state of the stop automaton, according to the reports read
     prefill_ids: list[int] = field(default_factory=list)  # tokens to prefill before the pending one
@@ -87,15 +87,15 @@ class Row:
     pages: list[int] = field(default_factory=list)
     saved: Any = None  # page contents of each layer while swapped out
     in_flight: int = 0  # dispatched steps without a report
-    index: int = -1  # row in the last chunk dispatched for it
+    index: int = -1  # index in the last chunk that includes the row
     is_waiting: bool = False  # stopped; not resumed or finished yet
-    # Recorded arrays of tokens before the last sampled ones, in order. Initially this is the list
-    # of the prefix itself: the row that reads the prompt fills it for all.
+    # Recorded arrays of prefilled tokens since the last event, in order. Initially this is the
+    # prefix's list, which the row that prefills the prompt fills for all rows.
     recorded_blocks: list[RecordedBlock] = field(default_factory=list)
 
     @property
     def may_run(self) -> bool:
-        """Return False if the row has stopped, or will have when the chunks in flight finish."""
+        """Return True unless the row has stopped or will stop within the chunks in flight."""
         return not self.is_waiting and self.in_flight < self.budget
 
     def max_length(self, num_steps: int) -> int:
@@ -109,9 +109,9 @@ class BlockScheduler:
     Attributes:
         index: Index of the shard.
         pool: Page allocator.
-        rows: Admitted, unfinished requests by number, oldest first.
+        rows: Admitted, unfinished requests by request id, oldest first.
         prefixes: Cached prompts.
-        copies: Pages to copy before the next chunk, as (source, target).
+        copies: (source, target) pages to copy before the next chunk.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class BlockScheduler:
             index: Index of the shard.
             num_rows: Maximum number of rows in a chunk.
             num_steps: Decoding steps per chunk.
-            num_pages: Number of pages.
-            page_tokens: Tokens per page.
+            num_pages: Number of pages of the shard.
+            page_tokens: Number of tokens per page.
         """
         self.index = index
         self.pool = PagePool(num_pages)
@@ -145,7 +145,7 @@ class BlockScheduler:
 
     @property
     def scheduled_rows(self) -> list[Row]:
-        """Return the rows of the next chunk."""
+        """Return the rows to decode in the next chunk, oldest first."""
         running = (
             row
             for row in self.rows.values()
@@ -160,7 +160,7 @@ class BlockScheduler:
 
     @property
     def rows_short_of_pages(self) -> list[Row]:
-        """Return rows of the next chunk that may need more pages, ignoring their budgets."""
+        """Return the rows of the next chunk that may need more pages, ignoring their budgets."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
             row
@@ -170,7 +170,7 @@ class BlockScheduler:
         ]
 
     def free(self, row: Row) -> None:
-        """Free the pages of a row, except shared ones."""
+        """Release the pages of a row; shared pages stay until no row uses them."""
         self.pool.free(row.pages)
         row.pages = []
         prefix = row.prefix
@@ -179,7 +179,7 @@ class BlockScheduler:
             del self.prefixes[prefix.prompt]
 
     def _is_current(self, prefix: Prefix) -> bool:
-        """Return False for a prompt that was read with other weights."""
+        """Return True unless the prefix was computed with earlier weights."""
         return self.prefixes.get(prefix.prompt) is prefix
 
     def finish(self, row: Row, next_prompt: Prompt) -> None:
@@ -235,7 +235,7 @@ class BlockScheduler:
 
     @property
     def load(self) -> int | None:
-        """Return the number of rows that may run; None if preempted rows wait, which come first."""
+        """Return the number of rows that can run; None while preempted rows wait for pages."""
         count = 0
         for row in self.rows.values():
             if row.saved is not None:
@@ -246,7 +246,7 @@ class BlockScheduler:
     def rank_request(
         self, prompt: Prompt, budget: int, load: int | None
     ) -> tuple[bool, int, int] | None:
-        """Return the rank of this shard for a request, lowest is best; None if there is no room."""
+        """Return this shard's rank for a request (lowest is best); None if there is no room."""
         if load is None or load >= self._num_rows:
             return None
         max_length = len(prompt.ids) - 1 + min(self._num_steps, budget)
@@ -257,7 +257,7 @@ class BlockScheduler:
         return (prefix is None, load, self.index) if has_pages else None
 
     def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:
-        """Admit a request; its row must read the prompt unless another row already has."""
+        """Admit a request; its row prefills the prompt unless the prompt is cached."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None
         if prefix is None:

@@ -37,7 +37,7 @@ _REWARD_TYPES = {"parts": Mapping, "turn_parts": Mapping, "final_answer": str}
 
 
 def validate_step_result(reply: Any) -> StepResult:
-    """Return a result with values that JSON can represent, or a failed step if it is invalid."""
+    """Validate a reply; return it with JSON-safe values, or a failed step if it is invalid."""
     try:
         _check_types("step", reply, StepResult, _STEP_RESULT_TYPES)
         _check_observation(reply.observation)
@@ -49,7 +49,7 @@ def validate_step_result(reply: Any) -> StepResult:
         return make_failed_step(str(error))
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
-        error = error or "the environment gives no reason"
+        error = error or "the environment gave no reason"
     return _replace_if_changed(
         reply,
         observation=reply.observation and _sanitize_observation(reply.observation),
@@ -62,7 +62,7 @@ def validate_step_result(reply: Any) -> StepResult:
 
 
 def _replace_if_changed(instance: Any, **values: Any) -> Any:
-    """Replace fields of a dataclass; return the same object if nothing changes, the usual case."""
+    """Replace fields of a dataclass; return the same object in the usual case of no change."""
     for name, value in values.items():
         if getattr(instance, name) is not value:
             return dataclasses.replace(instance, **values)
@@ -70,7 +70,7 @@ def _replace_if_changed(instance: Any, **values: Any) -> Any:
 
 
 def sanitize_record(record: CallRecord) -> CallRecord:
-    """Return a record with texts that JSON can represent."""
+    """Return a record with JSON-safe text."""
     error = record.error and replace_surrogates(record.error)[:MAX_ERROR_CHARS]
     return _replace_if_changed(record, call=replace_surrogates(record.call), error=error)
 
@@ -81,7 +81,7 @@ def _check_observation(observation: Observation | ToolResults | None) -> None:
     elif observation is not None:
         _check_types("step", observation, ToolResults, {"bodies": tuple})
         if not observation.bodies or not all(isinstance(body, str) for body in observation.bodies):
-            raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
+            raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected strings")
         if len(observation.images_per_body) != len(observation.bodies):
             raise TypeError(
                 "ToolResults.images and bodies differ in length; expected one entry per body"
@@ -100,7 +100,7 @@ def get_images(observation: Observation | ToolResults | None) -> list[Picture]:
 def without_images(
     observation: Observation | ToolResults | None,
 ) -> Observation | ToolResults | None:
-    """Replace the images of an observation by the text `[image]`."""
+    """Replace each image of an observation with the text `[image]`."""
 
     def body(text: str, images: Sequence[Picture]) -> str:
         return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
@@ -127,13 +127,13 @@ def _sanitize_observation(observation: Observation | ToolResults) -> Observation
 
 
 def validate_reward(reward: Any) -> Reward:
-    """Return a valid reward with finite numbers.
+    """Validate a reward; return it with plain finite numbers and JSON-safe text.
 
     Raises:
         TypeError, ValueError: The reward is invalid.
     """
     _check_types("score", reward, Reward, _REWARD_TYPES)
-    # Report a bad part before the total that it spoils.
+    # Report an invalid part before the total that it makes invalid.
     numbers = {**reward.parts, "total": reward.total}
     for name, value in numbers.items():
         if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
@@ -150,10 +150,10 @@ def validate_reward(reward: Any) -> Reward:
 
 
 def _check_types(method: str, result: Any, expected: type, fields: Mapping[str, Any]) -> None:
-    """Raise TypeError if the result is not a `expected`, or if a field has the wrong type."""
+    """Raise TypeError if `result` is not an `expected`, or if a field has the wrong type."""
     name = expected.__name__
     if not isinstance(result, expected):
-        raise TypeError(f"{method} gave {type(result).__name__}; expected {name}")
+        raise TypeError(f"{method} returned {type(result).__name__}; expected {name}")
     for field_name, kind in fields.items():
         value = getattr(result, field_name)
         if not isinstance(value, kind):
@@ -162,7 +162,7 @@ def _check_types(method: str, result: Any, expected: type, fields: Mapping[str, 
 
 
 def check_chat(messages: Iterable[Any]) -> None:
-    """Raise KeyError or TypeError unless the role and content of each message are text."""
+    """Raise KeyError or TypeError unless each message has a role and content that are text."""
     for message in messages:
         texts = [message["role"], message["content"]]
         if not all(isinstance(text, str) for text in texts):

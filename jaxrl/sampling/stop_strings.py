@@ -7,13 +7,13 @@ import numpy as np
 
 
 class StopAutomaton:
-    """Automaton over the tokens of a turn that detects the token that completes a stop string.
+    """Automaton over token ids that detects the token that completes a stop string.
 
-    A tag need not align with tokens (`?</` may open it, `>.` may close it). Strings are therefore
-    matched byte by byte with the Aho-Corasick automaton (https://doi.org/10.1145/360825.360855),
-    with moves composed over the bytes of each token.
+    A tag may not align with token boundaries (`?</` may open it, `>.` may close it). Strings are
+    therefore matched byte by byte with the Aho-Corasick automaton
+    (https://doi.org/10.1145/360825.360855), with transitions composed over each token's bytes.
 
-    Each turn starts in state 0. After a hit the state is valid but has no meaning.
+    Each turn starts in state 0. After a hit, the state is valid but has no meaning.
 
     Attributes:
         next_state: int8 or int16 [S, V], state after each token.
@@ -28,15 +28,15 @@ class StopAutomaton:
     def __init__(self, vocab_bytes: Sequence[bytes], stop_strings: Sequence[str]):
         if "" in stop_strings:
             raise ValueError(
-                f"stop strings {list(stop_strings)!r} hold an empty one; expected at least one "
-                "character each. Drop it from the environment's `stop_strings`."
+                f"stop strings {list(stop_strings)!r} include an empty one; expected at least one "
+                "character each. Remove it from the environment's `stop_strings`."
             )
         self.stop_strings = tuple(stop.encode() for stop in stop_strings)
         transitions, ends = _byte_automaton(self.stop_strings)
         self.next_state, self.is_hit = _lift_to_tokens(transitions, ends, vocab_bytes)
 
     def state(self, token_ids: Sequence[int]) -> int:
-        """Return the state after the tokens of a turn that contain no complete stop string."""
+        """Return the state after a turn's tokens so far, which contain no complete stop string."""
         state = 0
         for token in token_ids:
             state = int(self.next_state[state, token])
@@ -54,7 +54,7 @@ class StopAutomaton:
 
 
 def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Build the Aho-Corasick automaton: moves int16 [S, 256], and bool [S] where a pattern ends."""
+    """Build the Aho-Corasick automaton: transitions int16 [S, 256] and pattern ends bool [S]."""
     # Build the trie; `ends` marks the last state of each pattern.
     children: list[dict[int, int]] = [{}]
     ends = [False]
@@ -73,7 +73,7 @@ def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             "Shorten the environment's `stop_strings`."
         )
 
-    # Breadth first: the longest proper suffix of a state is shorter, so its moves are complete.
+    # Breadth first: a state's longest proper suffix is shorter, so its transitions are complete.
     transitions = np.zeros((len(children), 256), np.int16)
     suffix = [0] * len(children)
     queue = deque([0])
@@ -91,7 +91,7 @@ def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 def _lift_to_tokens(
     transitions: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compose the moves over the bytes of each token: final state, and whether a pattern ended."""
+    """Compose byte transitions over tokens; return next states, and whether a pattern ended."""
     num_states = len(transitions)
     lengths = np.array([len(token) for token in vocab_bytes], np.int64)
     starts = np.cumsum(lengths) - lengths

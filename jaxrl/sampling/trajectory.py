@@ -20,7 +20,7 @@ from jaxrl.utils.text import replace_surrogates
 
 @dataclass(slots=True)
 class TokenSpan:
-    """A run of consecutive sampled tokens, with one array per append."""
+    """A run of consecutive sampled tokens, with one array per `append` call."""
 
     start: int  # position of the first token
     end: int  # position after the last token
@@ -73,7 +73,7 @@ class Sample:
         entropies: np.ndarray,
         versions: int | Sequence[int],
     ) -> None:
-        """Append tokens written by a model, with log-probabilities and entropies in nats."""
+        """Append tokens sampled by a model, with log-probabilities and entropies in nats."""
         if not token_ids:
             return
         start = len(self.token_ids)
@@ -108,7 +108,7 @@ class Sample:
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
     def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
-        """Return recorded arrays `[L, ...]`; the unread last token of each context has `fill`."""
+        """Return recorded arrays `[L, ...]`; each context's last token was not read: `fill`."""
         if not any(self.recorded):  # the episode never began
             return {}
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
@@ -128,7 +128,7 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def to_scored_episode(self, reward: Reward) -> ScoredEpisode:
-        """Return the scored episode.
+        """Return the episode with its reward.
 
         Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
         once.
@@ -141,7 +141,7 @@ class Sample:
         return ScoredEpisode(episode=self.episode, reward=reward, completion_ids=ids)
 
     def fail(self, error: BaseException) -> None:
-        """End with an environment error because scoring failed."""
+        """End the episode with an environment error because scoring failed."""
         turns, message = (
             self.episode.turns,
             replace_surrogates(f"score: {format_error_report(error)}"),
@@ -151,7 +151,7 @@ class Sample:
 
 
 def to_trajectory(sample: Sample, recorded: Mapping[str, TokenArraySpec]) -> Trajectory:
-    """Convert a sample in its current state to a trajectory, with its recorded arrays."""
+    """Convert a sample to a trajectory, with the arrays of the `recorded` specs."""
     reward, length = sample.reward, len(sample.token_ids)
     loss_mask, versions = np.zeros(length, bool), np.full(length, -1, np.int32)
     logprobs, entropies = np.zeros((2, length), np.float32)

@@ -21,10 +21,10 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Converter from parameters to sampler weights, which owns the weights' memory.
+    """Converter of parameters to sampler weights; it owns the memory of the weights.
 
     Weights are copies, so later updates of the parameters do not affect them. There is one
-    exception: a parameter that no run of the architecture trains is shared if the sampler reads it
+    exception: a parameter that the architecture never trains is shared if the sampler uses it
     unchanged. Parameters frozen only by `config.model.freeze_tower` are copied. Donated parameters
     (see `donate`) belong to this object.
     """
@@ -39,15 +39,15 @@ class WeightConverter:
         scan_layers: bool,
         key: Hashable = None,
     ):
-        """Declare the conversion program.
+        """Prepare the conversion, which is compiled on first use.
 
         Args:
             prepare: Function from parameters to weights.
-            policy: Architecture of the parameters.
-            mesh: Mesh of the weights.
-            train_mesh: Mesh of the parameters.
+            policy: Architecture of the policy.
+            mesh: Mesh that holds the weights.
+            train_mesh: Mesh that holds the parameters.
             scan_layers: See `decode.Programs`.
-            key: Key of `prepare`; see `cached_jit`.
+            key: Cache key of `prepare`; see `cached_jit`.
         """
         self._key = join_keys(key, train_mesh)
         self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
@@ -71,7 +71,7 @@ class WeightConverter:
         self._owned: list[jax.Array] = []
 
     def abstract_weights(self) -> Params:
-        """Return the shapes and shardings of the weights."""
+        """Return the shapes, dtypes and shardings of the weights."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             self._abstract,
@@ -79,7 +79,7 @@ class WeightConverter:
         )
 
     def _find_unchanged(self, policy: Architecture) -> dict[int, int]:
-        """Map each weight that is an unchanged parameter to it, by index."""
+        """Map the index of each weight that is an unchanged parameter to the parameter's index."""
         source_shardings = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         indices = {id(variable): index for index, variable in enumerate(program.jaxpr.invars)}
@@ -92,12 +92,12 @@ class WeightConverter:
         }
 
     def _make_program(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Any:
-        """Return a program from the parameters at indices `inputs` to the weights at `targets`."""
+        """Return a function from the parameters at indices `inputs` to the weights at `targets`."""
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
         prepare = self._prepare
 
         def make(params: list[jax.Array]) -> list[jax.Array]:
-            # The zeros are placeholders: no wanted weight depends on them.
+            # The zeros are placeholders: no target weight depends on them.
             leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
             for index, param in zip(inputs, params, strict=True):
                 leaves[index] = param
@@ -121,7 +121,7 @@ class WeightConverter:
         return call
 
     def convert(self, params: Params) -> Params:
-        """Convert parameters to weights; previous weights must have been freed.
+        """Convert parameters to weights. Previous weights must have been freed.
 
         Donated parameters are read a few at a time, the largest first, and freed once their weights
         exist. Parameters and weights are therefore never both complete in memory.
@@ -174,7 +174,7 @@ class WeightConverter:
 
 
 def donate(params: Params) -> Params:
-    """Mark parameters as no longer needed once `WeightConverter.convert` has converted them.
+    """Mark parameters that `WeightConverter.convert` may free after converting them.
 
     Each becomes a function that returns it, like a parameter that is still on disk (`load_hf`).
     """
@@ -195,7 +195,7 @@ def partition_program(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """Return the sources that each output depends on, given those of each input."""
+    """Return the sources that each output depends on, given the sources of each input."""
     sources = {
         id(variable): dependencies
         for variable, dependencies in zip(jaxpr.invars, inputs, strict=True)
@@ -211,7 +211,7 @@ def _find_dependencies(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]
 
 
 CALL_PRIMITIVES = {"jit", "pjit", "custom_vjp_call"}
-"""Primitives that call another traced function with the same inputs and outputs."""
+"""Primitives that call an inner traced function with the same inputs and outputs."""
 
 
 def delete_arrays(arrays: Any) -> None:

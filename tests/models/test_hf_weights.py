@@ -378,11 +378,11 @@ ON_EIGHT_DEVICES = """
 import sys
 import jax, numpy as np
 from jaxrl.runtime import sharding
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.models.hf_weights import load_hf, save_hf
 
 source, path = sys.argv[1:]
-config = read_model(source)
+config = read_architecture(source)
 mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
 params, whole = load_hf(source, mesh), load_hf(source)
 jax.tree.map(np.testing.assert_array_equal, params, whole)
@@ -413,13 +413,13 @@ import jax, numpy as np
 port, index, source, path = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
 from jaxrl.runtime import sharding
-from jaxrl.models.registry import read_model
+from jaxrl.models.registry import read_architecture
 from jaxrl.models.hf_weights import load_hf, save_hf
 
 mesh = sharding.make_mesh(data=1, fsdp=2, tensor=1)
 params = load_hf(source, mesh)
 assert not params["blocks"]["mlp"]["up"]["kernel"].is_fully_addressable
-save_hf(params, read_model(source), path, source=source, max_shard_size=50_000)
+save_hf(params, read_architecture(source), path, source=source, max_shard_size=50_000)
 """
 
 

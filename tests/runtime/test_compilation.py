@@ -145,8 +145,8 @@ def test_a_compilation_is_left_to_itself_when_it_is_asked_to_stop():
 
 DEEP = """
 import os, jax, jax.numpy as jnp
-from jaxrl.runtime.compilation import CompiledFunction, is_under_way, stopped_by
-from jaxrl.runtime.preemption import EXIT_TRY_AGAIN, Interrupted, stop_on_signals
+from jaxrl.runtime.compilation import CompiledFunction, is_compiling, interruptible
+from jaxrl.runtime.preemption import EXIT_INTERRUPTED, Interrupted, stop_on_signals
 
 @jax.jit
 def layer(x):
@@ -166,11 +166,11 @@ def told(*args, **settings):
 function.ahead = told
 with stop_on_signals() as should_stop:
     try:
-        with stopped_by(should_stop):
+        with interruptible(should_stop):
             function(jnp.ones((8, 8)))
     except Interrupted:
-        print("under way", is_under_way(), flush=True)
-        os._exit(EXIT_TRY_AGAIN)
+        print("under way", is_compiling(), flush=True)
+        os._exit(EXIT_INTERRUPTED)
 """
 
 

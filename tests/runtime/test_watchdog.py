@@ -64,12 +64,12 @@ def test_what_never_moves_is_ended_at_its_deadline(capfd):
 STUCK = """
 import threading
 from jaxrl.logs.display import Display
-from jaxrl.runtime.watchdog import tell_on_signal, watchdog
+from jaxrl.runtime.watchdog import dump_stacks_on_signal, watchdog
 
 def the_call_that_never_returns():
     threading.Event().wait()
 
-tell_on_signal()
+dump_stacks_on_signal()
 with watchdog(Display(), {limit}, {deadline}):
     threading.Thread(target=the_call_that_never_returns, daemon=True).start()
     print("begun", flush=True)

@@ -458,7 +458,7 @@ STEPS = [
     (raising(ConnectionError("refused")), "ConnectionError: refused"),
     (raising(SystemExit(0)), "SystemExit: 0"),
     (lambda *_: [], "ValueError: SearchEnv.step returned 0 results for 1 episodes"),
-    (lambda *_: [None], "step gave NoneType; expected StepResult"),
+    (lambda *_: [None], "step returned NoneType; expected StepResult"),
     (lambda *_: [StepResult(observation="text")], "StepResult.observation is 'text'; expected"),
     (
         lambda *_: [StepResult(observation=Observation(prefix="", body=None, suffix=""))],
@@ -466,8 +466,8 @@ STEPS = [
     ),
     (lambda *_: [StepResult(latency_s=np.nan)], "StepResult.latency_s is nan; expected a finite"),
     (lambda *_: [StepResult(latency_s=10**400)], "int too large to convert to float"),
-    (lambda *_: [StepResult(records=("q",))], "step gave str; expected CallRecord"),
-    (lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR)], "the environment gives no reason"),
+    (lambda *_: [StepResult(records=("q",))], "step returned str; expected CallRecord"),
+    (lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR)], "the environment gave no reason"),
     (
         lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error="half \ud800")],
         "half \N{REPLACEMENT CHARACTER}",
@@ -547,7 +547,7 @@ def test_an_outage_that_an_environment_lets_pass_costs_its_episode_where_the_run
 SCORES = [
     (raising(SystemExit(0)), "score: SystemExit: 0"),
     (lambda _: [], "score: ValueError: SearchEnv.score returned 0 results for 1 episodes"),
-    (lambda _: [None], "score: TypeError: score gave NoneType; expected Reward"),
+    (lambda _: [None], "score: TypeError: score returned NoneType; expected Reward"),
     (
         lambda _: [Reward(total=float("nan"), parts={}, final_answer="")],
         "score: ValueError: the reward's 'total' is nan; expected a finite number",

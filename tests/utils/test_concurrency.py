@@ -41,8 +41,8 @@ def test_items_are_worked_on_side_by_side_in_so_many_threads():
 
 HANG = """
 import time
-from jaxrl.utils.concurrency import in_thread, side_by_side
-in_thread(lambda: side_by_side(time.sleep, [600, 600], max_threads=2))
+from jaxrl.utils.concurrency import run_in_thread, parallel_map
+run_in_thread(lambda: parallel_map(time.sleep, [600, 600], max_threads=2))
 time.sleep(0.2)
 print("done")
 """

@@ -17,8 +17,8 @@ from jaxrl.utils.files import (
 )
 from tests.helpers import no_file_beyond
 
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.utils.files import held\n" + (
-    "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.utils.files import lock_folder\n" + (
+    "with lock_folder(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
 )
 
 
