@@ -34,8 +34,8 @@ class MemoryTerms:
         saved_activations: Values saved for the backward pass, by `model.remat` mode except `full`
             and `offload`. Excludes the layer's input and the attention scores.
         prefill_activations: Peak during prefill of prompts and observations.
-        reused_activations: Part of the experts' `activations` that takes no memory of its own on an
-            accelerator.
+        reused_activations: Part of the experts' `activations` that reuses memory of other arrays on
+            an accelerator.
     """
 
     activations: int
@@ -202,7 +202,7 @@ class Architecture(ABC):
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`, including entries of only some platforms."""
+        """Return the axis names of `decode_weights`, including platform-specific entries."""
         return self.logical_axes()
 
     @abstractmethod

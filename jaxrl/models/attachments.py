@@ -67,7 +67,7 @@ class Tower(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return the number of decoder layers, from the first, that get features from the tower."""
+        """Return how many of the first decoder layers get features from the tower."""
         return 0
 
     @abstractmethod

@@ -14,8 +14,8 @@ The parameter tree, with a leading layer axis L of stacked blocks:
 A family adds its feed-forward parameters to `blocks`. Weights are declared once in NNX; all
 computation is on plain nested dicts.
 
-Two passes share the same block: `hidden_states` computes packed rows with `train_weights`, and
-`sampler_hidden_states` computes tokens of many rows with `decode_weights` and the KV cache.
+Two passes share the same block. `hidden_states` computes packed rows with `train_weights`.
+`sampler_hidden_states` computes tokens of many rows with `decode_weights` and a KV cache.
 """
 
 from __future__ import annotations
@@ -691,7 +691,7 @@ class Decoder(Architecture):
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`, which may have an additional `lm_head`."""
+        """Return the axis names of `decode_weights`, which may add an `lm_head`."""
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:

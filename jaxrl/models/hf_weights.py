@@ -174,7 +174,7 @@ def load_hf(
         entries: Parameter entries to load; None loads all.
         dtype: Dtype of the parameters; float32 represents every supported dtype exactly.
         progress: Callback with the loaded and the total MiB, called after each parameter.
-        is_lazy: True to return a function that loads the parameter, in place of each parameter.
+        is_lazy: True to return, for each parameter, a function that loads it.
         log: Callback for the warning about ignored tensors.
 
     Raises:

@@ -74,8 +74,7 @@ class LayerScan:
         scan: True to compile consecutive layers of one kind once, as a loop. Otherwise layers are
             unrolled, and a CPU saves all activations regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
-        on_shards: Function that constrains an array with a leading shard axis to the shards of the
-            tokens.
+        on_shards: Sharding constraint for arrays with a leading shard axis.
     """
 
     remat: str = "none"

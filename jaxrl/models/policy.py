@@ -237,7 +237,7 @@ class Model:
         gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else whole
 
         def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # Arrays that `train_weights` adds to an entry are sharded like its first parameter.
+            # Arrays that `train_weights` adds are sharded like the entry's first parameter.
             pair = [
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
                 for shardings in (whole, gradient_shardings)

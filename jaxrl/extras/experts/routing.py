@@ -64,7 +64,7 @@ def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[A
 
 
 def recorded_dtype(num_experts: int) -> np.dtype:
-    """Return the smallest dtype for expert indices whose maximum is free to mark invalid ones."""
+    """Return the smallest dtype for expert indices with a spare value for invalid ones."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
@@ -138,7 +138,7 @@ class RouterStatistics:
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
     def balance_loss(self, weights: jax.Array, sums: ExpertUsage) -> jax.Array:
-        """Compute a micro-batch's part of the loss times its coefficient; parts add up."""
+        """Compute a micro-batch's contribution to the loss, including the coefficient."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 

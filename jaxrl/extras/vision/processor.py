@@ -71,8 +71,8 @@ class HFImageProcessor:
 
         Args:
             folder: Model folder with the file.
-            min_pixels: Pixels to which a smaller image is enlarged; 0 uses the checkpoint's value.
-            max_pixels: Pixels to which a larger image is reduced; 0 uses the checkpoint's value.
+            min_pixels: Minimum pixels per image; smaller ones are enlarged. 0: as in the file.
+            max_pixels: Maximum pixels per image; larger ones are reduced. 0: as in the file.
             cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
@@ -174,7 +174,7 @@ class BlankProcessor(HFImageProcessor):
     is_blank = True
 
     def __init__(self, processor: HFImageProcessor):
-        """Wrap `processor`, whose patch sizes the blank images have."""
+        """Wrap `processor`, which determines the sizes of the blank images."""
         self._inner = processor
         self.patches_per_token, self.patch_values = (
             processor.patches_per_token,

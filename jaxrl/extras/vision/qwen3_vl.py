@@ -130,7 +130,7 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return the number of decoder layers, from the first, that get features from the tower."""
+        """Return how many of the first decoder layers get features from the tower."""
         return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:

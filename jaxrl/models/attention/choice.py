@@ -242,7 +242,7 @@ def _attend_pieces(
     T, piece_tokens = reads.shape[2], q.shape[1]
     later = (
         T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
-    )  # pieces after the device's own
+    )  # pieces after the device's piece
 
     def gather_rows(x: jax.Array) -> jax.Array:
         pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT_AXIS), later, axis=0)
