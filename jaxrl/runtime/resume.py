@@ -256,8 +256,9 @@ def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -
     if refused:
         raise ValueError(
             f"{workdir} is at step {record.step} of a run with other settings: "
-            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to another "
-            "folder to start over; --accept_changes continues with them and records the change."
+            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to "
+            "another folder to start over; --accept_changes continues with them and records the "
+            "change."
         )
 
 
