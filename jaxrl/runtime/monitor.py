@@ -86,7 +86,7 @@ class ProcessLoss:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> ProcessLoss:
-        """Create a report from a received line, which has the fields of `asdict`."""
+        """Create a report from a received `lost` line."""
         return cls(
             index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
         )

@@ -146,7 +146,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
 
 
 def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a flat configuration to the values that it has after a round trip through JSON."""
+    """Round-trip a flat configuration through JSON."""
     return json.loads(json.dumps(dict(config)))
 
 

@@ -128,7 +128,7 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def to_scored_episode(self, reward: Reward) -> ScoredEpisode:
-        """Return the episode with its reward.
+        """Return the episode with its reward, as a `ScoredEpisode`.
 
         Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
         once.
