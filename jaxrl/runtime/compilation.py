@@ -167,7 +167,7 @@ class CompiledFunction:
 
     Compiling an unexpected shape would take seconds to minutes, so it is an error. The caller names
     the variant of each call, because `jax.jit` would retrace whenever its tracing context changes:
-    in JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
+    since JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
     """
 
     def __init__(

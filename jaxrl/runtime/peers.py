@@ -176,7 +176,7 @@ class MonitorClient:
 
 
 def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
-    """Join the job, before JAX uses any device; return None if it has only one process.
+    """Join the job before JAX uses any device; return None if the job has only one process.
 
     The process ends with `EXIT_LOST` if not all processes join within `JOIN_TIMEOUT_S` seconds.
 

@@ -111,7 +111,7 @@ class Rollout(BaseRollout):
         Raises:
             Interrupted: `should_stop` returned True.
             OutageError: A service that the environment needs was down for too long.
-            ValueError: A prompt leaves no room for an answer.
+            ValueError: A prompt leaves no room for a response.
         """
         size, keys = sampling.group_size, make_group_keys(draws, sampling)
 
