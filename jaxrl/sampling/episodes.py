@@ -151,7 +151,7 @@ class BaseRollout:
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """Create the samples of all draws; mark them as failed if the task cannot start."""
+        """Create the samples of all draws; mark those of a task that cannot start as failed."""
         samples = []
         images_by_task = self._preprocess_all([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):

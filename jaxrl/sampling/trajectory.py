@@ -108,7 +108,7 @@ class Sample:
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
     def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
-        """Return recorded arrays `[L, ...]`; `fill` at each context's last token, which is unread."""
+        """Return recorded arrays `[L, ...]`, with `fill` at each context's unread last token."""
         if not any(self.recorded):  # the episode never began
             return {}
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
