@@ -189,7 +189,7 @@ class Checkpointer:
         """Remove the checkpoints after `step` if `step` or an earlier step has an undamaged one.
 
         Raises:
-            CheckpointError: No such step has one; nothing is removed.
+            CheckpointError: None of them has one; nothing is removed.
         """
         steps = sorted(self.values(), reverse=True)
         earlier = [number for number in steps if number <= step]

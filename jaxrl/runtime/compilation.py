@@ -87,13 +87,13 @@ def compile_all(
 
 
 def is_compiling() -> bool:
-    """Return True while a compilation runs; the process would wait for it at exit."""
+    """Return True if a compilation is running, which the process would wait for at exit."""
     return any(thread.is_alive() for thread in _threads)
 
 
 @atexit.register
 def _wait_for_compilations() -> None:
-    """Wait for compilations, because JAX frees what they use in its own exit handler."""
+    """Wait for compilations before JAX's exit handler frees what they use."""
     for thread in _threads:
         thread.join()
 
@@ -167,7 +167,7 @@ class CompiledFunction:
 
     Compiling an unexpected shape would take seconds to minutes, so it is an error. The caller names
     the variant of each call, because `jax.jit` would retrace whenever its tracing context changes:
-    in JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
+    since JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def _slurm_job() -> Job:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: `a12` of `a[12-15,20],b3`."""
+    """Return the first host of a Slurm node list, such as `a12` for `a[12-15,20],b3`."""
     head, bracket, rest = nodes.partition("[")
     if not bracket or "," in head:
         return nodes.partition(",")[0]

@@ -86,7 +86,7 @@ class ProcessLoss:
 
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> ProcessLoss:
-        """Create a report from a received line, which has the fields of `asdict`."""
+        """Create a report from a received `lost` line."""
         return cls(
             index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
         )
@@ -252,7 +252,7 @@ class Monitor:
         return None
 
     def _authenticate(self, link: _Link, *, is_open: bool) -> bool:
-        """Return True if a caller's first line is complete and valid; drop it if it is invalid."""
+        """Return True if a caller's first line is complete and valid; drop an invalid caller."""
         hello, newline, buffer = link.buffer.partition(b"\n")
         token, _, index = hello.partition(b" ")
         if is_open and not newline and len(hello) <= _MAX_HELLO_BYTES:

@@ -141,7 +141,7 @@ class MonitorClient:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Report to the monitor how this process ends; after a failure, exit here."""
+        """Report to the monitor how this process ends; after a failure, exit the process."""
         has_user_message = isinstance(error, SystemExit)  # its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
@@ -176,7 +176,7 @@ class MonitorClient:
 
 
 def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
-    """Join the job, before JAX uses any device; return None if it has only one process.
+    """Join the job before JAX uses any device; return None if the job has only one process.
 
     The process ends with `EXIT_LOST` if not all processes join within `JOIN_TIMEOUT_S` seconds.
 

@@ -146,7 +146,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
 
 
 def normalize_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a flat configuration to the values that it has after a round trip through JSON."""
+    """Round-trip a flat configuration through JSON."""
     return json.loads(json.dumps(dict(config)))
 
 
@@ -258,8 +258,9 @@ def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -
     if refused:
         raise ValueError(
             f"{workdir} is at step {record.step} of a run with other settings: "
-            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to another "
-            "folder to start over; --accept_changes continues with them and records the change."
+            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to "
+            "another folder to start over; --accept_changes continues with them and records the "
+            "change."
         )
 
 

@@ -601,7 +601,7 @@ def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -
 def _write_chunk(
     pages: jax.Array, tables: jax.Array, start: jax.Array, counts: jax.Array, chunk: jax.Array
 ) -> jax.Array:
-    """Write a chunk to the pages: `[r, K, C, H]`, or `[n, r, K, C, H]` for n stacked layers."""
+    """Write a chunk, `[r, K, C, H]` or `[n, r, K, C, H]` for n stacked layers, to the pages."""
     if chunk.ndim == 5:
         chunk = jnp.concatenate(chunk, axis=1)
     return kv_cache.write_tokens(pages, tables, start, counts, chunk)

@@ -178,7 +178,7 @@ class Engine:
 
         Raises:
             ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the pages
-                of a shard do not hold one trajectory.
+                of a shard cannot hold one trajectory.
         """
         # Split rows and pages evenly over the shards.
         self.num_shards = num_pieces(mesh)

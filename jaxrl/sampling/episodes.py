@@ -78,7 +78,7 @@ class TokenLimits:
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
         """Return the maximum observation length for a new context; None without a context rule.
 
-        The context must also fit the prompt, the preceding turn and another turn.
+        The context must also hold the prompt, the preceding turn and another turn.
         """
         if self.context is None:
             return None
@@ -151,7 +151,7 @@ class BaseRollout:
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """Create the samples of all draws; if a task cannot start, its samples have failed."""
+        """Create the samples of all draws; mark those of a task that cannot start as failed."""
         samples = []
         images_by_task = self._preprocess_all([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):
@@ -249,7 +249,7 @@ class BaseRollout:
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
     def _render_prompt(self, task: Task) -> list[int]:
-        """Render the prompt of a task; return its ids, not truncated.
+        """Render the prompt of a task; return its ids without truncation.
 
         Raises:
             UnreadableImageError: An image cannot be read.

@@ -111,7 +111,7 @@ class Rollout(BaseRollout):
         Raises:
             Interrupted: `should_stop` returned True.
             OutageError: A service that the environment needs was down for too long.
-            ValueError: A prompt leaves no room for an answer.
+            ValueError: A prompt leaves no room for a response.
         """
         size, keys = sampling.group_size, make_group_keys(draws, sampling)
 
@@ -199,7 +199,8 @@ class Rollout(BaseRollout):
     ) -> None:
         """Decode samples until at most `SamplingConfig.max_unfinished` groups are unfinished.
 
-        `samples` has the samples in the engine, by request; `calls` the pending calls, in order.
+        `samples` holds the samples in the engine, by request; `calls` holds the pending calls,
+        oldest first.
         """
         # With a lag of 1, replies are added before the next chunk, so this one must be read first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1

@@ -108,7 +108,7 @@ class Sample:
         return len(self.token_ids) - (self.contexts[-1][0] if self.contexts else 0)
 
     def token_arrays(self, declared: Mapping[str, TokenArraySpec]) -> dict[str, np.ndarray]:
-        """Return recorded arrays `[L, ...]`; each context's last token was not read: `fill`."""
+        """Return recorded arrays `[L, ...]`, with `fill` at each context's unread last token."""
         if not any(self.recorded):  # the episode never began
             return {}
         starts = [0, *(start for start, _ in self.contexts), len(self.token_ids)]
@@ -128,7 +128,7 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def to_scored_episode(self, reward: Reward) -> ScoredEpisode:
-        """Return the episode with its reward.
+        """Return the episode with its reward, as a `ScoredEpisode`.
 
         Its `completion_ids` are all ids after the prompt; ids repeated by a later context appear
         once.

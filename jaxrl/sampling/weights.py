@@ -176,7 +176,7 @@ class WeightConverter:
 def donate(params: Params) -> Params:
     """Mark parameters that `WeightConverter.convert` may free after converting them.
 
-    Each becomes a function that returns it, like a parameter that is still on disk (`load_hf`).
+    Each parameter becomes a function that returns it, as `load_hf` returns parameters on disk.
     """
     return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
 
