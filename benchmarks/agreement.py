@@ -273,7 +273,7 @@ def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
             experts_choice.select_kernels(name, common.single_device_mesh()),
         )
         for _ in range(num_shapes):
-            yield measure_expert_errors(experts.product, rng, dtype)
+            yield measure_expert_errors(experts.grouped_matmul, rng, dtype)
 
     cases = itertools.product(names or kernel_names(experts_choice.KERNELS), DTYPES)
     return measure_worst_errors(distances, cases, is_named=bool(names))

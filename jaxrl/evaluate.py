@@ -153,7 +153,7 @@ def evaluate(run_state: RunState, params: Params) -> Params:
         if sampler is not None:
             run_state.compile_sampler()
             with interruptible(run_state.should_stop):
-                sampler.set_weights(donate(run_state.components.model.whole(params)))
+                sampler.set_weights(donate(run_state.components.model.merge(params)))
         metrics, errors = run_suites(
             run_state, "evaluate", run_state.settings.evaluation.final_suites
         )

@@ -102,7 +102,7 @@ def train(run_state: RunState, params: Params) -> Params:
     run_state.compile_sampler()
     # A signal may abort a compilation here: no state changes before a step's first update.
     with interruptible(run_state.should_stop):
-        components.engine.set_weights(components.model.whole(state.params))
+        components.engine.set_weights(components.model.merge(state.params))
     # Evaluate first, or finish the step that the checkpoint left unfinished.
     if not is_resumed:
         begin_training(run_state)
@@ -172,7 +172,7 @@ def train(run_state: RunState, params: Params) -> Params:
         with clock.sampling():
             prefetched = collector.prefetch(collected, next_controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
-        components.engine.set_weights(components.model.whole(state.params))
+        components.engine.set_weights(components.model.merge(state.params))
         clock.mark_updated()
         # Advance the progress, then assemble the step's metrics.
         progress.controllers, progress.buffered_groups = next_controllers, collected.buffered_groups

@@ -128,7 +128,7 @@ def like(tree: Any, shardings: Any) -> Any:
 def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
     """The policy as a run has it."""
     return Model(
-        architecture_of(config, model).on_mesh(mesh, experts=config.model.experts),
+        architecture_of(config, model).with_kernels(mesh, experts=config.model.experts),
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
@@ -230,7 +230,7 @@ def sampler_programs(
     kernels = select_kernels(config.model.attention, mesh, model)
     policy = architecture_of(config, model)
     sampler = Programs(
-        architecture=policy.on_mesh(mesh, experts=config.model.experts),
+        architecture=policy.with_kernels(mesh, experts=config.model.experts),
         mesh=mesh,
         kernels=kernels,
         num_tokens=model.vocab_size,

@@ -241,7 +241,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
 
     Args:
         config: Architecture of the model.
-        weights: Result of `decode_weights`.
+        weights: Result of `weights_for_decoding`.
         cache: Result of `kv_cache.allocate`.
         tables: Block tables `[B, M]`.
         start: Numbers of cached tokens `[B]`.

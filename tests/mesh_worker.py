@@ -270,7 +270,7 @@ def share_on_first_device(tree):
 
 def model_on(mesh, config=TINY, **settings):
     settings["attention"] = select_kernels("xla", mesh, config)
-    return Model(config.on_mesh(mesh, experts="auto"), mesh, num_tokens=NUM_TOKENS, **settings)
+    return Model(config.with_kernels(mesh, experts="auto"), mesh, num_tokens=NUM_TOKENS, **settings)
 
 
 def with_random_experts(sequences):
@@ -373,9 +373,9 @@ def adapt(mesh, params):
     own = jax.device_put(own, param_shardings(mesh, adapter.param_specs()[0]))
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
     sums = GradientStep(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
-    prepare = partial(adapter.decode_weights, dtype=jnp.float32)
+    prepare = partial(adapter.weights_for_decoding, dtype=jnp.float32)
     weights = WeightConverter(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
-    policy = model.whole(own)
+    policy = model.merge(own)
     made, wanted = weights.convert(policy), prepare(jax.device_get(policy))
     gaps = jax.tree.map(lambda a, b: float(jnp.abs(jax.device_get(a) - b).max()), made, wanted)
     lie = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), made, weights.shardings)
@@ -543,7 +543,7 @@ def on_two_devices():
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
     apart = local_mesh(mesh, rollout_devices=1)
-    prepare = partial(TINY.decode_weights, dtype=jnp.float32)
+    prepare = partial(TINY.weights_for_decoding, dtype=jnp.float32)
     made = WeightConverter(prepare, TINY, mesh=apart, train_mesh=mesh, scan_layers=True).convert(
         params
     )

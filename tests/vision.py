@@ -42,7 +42,7 @@ def beside_rows(config, rows, images_of_rows, *, num_patches=None):
         patches[index, : len(one.patches)] = one.patches
         coords[index, : len(one.coords)] = one.coords
         positions[index] = config.tower.compute_positions(ids, images)
-        for run, units in zip(config.tower.token_runs(ids, images), one.units, strict=True):
+        for run, units in zip(config.tower.find_token_runs(ids, images), one.units, strict=True):
             of_units[index, run] = units
     return AuxArrays(
         inputs={

@@ -209,7 +209,7 @@ def build(
                 "config.eval has the suite 'blank_images', but the model in config.model.path "
                 "does not support images; remove the suite."
             )
-        controls["blank_images"] = make_shared_rollout(env, processor.blank())
+        controls["blank_images"] = make_shared_rollout(env, processor.make_blank())
     return RunComponents(
         mesh=mesh,
         model=model,
@@ -435,7 +435,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
     """Create the `Model` for an architecture. It holds no parameters yet."""
     return Model(
-        policy.on_mesh(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
+        policy.with_kernels(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(c.model.dtype),
@@ -459,7 +459,7 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
     if model.architecture.wrapper is not None:
         model.architecture.wrapper.export(params, parent, source)
     else:
-        save_hf(model.whole(params), model.architecture, parent / "export", source=source)
+        save_hf(model.merge(params), model.architecture, parent / "export", source=source)
 
 
 def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, Stage]:
@@ -533,7 +533,7 @@ def build_engine(
     if num_pages is None:
         num_pages = count_free_pages(c, policy.unwrapped, page_tokens)
     engine = kind(
-        policy.on_mesh(sampling_mesh, experts=c.model.experts, check_dtype=c.model.dtype),
+        policy.with_kernels(sampling_mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         sampling_mesh,
         automaton,
         num_tokens=tokenizer.num_tokens,

@@ -91,7 +91,7 @@ def load_saved_run(
         display.log(note)
     params, weights = load_weights(components.model, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
-    components.engine.set_weights(donate(components.model.whole(params)))
+    components.engine.set_weights(donate(components.model.merge(params)))
     return components, resolved
 
 

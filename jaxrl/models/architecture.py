@@ -116,7 +116,7 @@ class Architecture(ABC):
         """Return the per-token arrays that a forward pass records and a later one can replay."""
         return {}
 
-    def on_mesh(
+    def with_kernels(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
         """Return a copy of this model that uses the kernels for `mesh`.
@@ -144,7 +144,7 @@ class Architecture(ABC):
         """Return a copy of this model whose output layer computes in `dtype`.
 
         Sampler and trainer cast the output weights and the hidden states to it. The copy stores it
-        as `head_dtype`; `output` is the parameter entry of the output weights.
+        as `head_dtype`; `output_entry` is the parameter entry of the output weights.
 
         Raises:
             ValueError: The architecture does not support a separate head dtype.
@@ -156,7 +156,7 @@ class Architecture(ABC):
         )
 
     @property
-    def output(self) -> str:
+    def output_entry(self) -> str:
         """Return the parameter entry of the output weights, or "" without `with_head_dtype`."""
         return ""
 
@@ -167,7 +167,7 @@ class Architecture(ABC):
 
     @property
     def kernel_checks(self) -> tuple[KernelCheck, ...]:
-        """Return the self-test results of the kernels that `on_mesh` selected."""
+        """Return the self-test results of the kernels that `with_kernels` selected."""
         return ()
 
     @property
@@ -202,7 +202,7 @@ class Architecture(ABC):
         """Return a tree with the axis names of each parameter; see `LOGICAL_AXIS_RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`, including platform-specific entries."""
+        """Return the axis names of `weights_for_decoding`, including platform-specific entries."""
         return self.logical_axes()
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Architecture(ABC):
         return {}
 
     @abstractmethod
-    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Convert parameters to the weights for `hidden_states` and `unembed` in training.
 
         Entries outside `blocks` may hold additional arrays, which are sharded like the entry's
@@ -241,7 +241,7 @@ class Architecture(ABC):
         """
 
     @abstractmethod
-    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
+    def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
         """Convert parameters to the sampler's weights; `blocks` stay stacked."""
 
     @abstractmethod
@@ -260,7 +260,7 @@ class Architecture(ABC):
         `coords` of `Tower.encode`.
 
         Args:
-            params: Parameters, or their `train_weights`.
+            params: Parameters, or their `weights_for_training`.
             token_ids: Token ids of rows, or of pieces of rows (`config.mesh.context`). Tokens
                 interact only through `attend`.
             positions: Position of each token in its sequence.
@@ -289,7 +289,7 @@ class Architecture(ABC):
         `[S, U, E]` for S shards.
 
         Args:
-            weights: Result of `decode_weights`.
+            weights: Result of `weights_for_decoding`.
             token_ids: Token ids.
             positions: Position of each token in its sequence.
             layer_scan: Loop over `blocks`. It passes each layer a causal `attend`, which the layer

@@ -97,7 +97,9 @@ class Tower(ABC):
         """
 
     @abstractmethod
-    def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Any]) -> list[np.ndarray]:
+    def find_token_runs(
+        self, token_ids: np.ndarray, attachments: Sequence[Any]
+    ) -> list[np.ndarray]:
         """Find the token indices of each attachment; raises the errors of `compute_positions`."""
 
     @abstractmethod
@@ -115,7 +117,7 @@ class Tower(ABC):
             ValueError: The tokens do not match the attachments.
         """
 
-    def token_arrays(
+    def compute_token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
         """Compute the arrays of `input_arrays` except the units, `[L, ...]` each."""

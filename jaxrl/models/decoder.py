@@ -14,8 +14,8 @@ The parameter tree, with a leading layer axis L of stacked blocks:
 A family adds its feed-forward parameters to `blocks`. Weights are declared once in NNX; all
 computation is on plain nested dicts.
 
-Two passes share the same block. `hidden_states` computes packed rows with `train_weights`.
-`sampler_hidden_states` computes tokens of many rows with `decode_weights` and a KV cache.
+Two passes share the same block. `hidden_states` computes packed rows with `weights_for_training`.
+`sampler_hidden_states` computes tokens of many rows with `weights_for_decoding` and a KV cache.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def canonical_activation(name: Any) -> Any:
+def canonicalize_activation(name: Any) -> Any:
     """Replace the alias "swish" with "silu"; return other activation names unchanged."""
     return "silu" if name == "swish" else name
 
 
-def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
+def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the RoPE settings, from either transformers 5 field names or earlier ones."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
@@ -77,8 +77,8 @@ def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def check_supported(fields: dict[str, Any], source: str) -> None:
     """Raise ValueError if the fields use a feature that no parity test covers."""
-    rope = _rope_fields(fields)
-    activation = canonical_activation(fields.get("hidden_act", "silu"))
+    rope = _get_rope_fields(fields)
+    activation = canonicalize_activation(fields.get("hidden_act", "silu"))
     unsupported = {
         f"RoPE scaling {rope['rope_type']!r:.80}": rope["rope_type"]
         not in ("default", *ROPE_SCALINGS),
@@ -104,7 +104,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
     """Parse the `Decoder` fields that have the same `config.json` names in all families.
 
     Args:
-        fields: Fields of the file after `with_hf_defaults`, without nulls.
+        fields: Fields of the file after `fill_hf_defaults`, without nulls.
         source: File name for error messages.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
     # By default, attention is multi-head and heads divide the width evenly.
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim") or width // num_heads
-    rope = _rope_fields(fields)
+    rope = _get_rope_fields(fields)
     theta, kind = rope["rope_theta"], ROPE_SCALINGS.get(rope["rope_type"])
     if (
         not head_dim
@@ -138,8 +138,8 @@ def parse_common_fields(fields: dict[str, Any], *, source: str = "config.json") 
     scaling = None
     if kind is not None:
         name = "original_max_position_embeddings"  # at the top level it takes precedence
-        outside = {name: fields[name]} if name in fields else {}
-        scaling = kind.from_fields(rope | outside, max_positions=max_positions, source=source)
+        override = {name: fields[name]} if name in fields else {}
+        scaling = kind.from_fields(rope | override, max_positions=max_positions, source=source)
     return {
         "vocab_size": vocab_size,
         "width": width,
@@ -249,13 +249,13 @@ The sines for the first half are negative.
 """
 
 
-def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
+def compute_rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
     """Compute rotary angles from positions `[M]`, or from one position per pair `[M, H / 2]`."""
     half, scaling = config.head_dim // 2, config.rope_scaling
     if scaling is None:
         frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
-        frequency = jnp.asarray(scaling.frequencies(config.head_dim, config.rope_theta))
+        frequency = jnp.asarray(scaling.compute_frequencies(config.head_dim, config.rope_theta))
     angle = positions.reshape(len(positions), 1, -1).astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is not None:
@@ -400,24 +400,24 @@ Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
 it is needed."""
 
 
-def init_layer_index(added: jax.Array | None) -> jax.Array | None:
+def init_layer_index(features: jax.Array | None) -> jax.Array | None:
     """Return layer index 0 for `add_deepstack`, or None if nothing is added."""
-    return None if added is None else jnp.zeros((), jnp.int32)
+    return None if features is None else jnp.zeros((), jnp.int32)
 
 
 def add_deepstack(
-    x: Float[Array, "M D"], layer_index: jax.Array | None, added: Float[Array, "n M D"] | None
+    x: Float[Array, "M D"], layer_index: jax.Array | None, features: Float[Array, "n M D"] | None
 ) -> tuple[Float[Array, "M D"], jax.Array | None]:
-    """Add `added[layer_index]` to x in the first n layers; also return the next layer index.
+    """Add `features[layer_index]` to x in the first n layers; also return the next layer index.
 
     This is DeepStack (https://arxiv.org/abs/2406.04334).
     """
-    if added is None or layer_index is None:
+    if features is None or layer_index is None:
         return x, None
     selected = jax.lax.dynamic_index_in_dim(
-        added, layer_index, keepdims=False
+        features, layer_index, keepdims=False
     )  # clamps to the last
-    return x + jnp.where(layer_index < len(added), selected, 0), layer_index + 1
+    return x + jnp.where(layer_index < len(features), selected, 0), layer_index + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,8 +457,8 @@ class Decoder(Architecture):
         """Return the `hf_names` of `declare_feed_forward`'s parameters."""
 
     @property
-    def output(self) -> str:
-        """See `Architecture.output`."""
+    def output_entry(self) -> str:
+        """See `Architecture.output_entry`."""
         return "embed" if self.tie_embeddings else "lm_head"
 
     def with_head_dtype(self, dtype: str) -> Decoder:
@@ -556,10 +556,10 @@ class Decoder(Architecture):
         x = x + checkpoint_name(linear(weights["o"], attended), "o")
         normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
         with jax.named_scope("mlp"):
-            added, extra_state = self.feed_forward_with_aux(layer, normed, extra_state, aux)
-        return x + added, extra_state
+            residual, extra_state = self.feed_forward_with_aux(layer, normed, extra_state, aux)
+        return x + residual, extra_state
 
-    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights, except those whose gradients are summed over tokens in float32.
 
         Biases stay float32 and are cast where they are added. Embedding and output layer also get
@@ -575,15 +575,15 @@ class Decoder(Architecture):
                 if name not in params:
                     continue
                 [table] = params[name].values()
-                if name == self.output and self.head_dtype:
+                if name == self.output_entry and self.head_dtype:
                     table = table.astype(self.head_dtype)  # a frozen table may have another dtype
                 weights[name] = {**weights[name], "master": table}
         return weights
 
-    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
+    def weights_for_decoding(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights; a tied model also gets an `lm_head` on a CPU or with `head_dtype`."""
         weights = cast(params, dtype)
-        [table] = cast(params[self.output], self.head_dtype or dtype).values()
+        [table] = cast(params[self.output_entry], self.head_dtype or dtype).values()
         if not self.tie_embeddings:
             weights["lm_head"] = {"kernel": table}
         elif self.head_dtype or jax.default_backend() == "cpu":
@@ -602,7 +602,7 @@ class Decoder(Architecture):
     ) -> Float[Array, "R T D"]:
         """Compute the final hidden states of packed rows, after the last norm."""
         x = self._embed(params["embed"], token_ids.reshape(-1))
-        hidden = self._full_pass(params, x, positions.reshape(-1), attend, layer_scan)
+        hidden = self._run_full_pass(params, x, positions.reshape(-1), attend, layer_scan)
         return hidden.reshape(*token_ids.shape, -1)
 
     @jax.named_scope("embed")
@@ -611,25 +611,25 @@ class Decoder(Architecture):
             return embedding_lookup(table["embedding"], table["master"], ids)
         return table["embedding"][ids]
 
-    def _full_pass(
+    def _run_full_pass(
         self,
         params: Params,
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
         attend: Attend,
         layer_scan: LayerScan,
-        added: Float[Array, "n M D"] | None = None,
+        features: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states from embeddings, adding DeepStack features."""
-        angles, aux = rope_angles(positions, self), layer_scan.aux
+        angles, aux = compute_rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params) -> Carry:
             state, layer_index = carry
             x, extra_state = self._block(weights, state, angles, attend, aux)
-            x, layer_index = add_deepstack(x, layer_index, added)
+            x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
-        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(added)
+        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
         (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.stacks)
         self.store_extra_state(aux, extra_state)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
@@ -667,31 +667,31 @@ class Decoder(Architecture):
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states in the sampler, after the last norm."""
         x = self._embed(weights["embed"], token_ids)
-        return self._sampler_pass(weights, x, positions, layer_scan)
+        return self._run_sampler_pass(weights, x, positions, layer_scan)
 
-    def _sampler_pass(
+    def _run_sampler_pass(
         self,
         weights: Params,
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
         layer_scan: SamplerLayerScan,
-        added: Float[Array, "n M D"] | None = None,
+        features: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        angles, aux = rope_angles(positions, self), layer_scan.aux
+        angles, aux = compute_rope_angles(positions, self), layer_scan.aux
 
         def layer(carry: Carry, weights: Params, attend: Attend) -> Carry:
             state, layer_index = carry
             x, extra_state = self._block(weights, state, angles, attend, aux)
-            x, layer_index = add_deepstack(x, layer_index, added)
+            x, layer_index = add_deepstack(x, layer_index, features)
             return (x, extra_state), layer_index
 
-        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(added)
+        carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
         (x, extra_state), _ = layer_scan(layer, carry, weights["blocks"])
         self.store_extra_state(aux, extra_state)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`, which may add an `lm_head`."""
+        """Return the axis names of `weights_for_decoding`, which may add an `lm_head`."""
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ SIZE_FIELDS = (
 """Size fields of models and vision towers, which get no default."""
 
 
-def with_hf_defaults(
+def fill_hf_defaults(
     fields: dict[str, Any],
     model_type: str,
     part: str = "",
@@ -49,7 +49,7 @@ def with_hf_defaults(
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             raise ValueError(f"{source} is not a {model_type} configuration: {text}") from error
-    defaults = {k: v for k, v in _defaults(model_type, part).items() if k not in derived}
+    defaults = {k: v for k, v in _load_defaults(model_type, part).items() if k not in derived}
     if "num_key_value_heads" in fields:
         defaults["num_key_value_heads"] = None
     rope = defaults.pop("rope_parameters", {})
@@ -61,7 +61,7 @@ def with_hf_defaults(
 
 
 @cache
-def _defaults(model_type: str, part: str) -> dict[str, Any]:
+def _load_defaults(model_type: str, part: str) -> dict[str, Any]:
     """Return the non-null defaults of a transformers config class, as JSON types."""
     with quiet_transformers():
         from transformers import CONFIG_MAPPING

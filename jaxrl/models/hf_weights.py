@@ -143,11 +143,13 @@ def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
         axes, shape = name.count("{}"), leaves[param].shape
         hf_shape = shape[axes:][::-1] if param.endswith("/kernel") else shape[axes:]
         for index in np.ndindex(shape[:axes]):
-            locations[_hf_name(config, param, name, index)] = TensorLocation(param, index, hf_shape)
+            locations[_format_hf_name(config, param, name, index)] = TensorLocation(
+                param, index, hf_shape
+            )
     return locations
 
 
-def _hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
+def _format_hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
     """Return the HF name of a parameter's slice; `index[0]` is the layer's index in its stack."""
     layers = config.stacks.get(param.split("/")[1]) if index else None
     return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
@@ -233,8 +235,11 @@ def load_tensors(
             wanted = [len(numbers) for numbers in ranges]
             array = np.empty(wanted, dtype)  # filled in place, to avoid a second copy
             locations = product(*map(range, wanted[:axes]))
-            for location, at in zip(locations, product(*ranges[:axes]), strict=True):
-                data, part = tensors[_hf_name(config, param, names[param], at)].data, index[axes:]
+            for location, i in zip(locations, product(*ranges[:axes]), strict=True):
+                data, part = (
+                    tensors[_format_hf_name(config, param, names[param], i)].data,
+                    index[axes:],
+                )
                 # HF stores kernels transposed.
                 array[location] = data[part[::-1]].T if param.endswith("/kernel") else data[part]
             return array
@@ -262,7 +267,7 @@ def open_hf(
     return config, open_canonical(config, Path(path), log)
 
 
-def open_validated(
+def open_and_validate(
     folder: Path, config: Architecture, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Open and validate all tensors, by their names in the files. Fused tensors are split."""
@@ -284,7 +289,7 @@ def open_validated(
         )
     stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
     _check_tensors(
-        {canonical_name(config, n): tensor for n, tensor in stored.items()}, config, folder
+        {canonicalize_name(config, n): tensor for n, tensor in stored.items()}, config, folder
     )
     return stored
 
@@ -303,7 +308,7 @@ def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
     modules = {name.partition(".")[0] for name in expected}
     ignored = set()
     for name in stored:
-        canonical = canonical_name(config, name)
+        canonical = canonicalize_name(config, name)
         is_outside = canonical.partition(".")[0] not in modules or BUFFERS.search(canonical)
         if is_outside and canonical not in expected:
             ignored.add(name)
@@ -314,11 +319,11 @@ def open_canonical(
     config: Architecture, folder: Path, log: LogCallback = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Open and validate an HF folder's tensors, by `hf_names`; raises the errors of `load_hf`."""
-    stored = open_validated(folder, config, log)
-    return {canonical_name(config, name): tensor for name, tensor in stored.items()}
+    stored = open_and_validate(folder, config, log)
+    return {canonicalize_name(config, name): tensor for name, tensor in stored.items()}
 
 
-def canonical_name(config: Architecture, name: str) -> str:
+def canonicalize_name(config: Architecture, name: str) -> str:
     """Convert a tensor name with an alternative prefix to the name in `hf_names`."""
     for prefix, canonical in config.hf_prefix_map().items():
         if name.startswith(prefix):
@@ -457,7 +462,7 @@ def save_hf(
     if source is not None:
         _check_source(config, Path(source), Path(path))
         dtypes = read_tensor_dtypes(Path(source), config)
-    locations = _export_locations(config, dtypes)
+    locations = _locate_exported_tensors(config, dtypes)
 
     def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:
         location = locations[name]
@@ -490,7 +495,7 @@ def write_hf(
         dtypes: Dtype of each tensor, a key of `DTYPES`.
         max_shard_size: Maximum bytes of tensors per file.
     """
-    locations = _export_locations(config, dtypes)
+    locations = _locate_exported_tensors(config, dtypes)
     sizes = {
         name: int(np.prod(location.shape)) * DTYPES[dtypes[name]].itemsize
         for name, location in locations.items()
@@ -530,7 +535,7 @@ def write_tensors(
         max_shard_size: Maximum bytes of tensors per file.
         is_writer: True if this process writes to disk.
     """
-    files = _split(sizes, max_shard_size)
+    files = _assign_to_files(sizes, max_shard_size)
     for file, names in files.items():
         # Hold only one file's tensors on the host at a time.
         tensors = {name: get_tensor(name) for name in names}
@@ -544,10 +549,12 @@ def write_tensors(
         write_json(folder / INDEX_FILE, index)
 
 
-def _export_locations(config: Architecture, names: Iterable[str]) -> dict[str, TensorLocation]:
+def _locate_exported_tensors(
+    config: Architecture, names: Iterable[str]
+) -> dict[str, TensorLocation]:
     """Return tensor locations by the source's names, starting with those in `hf_names`."""
     canonical, copies = locate_hf_tensors(config), config.hf_tied_names()
-    source_names = {canonical_name(config, name): name for name in names}
+    source_names = {canonicalize_name(config, name): name for name in names}
     locations = {source_names[name]: location for name, location in canonical.items()}
     extra = {
         source_names[name]: canonical[copies[name]]
@@ -575,7 +582,7 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
 
 def read_tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """Return the dtype of each tensor in an HF folder of the model."""
-    return {name: tensor.dtype for name, tensor in open_validated(source, config).items()}
+    return {name: tensor.dtype for name, tensor in open_and_validate(source, config).items()}
 
 
 def gather_to_host(array: jax.Array) -> np.ndarray:
@@ -585,7 +592,7 @@ def gather_to_host(array: jax.Array) -> np.ndarray:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
+def _assign_to_files(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
     """Assign tensors to files in order, each up to `max_shard_size` bytes."""
     groups: list[list[str]] = [[]]
     used = 0

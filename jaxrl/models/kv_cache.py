@@ -33,10 +33,10 @@ def allocate(
     scan_layers: bool = False,
 ) -> Cache:
     """Allocate zeroed pages: one pair of arrays per layer, or one for all if `scan_layers`."""
-    apart = 1 if scan_layers else config.num_layers
-    heads = config.num_layers // apart * config.num_kv_heads
+    num_arrays = 1 if scan_layers else config.num_layers
+    heads = config.num_layers // num_arrays * config.num_kv_heads
     shape = (num_pages, heads, page_tokens, config.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(apart))
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_arrays))
 
 
 def view_layer(
@@ -46,8 +46,8 @@ def view_layer(
 
     Nothing is copied, since the layers of a page are contiguous.
     """
-    apart = pages.reshape(-1, pages.shape[1] // num_layers, *pages.shape[2:])
-    return apart, tables * num_layers + layer
+    layer_pages = pages.reshape(-1, pages.shape[1] // num_layers, *pages.shape[2:])
+    return layer_pages, tables * num_layers + layer
 
 
 @jax.named_scope("cache")

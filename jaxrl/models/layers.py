@@ -74,13 +74,15 @@ class LayerScan:
         scan: True to compile consecutive layers of one kind once, as a loop. Otherwise layers are
             unrolled, and a CPU saves all activations regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
-        on_shards: Sharding constraint for arrays with a leading shard axis.
+        constrain_to_shards: Sharding constraint for arrays with a leading shard axis.
     """
 
     remat: str = "none"
     scan: bool = True
     aux: AuxArrays = field(default_factory=AuxArrays, compare=False)
-    on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
+    constrain_to_shards: Callable[[jax.Array], jax.Array] = field(
+        default=lambda x: x, compare=False
+    )
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
         """Compute the activations after all layers.
@@ -92,7 +94,7 @@ class LayerScan:
             stacks: Entries that only some layers have; their leading axis covers only these layers.
         """
         layer = self._with_remat(layer)
-        for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
+        for run in _slice_runs(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
             if self.scan:
                 x = jax.lax.scan(lambda x, block: (layer(x, block), None), x, run)[0]
                 continue
@@ -100,29 +102,29 @@ class LayerScan:
                 x = layer(x, block)
         return x
 
-    def with_intermediates(
+    def run_with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
         """Return the activations after all layers, and those after each of `layers`, stacked."""
         layer = self._with_remat(layer)
         if not self.scan:
-            after = []
+            outputs = []
             for block in _unstack(blocks):
                 x = layer(x, block)
-                after.append(x)
-            return x, jnp.stack([after[number] for number in layers])
+                outputs.append(x)
+            return x, jnp.stack([outputs[layer_index] for layer_index in layers])
 
-        def step(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
-            (x, intermediates), (number, weights) = carry, numbered
+        def step(carry: tuple[Any, Any], indexed: tuple[Any, Params]) -> tuple[Any, None]:
+            (x, intermediates), (layer_index, weights) = carry, indexed
             x = layer(x, weights)
             # For a sum, the backward pass saves no array of the size of `x`.
-            is_selected = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
+            is_selected = (jnp.array(layers) == layer_index).reshape(-1, *(1,) * x.ndim)
             return (x, intermediates + is_selected.astype(x.dtype) * x), None
 
         # Slicing the stacks at `layers` would copy their weights.
-        numbers = jnp.arange(len(jax.tree.leaves(blocks)[0]))
+        layer_indices = jnp.arange(len(jax.tree.leaves(blocks)[0]))
         intermediates = jnp.zeros((len(layers), *x.shape), x.dtype)
-        return jax.lax.scan(step, (x, intermediates), (numbers, blocks))[0]
+        return jax.lax.scan(step, (x, intermediates), (layer_indices, blocks))[0]
 
     def _with_remat(self, layer: Layer) -> Layer:
         """Wrap a layer in `jax.checkpoint` with the policy of `remat`."""
@@ -168,14 +170,14 @@ class SamplerLayerScan:
         if isinstance(blocks, tuple):
             # Under jit, the function is traced once for all layers of one kind.
             jitted, caches = jax.jit(block), list(self.cache)
-            for number, weights in enumerate(blocks):
-                slot = min(number, len(caches) - 1)  # one cache per layer, or one for all
-                x, caches[slot] = jitted(x, caches[slot], past[slot], weights, number - slot)
+            for layer_index, weights in enumerate(blocks):
+                slot = min(layer_index, len(caches) - 1)  # one cache per layer, or one for all
+                x, caches[slot] = jitted(x, caches[slot], past[slot], weights, layer_index - slot)
             self.cache = tuple(caches)
             return x
         count = len(jax.tree.leaves(blocks)[0])
         (x, cache), _ = jax.lax.scan(
-            lambda carry, numbered: (block(*carry, past[0], *numbered), None),
+            lambda carry, indexed: (block(*carry, past[0], *indexed), None),
             (x, self.cache[0]),
             (blocks, jnp.arange(count)),
         )
@@ -186,10 +188,10 @@ class SamplerLayerScan:
 def _with_named_input(layer: Layer) -> Layer:
     """Wrap a layer so that its input is named and can be offloaded to host memory."""
 
-    def named(x: Any, weights: Params) -> Any:
+    def call_with_named_input(x: Any, weights: Params) -> Any:
         return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), x), weights)
 
-    return named
+    return call_with_named_input
 
 
 def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
@@ -200,7 +202,7 @@ def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | Non
     if scan and not stacks:
         return weights
     blocks = weights["blocks"]
-    runs = _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]
+    runs = _slice_runs(_find_runs(blocks, stacks), blocks) if stacks else [blocks]
     return {**weights, "blocks": tuple(block for run in runs for block in _unstack(run))}
 
 
@@ -226,7 +228,7 @@ def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _split(runs: tuple[LayerRun, ...], blocks: Params) -> list[Params]:
+def _slice_runs(runs: tuple[LayerRun, ...], blocks: Params) -> list[Params]:
     """Slice the parameters of each run; gradients are concatenated instead of summed."""
     return [
         {name: jax.tree.map(lambda x, a=a, b=b: x[a:b], blocks[name]) for name, a, b in run}
@@ -234,11 +236,13 @@ def _split(runs: tuple[LayerRun, ...], blocks: Params) -> list[Params]:
     ]
 
 
-def _split_forward(runs: tuple[LayerRun, ...], blocks: Params) -> tuple[list[Params], None]:
-    return _split(runs, blocks), None
+def _slice_runs_forward(runs: tuple[LayerRun, ...], blocks: Params) -> tuple[list[Params], None]:
+    return _slice_runs(runs, blocks), None
 
 
-def _split_backward(runs: tuple[LayerRun, ...], _: None, gradients: list[Params]) -> tuple[Params]:
+def _slice_runs_backward(
+    runs: tuple[LayerRun, ...], _: None, gradients: list[Params]
+) -> tuple[Params]:
     parts: dict[str, list[Any]] = {}
     for gradient in gradients:
         for name, part in gradient.items():
@@ -247,7 +251,7 @@ def _split_backward(runs: tuple[LayerRun, ...], _: None, gradients: list[Params]
     return ({name: jax.tree.map(join, *pieces) for name, pieces in parts.items()},)
 
 
-_split.defvjp(_split_forward, _split_backward)
+_slice_runs.defvjp(_slice_runs_forward, _slice_runs_backward)
 
 
 @jax.custom_vjp

@@ -16,7 +16,7 @@ from jaxrl.models.decoder import (
     raise_unsupported,
     read_positive_int,
 )
-from jaxrl.models.defaults import with_hf_defaults
+from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.qwen import QwenConfig
 
 
@@ -41,7 +41,7 @@ class LlamaConfig(QwenConfig):
         has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
         derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
         fields = drop_nulls(
-            with_hf_defaults(fields, model_type, derived=derived[model_type], source=source)
+            fill_hf_defaults(fields, model_type, derived=derived[model_type], source=source)
         )
         check_supported(fields, source)
         has_bias = model_type == "llama" and bool(fields["attention_bias"])

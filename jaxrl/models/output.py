@@ -101,7 +101,7 @@ def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
     return count, -(-num_tokens // count)
 
 
-def block_tokens(platform: str, num_ids: int) -> int:
+def choose_block_tokens(platform: str, num_ids: int) -> int:
     """Return the tokens per block: 2 MB of logits on a CPU, which stores every intermediate."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
@@ -189,14 +189,14 @@ class OutputLayer:
         def block(index: jax.Array, out: Any) -> Any:
             slice_block = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
             new = compute(*jax.tree.map(lambda x: slice_block(x, index * width), (out, *inputs)))
-            scatter_tokens = partial(
+            write_block = partial(
                 jax.lax.dynamic_update_slice_in_dim, start_index=index * width, axis=1
             )
-            return jax.tree.map(scatter_tokens, out, new)
+            return jax.tree.map(write_block, out, new)
 
         return jax.lax.fori_loop(0, count, block, out)
 
-    def on_shards(self, x: jax.Array) -> jax.Array:
+    def constrain_to_shards(self, x: jax.Array) -> jax.Array:
         """Constrain the leading axis to be sharded; leave the other axes unconstrained."""
         unconstrained = [P.UNCONSTRAINED] * (x.ndim - 1)
         spec = P(*piece_sharding(self.mesh).spec, *unconstrained)
@@ -237,8 +237,8 @@ def _backward(
 
     # One vjp per shard keeps the shards' table gradients separate.
     def shard_vjp(hidden: jax.Array, dproducts: jax.Array) -> tuple[Any, jax.Array]:
-        read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
-        return jax.vjp(read, trained, hidden)[1](dproducts)
+        compute_logits = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
+        return jax.vjp(compute_logits, trained, hidden)[1](dproducts)
 
     def block_gradient(
         products: jax.Array, targets: jax.Array, stats: _TokenStats, gradients: Any
@@ -268,7 +268,7 @@ def _backward(
     # Table gradients accumulate over chunks in float32, and over shards at the end.
     shards = hidden.shape[0]
     zeros = jax.tree.map(
-        lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained
+        lambda x: layer.constrain_to_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained
     )
     dstats = tuple(map(layer.split_chunks, gradients))
     xs = (layer.split_chunks(hidden), layer.split_chunks(targets), stats, products, dstats)

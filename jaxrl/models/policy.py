@@ -19,7 +19,7 @@ from jaxrl.models.layers import LayerScan
 from jaxrl.models.output import (
     OutputLayer,
     assign_slots,
-    block_tokens,
+    choose_block_tokens,
     gather_tokens,
     scatter_tokens,
 )
@@ -38,7 +38,7 @@ from jaxrl.runtime.sharding import (
 from jaxrl.types import Batch, Params
 
 
-def layered_entries(model: Architecture) -> set[str]:
+def get_layered_entries(model: Architecture) -> set[str]:
     """Return the parameter entries that have layers.
 
     All others (embedding, final norm and output layer) are passed to the output layer.
@@ -92,7 +92,7 @@ class Model:
         self._layer_scan = LayerScan(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = architecture.param_specs(frozen)
-        self._layered_entries = layered_entries(architecture)
+        self._layered_entries = get_layered_entries(architecture)
         tables = self.trained.abstract_params().keys() - self._layered_entries
         self._trains_tables = bool(tables)
 
@@ -103,12 +103,12 @@ class Model:
         model.base = {}
         return model
 
-    def whole(self, params: Params) -> Params:
+    def merge(self, params: Params) -> Params:
         """Merge the trained parameters with the frozen ones."""
         return merge_params(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
-        """Return the trained and the frozen parameters; the inverse of `whole`."""
+        """Return the trained and the frozen parameters; the inverse of `merge`."""
         return split(policy, self.trained)
 
     @property
@@ -135,7 +135,7 @@ class Model:
         remaining = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=remaining)
 
-    def aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
+    def make_aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
         """Build the `AuxArrays` for a pass over a micro-batch; `counts` requests statistics."""
         inputs = {name: split_into_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in inputs.items()}
@@ -172,8 +172,8 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.
         """
-        params = self._gather_tables(self.architecture.train_weights(params, self.dtype))
-        hidden = self._hidden_states(params, batch, aux or self.aux(batch, counts=False))
+        params = self._gather_tables(self.architecture.weights_for_training(params, self.dtype))
+        hidden = self._hidden_states(params, batch, aux or self.make_aux(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay in place; targets and masks shift to the token before.
@@ -188,13 +188,15 @@ class Model:
             unembed=partial(self.architecture.unembed, num_tokens=self.num_tokens),
             mesh=self.mesh,
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
-            block_tokens=block_tokens(self.mesh.devices.flat[0].platform, local_vocab_size),
+            block_tokens=choose_block_tokens(self.mesh.devices.flat[0].platform, local_vocab_size),
             entropy_gradient=entropy_gradient,
             trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
             {name: table for name, table in params.items() if name not in self._layered_entries},
-            layer.on_shards(gather_tokens(hidden.reshape(shards, b * T // shards, -1), slots)),
+            layer.constrain_to_shards(
+                gather_tokens(hidden.reshape(shards, b * T // shards, -1), slots)
+            ),
             gather_tokens(targets.reshape(shards, -1), slots),
             temperature,
         )
@@ -209,7 +211,9 @@ class Model:
 
     def _hidden_states(self, params: Params, batch: Batch, aux: AuxArrays) -> jax.Array:
         """Compute the final hidden states `[C * b, T / C, D]`; see `split_into_pieces`."""
-        on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
+        constrain_to_shards = partial(
+            jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
+        )
         hidden = self.architecture.hidden_states(
             params,
             split_into_pieces(self.mesh, batch.token_ids),
@@ -219,11 +223,11 @@ class Model:
                 gather_rows(self.mesh, batch.positions),
                 self.num_pieces,
             ),
-            replace(self._layer_scan, aux=aux, on_shards=on_shards),
+            replace(self._layer_scan, aux=aux, constrain_to_shards=constrain_to_shards),
         )
         # Keep rows split over data, fsdp and expert: otherwise the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
-        return on_shards(hidden)
+        return constrain_to_shards(hidden)
 
     def _gather_tables(self, params: Params) -> Params:
         """Gather the embedding and output tables along the width, as row-sharded tokens require.
@@ -232,15 +236,15 @@ class Model:
         tokens, which avoids an all-reduce of complete tables. With a `data` axis, gradients stay
         unsplit, since the compiler would copy all tokens to every device.
         """
-        whole = param_shardings(self.mesh, self.architecture, for_decode=True)
+        gathered = param_shardings(self.mesh, self.architecture, for_decode=True)
         is_split = self.mesh.shape["data"] == 1
-        gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else whole
+        gradient_shardings = param_shardings(self.mesh, self.architecture) if is_split else gathered
 
         def gather_table(name: str, leaf: str, array: jax.Array) -> jax.Array:
-            # Arrays that `train_weights` adds are sharded like the entry's first parameter.
+            # Arrays that `weights_for_training` adds are sharded like the entry's first parameter.
             pair = [
                 shardings[name].get(leaf, next(iter(shardings[name].values())))
-                for shardings in (whole, gradient_shardings)
+                for shardings in (gathered, gradient_shardings)
             ]
             return _constrain(array, *pair)
 

@@ -26,7 +26,7 @@ from jaxrl.models.decoder import (
     parse_common_fields,
     read_positive_int,
 )
-from jaxrl.models.defaults import with_hf_defaults
+from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.types import Params
 
 
@@ -58,7 +58,7 @@ class QwenConfig(Decoder):
                 f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen2' "
                 "(Qwen2.5) or 'qwen3', dense text models."
             )
-        fields = drop_nulls(with_hf_defaults(fields, model_type, source=source))
+        fields = drop_nulls(fill_hf_defaults(fields, model_type, source=source))
         check_supported(fields, source)
         is_qwen3 = model_type == "qwen3"
         return cls(
@@ -110,18 +110,18 @@ class QwenConfig(Decoder):
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """Return the terms of attention and MLP, split over `tensor` (the MLP if divisible)."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
-        attended = self.num_heads // tensor * self.head_dim
-        read = self.num_kv_heads // tensor * self.head_dim
-        products = attended + 2 * read + self.width + 2 * inner  # all but the last
+        attention_width = self.num_heads // tensor * self.head_dim
+        kv_width = self.num_kv_heads // tensor * self.head_dim
+        products = attention_width + 2 * kv_width + self.width + 2 * inner  # all but the last
         # The peak is during the gate and up projections, or after them if `tensor` splits only the
         # MLP.
         mlp = max(4 * inner + 4 * self.width, 2 * inner + 8 * self.width)
         return MemoryTerms(
-            activations=mlp + 10 * attended + 8 * read,
+            activations=mlp + 10 * attention_width + 8 * kv_width,
             saved_activations={
-                "none": 6 * inner + 4 * attended + 4 * read + 6 * self.width,
+                "none": 6 * inner + 4 * attention_width + 4 * kv_width + 6 * self.width,
                 "dots": products,
-                "names": products + attended,
+                "names": products + attention_width,
             },
-            prefill_activations=inner + 2 * attended + 3 * self.width,
+            prefill_activations=inner + 2 * attention_width + 3 * self.width,
         )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 
-def default_frequencies(head_dim: int, theta: float) -> np.ndarray:
+def compute_default_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """Return the unscaled frequency of each pair, in radians per position, float32 `[H / 2]`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.float32(1.0) / np.float32(theta) ** exponents
@@ -50,38 +50,40 @@ class RopeScaling(ABC):
             ValueError: A setting is missing or out of range.
         """
         values = {"original_max_position_embeddings": max_positions, **values}
-        given = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        settings = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         mscales = {name: values[name] for name in _MSCALES if values.get(name)}
-        numbers = [x for name, x in (given | mscales).items() if name != "truncate"]
+        numbers = [x for name, x in (settings | mscales).items() if name != "truncate"]
         if (
             not all(type(x) in (int, float) and 0 < x < _MAX_VALUE for x in numbers)
-            or not isinstance(given.get("truncate", True), bool)
-            or given.get("factor", 0) < 1
-            or given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1)
+            or not isinstance(settings.get("truncate", True), bool)
+            or settings.get("factor", 0) < 1
+            or settings.get("low_freq_factor", 0) >= settings.get("high_freq_factor", 1)
         ):
             raise ValueError(
-                f"{source}: the RoPE scaling {cls.rope_type!r} has the settings {given!r:.300}; "
+                f"{source}: the RoPE scaling {cls.rope_type!r} has the settings {settings!r:.300}; "
                 "expected positive numbers, a 'factor' of at least 1, a 'low_freq_factor' below "
                 "the 'high_freq_factor', and true or false for 'truncate'."
             )
-        return cls(**cls.add_derived(given, mscales))
+        return cls(**cls.add_derived_settings(settings, mscales))
 
     @classmethod
-    def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
+    def add_derived_settings(
+        cls, settings: dict[str, Any], mscales: dict[str, Any]
+    ) -> dict[str, Any]:
         """Add the settings that are derived from others."""
-        return given
+        return settings
 
     @abstractmethod
-    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Return the scaled frequencies, in the format of `default_frequencies`."""
+    def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+        """Return the scaled frequencies, in the format of `compute_default_frequencies`."""
 
     def hf_fields(self) -> dict[str, Any]:
         """Return the settings by their names in `config.json`."""
         return asdict(self)
 
-    def max_positions(self, given: int) -> int:
+    def max_positions(self, max_position_embeddings: int) -> int:
         """Return the maximum sequence length, from the value of `max_position_embeddings`."""
-        return given
+        return max_position_embeddings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,9 @@ class LinearScaling(RopeScaling):
 
     rope_type = "linear"
 
-    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+    def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Divide all frequencies by `factor`."""
-        return default_frequencies(head_dim, theta) / np.float32(self.factor)
+        return compute_default_frequencies(head_dim, theta) / np.float32(self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +112,9 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float
     original_max_position_embeddings: int
 
-    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+    def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Divide low frequencies by `factor`, keep high ones, and interpolate in between."""
-        unscaled = default_frequencies(head_dim, theta)
+        unscaled = compute_default_frequencies(head_dim, theta)
         scaled = unscaled / np.float32(self.factor)
         length = np.float32(self.original_max_position_embeddings)
         waves = length / (np.float32(2 * math.pi) / unscaled)
@@ -146,16 +148,18 @@ class YarnScaling(RopeScaling):
     truncate: bool = True
 
     @classmethod
-    def add_derived(cls, given: dict[str, Any], mscales: dict[str, Any]) -> dict[str, Any]:
+    def add_derived_settings(
+        cls, settings: dict[str, Any], mscales: dict[str, Any]
+    ) -> dict[str, Any]:
         """Add `attention_factor`, derived from `factor` or from the two `mscale` settings."""
-        factor = given["factor"]
-        attention_factor = _mscale(factor)
+        factor = settings["factor"]
+        attention_factor = _compute_mscale(factor)
         if len(mscales) == 2:
-            denominator = _mscale(factor, mscales["mscale_all_dim"])
-            attention_factor = _mscale(factor, mscales["mscale"]) / denominator
-        return {"attention_factor": attention_factor, **given}
+            denominator = _compute_mscale(factor, mscales["mscale_all_dim"])
+            attention_factor = _compute_mscale(factor, mscales["mscale"]) / denominator
+        return {"attention_factor": attention_factor, **settings}
 
-    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+    def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Interpolate between unscaled and divided frequencies."""
 
         def find_correction_dim(num_rotations: float) -> float:
@@ -170,16 +174,18 @@ class YarnScaling(RopeScaling):
         span = last - first if last != first else 0.001
         pairs = np.arange(head_dim // 2, dtype=np.float32)
         unscaled_weight = 1 - np.clip((pairs - np.float32(first)) / np.float32(span), 0, 1)
-        unscaled = default_frequencies(head_dim, theta)
+        unscaled = compute_default_frequencies(head_dim, theta)
         scaled = np.float32(1.0) / (np.float32(self.factor) / unscaled)
         return scaled * (1 - unscaled_weight) + unscaled * unscaled_weight
 
-    def max_positions(self, given: int) -> int:
+    def max_positions(self, max_position_embeddings: int) -> int:
         """Return the extended length, since published configs contain the pretraining length."""
-        return max(given, int(self.original_max_position_embeddings * self.factor))
+        return max(
+            max_position_embeddings, int(self.original_max_position_embeddings * self.factor)
+        )
 
 
-def _mscale(factor: float, mscale: float = 1.0) -> float:
+def _compute_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

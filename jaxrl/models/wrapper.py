@@ -37,7 +37,7 @@ class WrappedArchitecture(Architecture):
     max_positions: int = _delegate("max_positions")
     tie_embeddings: bool = _delegate("tie_embeddings")
     head_dtype: str = _delegate("head_dtype")
-    output: Any = _delegate("output")
+    output_entry: Any = _delegate("output_entry")
     num_experts: int = _delegate("num_experts")
     statistics: Any = _delegate("statistics")
     recorded: Any = _delegate("recorded")
@@ -75,10 +75,10 @@ class WrappedArchitecture(Architecture):
         return self
 
     @abstractmethod
-    def on_mesh(
+    def with_kernels(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> Architecture:
-        """Return a copy that wraps `model.on_mesh(...)`; see `Architecture.on_mesh`."""
+        """Return a copy that wraps `model.with_kernels(...)`; see `Architecture.with_kernels`."""
 
     @property
     @abstractmethod

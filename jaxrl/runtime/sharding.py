@@ -278,7 +278,7 @@ def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) ->
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
     """Return the sharding of every weight that `prepare_sampler_weights` returns."""
     stacked = jax.eval_shape(
-        lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
+        lambda params: config.weights_for_decoding(params, jnp.float32), config.abstract_params()
     )
     stacks = config.stacks
     weights = jax.eval_shape(

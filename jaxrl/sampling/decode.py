@@ -141,7 +141,7 @@ class Programs:
 
     def weights(self, params: Params) -> Params:
         """Convert all of the policy's parameters to the weights that the programs read."""
-        weights = self.architecture.decode_weights(params, self.dtype)
+        weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
             weights, scan=self.scan_layers, stacks=self.architecture.stacks
         )

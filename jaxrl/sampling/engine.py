@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import AttentionKernels
-from jaxrl.models.attention.reference import XLA, past_ends
+from jaxrl.models.attention.reference import XLA, past_boundaries
 from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction, cached_jit, compile_all, join_keys
@@ -230,7 +230,7 @@ class Engine:
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard, dtype)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
-            past_ends(self._table_pages, self.page_tokens)
+            past_boundaries(self._table_pages, self.page_tokens)
             if self.programs.copies_pages
             else [self._table_pages]
         )

@@ -146,7 +146,7 @@ class Processor(Protocol):
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
         """Return groups from another process or a checkpoint with their images reloaded."""
 
-    def blank(self) -> Processor:
+    def make_blank(self) -> Processor:
         """Return a processor that replaces every image with a blank one of the same size."""
 
 

@@ -65,7 +65,7 @@ class PrefillBatcher:
         """
         if self.tower is None:
             return
-        arrays = self.tower.token_arrays(
+        arrays = self.tower.compute_token_arrays(
             np.asarray(token_ids), attachments, start=start + row.offset
         )
         row.prefill_attachments = attachments

@@ -528,7 +528,9 @@ def pack_attachments(
         for index, num_omitted in members:
             ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - num_omitted)
-            for name, values in tower.token_arrays(ids, sequences[index].attachments).items():
+            for name, values in tower.compute_token_arrays(
+                ids, sequences[index].attachments
+            ).items():
                 arrays[name][row // b, row % b, columns] = values[num_omitted:]
             start += len(ids) - num_omitted
     for slot, attachment, at, indices in _iterate_attachments(sequences, rows, shape, num_shards):
@@ -558,7 +560,7 @@ def _iterate_attachments(
         for index, num_omitted in members:
             ids, attachments = sequences[index].token_ids, sequences[index].attachments
             for attachment, run in zip(
-                attachments, tower.token_runs(ids, attachments), strict=True
+                attachments, tower.find_token_runs(ids, attachments), strict=True
             ):
                 indices = np.flatnonzero(run >= num_omitted)
                 columns = start - num_omitted + run[indices]

@@ -236,7 +236,7 @@ class ScoreStep:
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
         """Score `packed`, whose device copy is `batch`; tokens without loss get 0."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
-        return self.add(self.model.whole(params), zeros, batch, packed)
+        return self.add(self.model.merge(params), zeros, batch, packed)
 
 
 @struct.dataclass
@@ -278,7 +278,7 @@ class BalanceStep:
         assert stats is not None
 
         def statistics(params: Params, micro: Batch, logit_capacity: int) -> Any:
-            aux = model.aux(micro)
+            aux = model.make_aux(micro)
             model.token_logprobs(
                 params, micro, temperature=1.0, logit_capacity=logit_capacity, aux=aux
             )
@@ -341,7 +341,7 @@ class GradientStep:
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, logit_capacity: int
         ) -> tuple[jax.Array, Any]:
-            aux = bare_model.aux(micro)
+            aux = bare_model.make_aux(micro)
             logprobs, entropies = bare_model.token_logprobs(
                 merge_params(others, trained),
                 micro,
@@ -412,7 +412,7 @@ class GradientStep:
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
         """Return the sums over the micro-batches of `packed`, whose device copy is `batch`."""
-        policy, rest = self._model.whole(params), batch.rest
+        policy, rest = self._model.merge(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.
         sums = self.init_sums(policy, self._model.without_attachments(batch))

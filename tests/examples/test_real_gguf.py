@@ -101,7 +101,7 @@ def test_log_probabilities_of_a_page(both):
 def test_greedy_continuation(both):
     (config, params, tokenizer), (model, _) = both
     ids, count = tokenizer.encode(QUESTION), 100
-    weights = config.decode_weights(params, jnp.float32)
+    weights = config.weights_for_decoding(params, jnp.float32)
     cache = kv_cache.allocate(config, 16, 16, jnp.float32)
     tables = jnp.arange(16)[None]
     assert len(ids) + count <= 256

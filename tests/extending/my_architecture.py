@@ -65,11 +65,11 @@ class Pocket(Architecture):
             **{f"blocks/{name}/kernel": f"layers.{{}}.{name}.weight" for name in "qkvo"},
         }
 
-    def train_weights(self, params, dtype):
+    def weights_for_training(self, params, dtype):
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
-    def decode_weights(self, params, dtype):
-        return self.train_weights(params, dtype)
+    def weights_for_decoding(self, params, dtype):
+        return self.weights_for_training(params, dtype)
 
     # Two ways through the same layer, which differ in what attends to what.
 

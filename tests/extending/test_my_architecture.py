@@ -52,7 +52,7 @@ def test_cached_decoding_is_the_full_pass():
     places = jnp.broadcast_to(jnp.arange(T), (B, T))
     wanted = full_pass(POCKET, params, token_ids, places, jnp.ones_like(places))
 
-    weights, zeros = POCKET.decode_weights(params, jnp.float32), jnp.zeros(B, jnp.int32)
+    weights, zeros = POCKET.weights_for_decoding(params, jnp.float32), jnp.zeros(B, jnp.int32)
     cache = kv_cache.allocate(POCKET, B * 3, 4, jnp.float32)
     tables = jnp.arange(B * 3).reshape(B, 3)
     for start, end in [(0, 4), (4, first), *((at, at + 1) for at in range(first, T))]:

@@ -41,7 +41,7 @@ def measured(config, sizes):
     for layer in (params["blocks"]["attention"]["o"], params["blocks"]["mlp"]["down"]):
         layer["kernel"] *= 0
     params = jax.device_put(params, param_shardings(mesh, config))
-    prepare = partial(config.decode_weights, dtype=jnp.bfloat16)
+    prepare = partial(config.weights_for_decoding, dtype=jnp.bfloat16)
     weights = WeightConverter(
         prepare, config, mesh=mesh, train_mesh=mesh, scan_layers=True
     ).convert(params)

@@ -60,7 +60,7 @@ def logits(config, weights, hidden=HIDDEN):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("how", ["decode_weights", "train_weights"])
+@pytest.mark.parametrize("how", ["weights_for_decoding", "weights_for_training"])
 def test_logits_are_those_of_the_float32_table(tied, how):
     distances = {}
     for head in ("", "float32"):
@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_float32_table(tied, how):
 def test_only_the_output_table_of_the_sampler_is_float32(tied):
     config = model(tied=tied)
     params = drawn(config)
-    weights = config.decode_weights(params, jnp.bfloat16)
+    weights = config.weights_for_decoding(params, jnp.bfloat16)
     head = weights.pop("lm_head")["kernel"]
     assert head.dtype == FLOAT32
     np.testing.assert_array_equal(head, table_of(config, params))
@@ -91,7 +91,7 @@ def test_a_tied_model_gets_its_own_table_on_accelerators_too(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for head, names in (("", {"embed"}), ("float32", {"embed", "lm_head"})):
         config = model(tied=True, head=head)
-        weights = config.decode_weights(drawn(config), jnp.bfloat16)
+        weights = config.weights_for_decoding(drawn(config), jnp.bfloat16)
         assert weights.keys() - {"blocks", "norm"} == names
 
 
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_float32_products(tied):
         params = drawn(config)
 
         def products(params, hidden, config=config):
-            weights = config.train_weights(params, jnp.bfloat16)
+            weights = config.weights_for_training(params, jnp.bfloat16)
             return config.unembed(weights, hidden, num_tokens=config.vocab_size)
 
         of_params, of_hidden = jax.vjp(products, params, HIDDEN)[1](jnp.asarray(of_logits))
@@ -139,7 +139,7 @@ def test_log_probabilities_of_the_trainer_come_from_float32_logits():
             logits_chunk_tokens=12,
         )
         rows = micro.token_ids, micro.positions, micro.segment_ids
-        weights = config.train_weights(params, jnp.bfloat16)
+        weights = config.weights_for_training(params, jnp.bfloat16)
         hidden = np.asarray(jax.jit(full_pass, static_argnums=0)(config, weights, *rows))
         assert hidden.dtype == BFLOAT16
         scores = (hidden.astype(np.float64) @ table_of(config, params))[0, :, :NUM_TOKENS]
@@ -166,8 +166,8 @@ def test_a_model_in_float32_computes_the_same_bit_for_bit(tied):
         config = model(tied=tied, head=head)
         params = drawn(config)
         for weights in (
-            config.decode_weights(params, jnp.float32),
-            config.train_weights(params, jnp.float32),
+            config.weights_for_decoding(params, jnp.float32),
+            config.weights_for_training(params, jnp.float32),
         ):
             found.append(logits(config, weights, hidden))
         loss = lambda p, c=config: (c.unembed(p, hidden, num_tokens=254) ** 3).sum()  # noqa: E731
@@ -197,8 +197,8 @@ def test_with_an_adapter_the_frozen_table_is_multiplied_in_float32(base_dtype, t
     whole = merge_params(jax.tree.map(draw, shapes), jax.tree.map(draw, own.abstract_params()))
     wanted = np.asarray(HIDDEN, np.float64) @ table_of(inside, whole)
     for weights in (
-        adapter.train_weights(whole, jnp.bfloat16),
-        adapter.decode_weights(whole, jnp.bfloat16),
+        adapter.weights_for_training(whole, jnp.bfloat16),
+        adapter.weights_for_decoding(whole, jnp.bfloat16),
     ):
         np.testing.assert_allclose(logits(adapter, weights), wanted, atol=1e-5 * abs(wanted).max())
     assert weights["lm_head"]["kernel"].dtype == FLOAT32
@@ -213,7 +213,7 @@ def test_experts_and_vision_have_it(name):
     )
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, config.width)), jnp.bfloat16)
     wanted = np.asarray(hidden, np.float64) @ table_of(config, params)
-    for how in ("decode_weights", "train_weights"):
+    for how in ("weights_for_decoding", "weights_for_training"):
         found = logits(config, getattr(config, how)(params, jnp.bfloat16), hidden)
         seen = found > -1e30  # vision has ids that cannot be written
         assert seen.mean() > 0.9

@@ -123,7 +123,7 @@ def logits_of(params, config, token_ids, offset=0):
 def greedy(params, config, prompts, num_tokens):
     """The most likely continuation of `prompts` `[B, T]`, one token at a time."""
     B, T = prompts.shape
-    weights = config.decode_weights(params, jnp.float32)
+    weights = config.weights_for_decoding(params, jnp.float32)
 
     def choose(hidden):
         return config.unembed(weights, hidden, num_tokens=config.vocab_size).argmax(axis=-1)

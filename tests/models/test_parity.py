@@ -74,7 +74,7 @@ def test_two_chunks_then_one_by_one(golden):
     config, params, wanted = golden
     token_ids = jnp.asarray(wanted["token_ids"])
     B, T = token_ids.shape
-    weights = config.decode_weights(params, jnp.float32)
+    weights = config.weights_for_decoding(params, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
     cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
     read = jax.jit(read_tokens, static_argnums=0)
@@ -135,7 +135,7 @@ def test_frequencies_of_scaled_rope():
             )
         )
         scaling = config.rope_scaling
-        got = scaling.frequencies(config.head_dim, config.rope_theta)
+        got = scaling.compute_frequencies(config.head_dim, config.rope_theta)
         np.testing.assert_allclose(got, case["frequencies"], rtol=3e-7)
         assert scaling.attention_factor == pytest.approx(case["attention_factor"], rel=1e-12)
         assert QwenConfig.from_dict(config.hf_config()) == config

@@ -17,7 +17,7 @@ from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = tiny_params()
-WEIGHTS = TINY.decode_weights(PARAMS, jnp.float32)
+WEIGHTS = TINY.weights_for_decoding(PARAMS, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
 
 hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
@@ -163,12 +163,12 @@ def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
     np.testing.assert_array_equal(masked[:, :250], whole[:, :250])
     np.testing.assert_array_equal(masked[:, 250:], np.float32(MASK_VALUE))
     # The sampler's weights give the same.
-    weights = config.decode_weights(params, jnp.float32)
+    weights = config.weights_for_decoding(params, jnp.float32)
     assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
 
 
 def test_logits_are_float32_whatever_the_weights_are():
-    weights = TINY.decode_weights(PARAMS, jnp.bfloat16)
+    weights = TINY.weights_for_decoding(PARAMS, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
     token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
     pages = kv_cache.allocate(TINY, 4, 4, jnp.bfloat16)
@@ -208,7 +208,7 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = prepare_sampler_weights(config.decode_weights(params, jnp.float32), scan=False)[
+    layers = prepare_sampler_weights(config.weights_for_decoding(params, jnp.float32), scan=False)[
         "blocks"
     ]
     assert len(layers) == config.num_layers
@@ -236,7 +236,7 @@ def test_rope_by_hand():
     config = dataclasses.replace(TINY, head_dim=2, rope_theta=1.0)
     positions = jnp.arange(3)
     turned = decoder.rope(
-        jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), decoder.rope_angles(positions, config)
+        jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), decoder.compute_rope_angles(positions, config)
     )
     wanted = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]
     np.testing.assert_allclose(turned, wanted, atol=1e-6)

@@ -21,7 +21,7 @@ ADAPTED = Adapter(model=TIED, rank=4, alpha=8.0, targets=find_targets(TIED, ["al
 
 def of_policy(policy, dtype, mesh):
     def prepare(params):
-        return prepare_sampler_weights(policy.decode_weights(params, dtype), scan=False)
+        return prepare_sampler_weights(policy.weights_for_decoding(params, dtype), scan=False)
 
     return WeightConverter(prepare, policy, mesh=mesh, train_mesh=mesh, scan_layers=False)
 

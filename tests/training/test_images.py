@@ -84,7 +84,7 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     gradients = jax.eval_shape(update.gradient.init_sums.function, params, of_text).gradients
     assert jax.tree.structure(gradients) == jax.tree.structure(trained)
     state, metrics = update(state, batch, packed)
-    whole = policy.whole(state.params)
+    whole = policy.merge(state.params)
     jax.tree.map(np.testing.assert_array_equal, whole["vision"], params["vision"])
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, trained)
     assert all(jax.tree.leaves(changed))

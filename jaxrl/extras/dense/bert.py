@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import layer_norm, read_positive_int
-from jaxrl.models.defaults import with_hf_defaults
+from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
@@ -61,7 +61,7 @@ class BertConfig:
         Raises:
             ValueError: A field is missing, has the wrong type or an unsupported value.
         """
-        fields = with_hf_defaults(fields, "bert", source=source)
+        fields = fill_hf_defaults(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}
         supported["position_embedding_type"] = ["absolute"]
         for name, values in supported.items():

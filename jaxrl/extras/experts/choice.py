@@ -56,12 +56,12 @@ def select_kernels(
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
-    first, reason = resolve_kernel_name(name, device.platform, dtype)
+    preferred, reason = resolve_kernel_name(name, device.platform, dtype)
     selected = _select_cached(name, device, width, expert_width, dtype)
     return ExpertKernels(
         name=selected.name,
-        reason=reason if selected.name == first else f"where {first} failed its check",
-        product=selected.function,
+        reason=reason if selected.name == preferred else f"where {preferred} failed its check",
+        grouped_matmul=selected.function,
         mesh=mesh,
         batch=PIECE_AXES,
         kernel_checks=selected.kernel_checks,
@@ -79,12 +79,12 @@ def _select_cached(
         "xla": [],
     }.get(name, [name])
     # In a loop of unknown length, the host would wait for the GPU at every matmul.
-    on_gpu = device.platform == "gpu"
+    is_gpu = device.platform == "gpu"
     return select_kernel(
         lambda _: [] if dtype is None else [make_trial(width, expert_width, dtype, device)],
         # Import lazily, since a process does not need the kernels of other platforms.
         {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
-        grouped_matmul_static if on_gpu else grouped_matmul,
+        grouped_matmul_static if is_gpu else grouped_matmul,
         config_key="" if name == "auto" else "config.model.experts",
     )
 

@@ -41,12 +41,12 @@ class DispatchOrder(NamedTuple):
 
 
 def sort_by_expert(
-    topk_ids: Int[Array, "M k"], first: int | jax.Array, num_experts: int
+    topk_ids: Int[Array, "M k"], first_expert: int | jax.Array, num_experts: int
 ) -> DispatchOrder:
-    """Sort the pairs of the `num_experts` local experts, starting at expert `first`."""
+    """Sort the pairs of the `num_experts` local experts, starting at expert `first_expert`."""
     M, k = topk_ids.shape
     capacity = M * min(k, num_experts)
-    experts = topk_ids.reshape(-1) - first
+    experts = topk_ids.reshape(-1) - first_expert
     is_local = (experts >= 0) & (experts < num_experts)
     experts = jnp.where(is_local, experts, num_experts)
     source = jnp.argsort(experts, stable=True).astype(jnp.int32)
@@ -112,8 +112,8 @@ def apply_experts(
     topk_ids: Int[Array, "M k"],
     topk_weights: Float[Array, "M k"],
     *,
-    product: GroupedMatmul,
-    first: int | jax.Array = 0,
+    grouped_matmul: GroupedMatmul,
+    first_expert: int | jax.Array = 0,
 ) -> Float[Array, "M D"]:
     """Apply the local experts to their tokens and return the router-weighted sum, in float32.
 
@@ -122,15 +122,16 @@ def apply_experts(
         weights: Weights of the local experts.
         topk_ids: Top-k experts of each token.
         topk_weights: Router weight of each selected expert, float32.
-        product: Grouped matmul kernel.
-        first: Index of the first local expert.
+        grouped_matmul: Grouped matmul kernel.
+        first_expert: Index of the first local expert.
     """
-    order = sort_by_expert(topk_ids, first, len(weights["gate"]))
+    order = sort_by_expert(topk_ids, first_expert, len(weights["gate"]))
     rows = _permute(x, order)
     gate, up = (
-        checkpoint_name(product(rows, weights[name], order.sizes), name) for name in ("gate", "up")
+        checkpoint_name(grouped_matmul(rows, weights[name], order.sizes), name)
+        for name in ("gate", "up")
     )
-    rows = product(jax.nn.silu(gate) * up, weights["down"], order.sizes)
+    rows = grouped_matmul(jax.nn.silu(gate) * up, weights["down"], order.sizes)
     pairs = _unpermute(rows, order).reshape(*topk_ids.shape, -1)
     return (topk_weights[..., None] * pairs.astype(jnp.float32)).sum(axis=1)
 
@@ -142,7 +143,7 @@ class ExpertKernels:
     Attributes:
         name: Kernel name, one of `config.EXPERTS` except `auto`.
         reason: Reason for the selection, for the log.
-        product: Grouped matmul kernel.
+        grouped_matmul: Grouped matmul kernel.
         mesh: Mesh that splits tokens over `batch`, experts over `expert` and their inner width over
             `tensor`; None means one device.
         batch: Mesh axes over which tokens are split.
@@ -151,7 +152,7 @@ class ExpertKernels:
 
     name: str
     reason: str
-    product: GroupedMatmul
+    grouped_matmul: GroupedMatmul
     mesh: Mesh | None = None
     batch: tuple[str, ...] = ()
     kernel_checks: tuple[KernelCheck, ...] = ()
@@ -165,9 +166,9 @@ class ExpertKernels:
     ) -> Float[Array, "M D"]:
         """Apply each token's experts and return the router-weighted sum."""
         if self.mesh is None or self.mesh.size == 1:
-            return apply_experts(x, weights, topk_ids, topk_weights, product=self.product).astype(
-                x.dtype
-            )
+            return apply_experts(
+                x, weights, topk_ids, topk_weights, grouped_matmul=self.grouped_matmul
+            ).astype(x.dtype)
         splits_width = weights["gate"].shape[-1] % self.mesh.shape["tensor"] == 0
         width = "tensor" if splits_width else None
         up_spec, down_spec = P("expert", None, width), P("expert", width, None)
@@ -197,9 +198,14 @@ class ExpertKernels:
                 jax.lax.all_gather(array, "expert", tiled=True)
                 for array in (x, topk_ids, topk_weights)
             )
-        first = jax.lax.axis_index("expert") * len(weights["gate"])
+        first_expert = jax.lax.axis_index("expert") * len(weights["gate"])
         combined = apply_experts(
-            x, weights, topk_ids, topk_weights, product=self.product, first=first
+            x,
+            weights,
+            topk_ids,
+            topk_weights,
+            grouped_matmul=self.grouped_matmul,
+            first_expert=first_expert,
         )
         if sums_width and self.mesh.shape["tensor"] > 1:
             combined = jax.lax.psum(combined, "tensor")
@@ -208,5 +214,5 @@ class ExpertKernels:
         return combined.astype(dtype)
 
 
-XLA = ExpertKernels(name="xla", reason="available on every platform", product=grouped_matmul)
+XLA = ExpertKernels(name="xla", reason="available on every platform", grouped_matmul=grouped_matmul)
 """XLA implementation for one device, available on every platform."""

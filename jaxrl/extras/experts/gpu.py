@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import cumsum, find_tiles, make_differentiable, tile_rows
+from jaxrl.extras.experts.products import choose_tile_rows, cumsum, find_tiles, make_grouped_matmul
 
 MIN_TILE = 16
 """Minimum tile size of the tensor cores along each axis; arrays are padded to it."""
@@ -37,7 +37,7 @@ def grouped_matmul(
     F = weights.shape[-1]
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % MIN_TILE)))
     weights = jnp.pad(weights, ((0, 0), *((0, -size % MIN_TILE) for size in weights.shape[1:])))
-    product = make_differentiable(_multiply_tiles, _weights_gradient, interpret=interpret)
+    product = make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, interpret=interpret)
     return product(rows, weights, sizes)[:, :F]
 
 
@@ -76,7 +76,7 @@ def _multiply_tiles(
     """
     (A, inner), (G, *shape) = rows.shape, weights.shape
     columns = shape[0 if is_transposed else 1]
-    blocks = BlockSizes.fit(tile_rows(A, G, min_rows=MIN_TILE), columns, inner, rows.dtype)
+    blocks = BlockSizes.fit(choose_tile_rows(A, G, min_rows=MIN_TILE), columns, inner, rows.dtype)
     tiles = find_tiles(sizes, A, blocks.rows)
     if is_transposed:
         weights_spec = pl.BlockSpec((G, blocks.columns, inner), lambda c, t: (0, c, 0))
@@ -124,7 +124,7 @@ def _rows_kernel(
         triton.store(out_ref.at[row_slice, :], total.astype(out_ref.dtype), mask=is_in_group)
 
 
-def _weights_gradient(
+def _compute_weight_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
     """Compute the gradient of the weights; 0 for a group without rows.

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     num_tiles: jax.Array  # int32 scalar
 
 
-def tile_rows(num_rows: int, num_groups: int, *, min_rows: int = 8) -> int:
+def choose_tile_rows(num_rows: int, num_groups: int, *, min_rows: int = 8) -> int:
     """Return the rows per tile: the mean group size, rounded up to a power of two and clipped."""
     return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), min_rows), MAX_TILE)
 
@@ -75,7 +75,7 @@ def grouped_matmul(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
     """Compute a `GroupedMatmul` in a loop over the tiles in use, accumulating in float32."""
-    return make_differentiable(_multiply_tiles, _weights_gradient, has_static_length=False)(
+    return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=False)(
         rows, weights, sizes
     )
 
@@ -84,12 +84,12 @@ def grouped_matmul_static(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
     """Compute a `GroupedMatmul` in a loop of fixed length, without waiting for the host."""
-    return make_differentiable(_multiply_tiles, _weights_gradient, has_static_length=True)(
+    return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=True)(
         rows, weights, sizes
     )
 
 
-def make_differentiable(
+def make_grouped_matmul(
     multiply: Callable[..., Any], weights_gradient: Callable[..., Any], **settings: bool
 ) -> GroupedMatmul:
     """Build a differentiable `GroupedMatmul` from two kernels.
@@ -133,7 +133,7 @@ def _multiply_tiles(
     is_transposed: bool,
 ) -> jax.Array:
     """Multiply rows by the weights of their group, or by the transposed weights."""
-    tile = tile_rows(len(rows), len(weights))
+    tile = choose_tile_rows(len(rows), len(weights))
     tiles = find_tiles(sizes, len(rows), tile)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
     width = weights.shape[1 if is_transposed else 2]
@@ -153,7 +153,7 @@ def _multiply_tiles(
     return jax.lax.fori_loop(0, length, step, out)[: len(rows)]
 
 
-def _weights_gradient(
+def _compute_weight_gradient(
     rows: jax.Array,
     gradient: jax.Array,
     sizes: jax.Array,
@@ -162,7 +162,7 @@ def _weights_gradient(
     has_static_length: bool,
 ) -> jax.Array:
     """Compute the gradient of the weights, accumulating in float32."""
-    tile = tile_rows(len(rows), len(sizes))
+    tile = choose_tile_rows(len(rows), len(sizes))
     tiles = find_tiles(sizes, len(rows), tile)
     padded, gradient = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, gradient))
 

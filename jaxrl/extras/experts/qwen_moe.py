@@ -37,7 +37,7 @@ from jaxrl.models.decoder import (
     project,
     read_positive_int,
 )
-from jaxrl.models.defaults import with_hf_defaults
+from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.compilation import join_keys
@@ -69,8 +69,8 @@ class ExpertLinear(nnx.Module):
     """Linear layer with one matrix per expert."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, rngs: nnx.Rngs):
-        make = nnx.initializers.lecun_normal(batch_axis=0)
-        self.kernel = nnx.Param(make(rngs.params(), (num_experts, inputs, outputs)))
+        init_kernel = nnx.initializers.lecun_normal(batch_axis=0)
+        self.kernel = nnx.Param(init_kernel(rngs.params(), (num_experts, inputs, outputs)))
 
 
 class MoE(nnx.Module):
@@ -89,7 +89,7 @@ class QwenMoeConfig(QwenConfig):
     """Qwen3-MoE model, built from its `config.json`, with the kernels for its experts.
 
     Attributes:
-        experts: Function that applies a layer's experts, selected by `on_mesh`.
+        experts: Function that applies a layer's experts, selected by `with_kernels`.
     """
 
     expert_width: int
@@ -117,16 +117,16 @@ class QwenMoeConfig(QwenConfig):
                 "'qwen3_moe'."
             )
         # The dense decoder is Qwen3's.
-        given, complete = fields, with_hf_defaults(fields, "qwen3_moe", source=source)
-        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3`: 128
-            width, heads = complete["hidden_size"], complete["num_attention_heads"]
-            complete.setdefault("head_dim", width // heads)
-        dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
-        fields = drop_nulls(complete)
+        original, filled = fields, fill_hf_defaults(fields, "qwen3_moe", source=source)
+        if {"hidden_size", "num_attention_heads"} <= filled.keys():  # `qwen3`: 128
+            width, heads = filled["hidden_size"], filled["num_attention_heads"]
+            filled.setdefault("head_dim", width // heads)
+        dense = QwenConfig.from_dict({**filled, "model_type": "qwen3"}, source=source)
+        fields = drop_nulls(filled)
         sizes = {name: read_positive_int(fields, name, source) for name in _SIZES}
-        # transformers 5 renames this field, and `with_hf_defaults` adds a default under the new
+        # transformers 5 renames this field, and `fill_hf_defaults` adds a default under the new
         # name.
-        is_old = given.get("num_local_experts") is None and "num_experts" in fields
+        is_old = original.get("num_local_experts") is None and "num_experts" in fields
         name = "num_experts" if is_old else "num_local_experts"
         sizes["num_experts"] = read_positive_int(fields, name, source)
         num_experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
@@ -197,9 +197,9 @@ class QwenMoeConfig(QwenConfig):
         }
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
-    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+    def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights; routers stay float32 and are cast when they are multiplied."""
-        weights = super().train_weights(params, dtype)
+        weights = super().weights_for_training(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
@@ -210,14 +210,14 @@ class QwenMoeConfig(QwenConfig):
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
         """Return the array of each token's selected experts; invalid indices mean unknown."""
-        dtype = routing.recorded_dtype(self.num_experts)
+        dtype = routing.choose_index_dtype(self.num_experts)
         shape = len(self.expert_layers), self.top_k
         return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
 
-    def on_mesh(
+    def with_kernels(
         self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
     ) -> QwenMoeConfig:
-        """See `Architecture.on_mesh`."""
+        """See `Architecture.with_kernels`."""
         return replace(
             self, experts=select_kernels(experts, mesh, self.width, self.expert_width, check_dtype)
         )
@@ -262,18 +262,21 @@ class QwenMoeConfig(QwenConfig):
         """Apply the layer's experts, or the MLP if it is a dense layer."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), extra_state
-        number, results = extra_state
+        layer_index, results = extra_state
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
-        choice = routing.route(
+        layer_routing = routing.route(
             checkpoint_name(logits, "router"),
             top_k=self.top_k,
             renormalize=self.renormalize,
-            replayed_ids=routing.get_replayed(aux, number),
+            replayed_ids=routing.get_replayed_ids(aux, layer_index),
         )
-        added = self.experts(x, kernels, choice.topk_ids, choice.topk_weights)
-        return added, (number + 1, routing.add_layer(aux, results, number, choice))
+        added = self.experts(x, kernels, layer_routing.topk_ids, layer_routing.topk_weights)
+        return added, (
+            layer_index + 1,
+            routing.record_layer(aux, results, layer_index, layer_routing),
+        )
 
     def feed_forward_names(self) -> dict[str, str]:
         """Return the HF names of the parameters of MLP, router and experts."""
@@ -304,7 +307,7 @@ class QwenMoeConfig(QwenConfig):
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """Return the dense model's terms, with an MLP only if some layers have one."""
         width = self.mlp_width if self._dense_layers else 0
-        dense = {one.name: getattr(self, one.name) for one in fields(QwenConfig)}
+        dense = {spec.name: getattr(self, spec.name) for spec in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:

@@ -63,7 +63,7 @@ def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[A
     return (replayed_ids < num_experts).all(axis=-1)
 
 
-def recorded_dtype(num_experts: int) -> np.dtype:
+def choose_index_dtype(num_experts: int) -> np.dtype:
     """Return the smallest dtype for expert indices with a spare value for invalid ones."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
@@ -95,8 +95,8 @@ def balance_loss(
         num_tokens: Number of tokens in the sums.
     """
     rows = num_tokens * len(probabilities)
-    topk_weights = jax.lax.stop_gradient(counts).sum(axis=0) / rows
-    return probabilities.shape[-1] * (topk_weights * probabilities.sum(axis=0) / rows).sum()
+    token_fractions = jax.lax.stop_gradient(counts).sum(axis=0) / rows
+    return probabilities.shape[-1] * (token_fractions * probabilities.sum(axis=0) / rows).sum()
 
 
 def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
@@ -152,7 +152,7 @@ def init_results(
     """Return empty routing results for the outputs that `aux` requests."""
     topk_ids = usage = None
     if aux.records:
-        dtype = recorded_dtype(num_experts)
+        dtype = choose_index_dtype(num_experts)
         topk_ids = jnp.zeros((num_layers, num_tokens, top_k), dtype)
     if aux.statistics_weights is not None:
         table = jnp.zeros((num_layers, num_experts), jnp.float32)
@@ -170,22 +170,22 @@ def init_results(
     return topk_ids, usage
 
 
-def get_replayed(aux: AuxArrays, number: Any) -> jax.Array | None:
-    """Return the replayed experts `[M, k]` of expert layer `number`, or None."""
+def get_replayed_ids(aux: AuxArrays, layer_index: Any) -> jax.Array | None:
+    """Return the replayed experts `[M, k]` of expert layer `layer_index`, or None."""
     return (
         None
         if (replayed_ids := aux.inputs.get(ROUTED_EXPERTS)) is None
-        else replayed_ids[:, number]
+        else replayed_ids[:, layer_index]
     )
 
 
-def add_layer(
-    aux: AuxArrays, results: RoutingResults, number: Any, routing_result: Routing
+def record_layer(
+    aux: AuxArrays, results: RoutingResults, layer_index: Any, routing_result: Routing
 ) -> RoutingResults:
     """Add the routing of one layer to the results."""
     topk_ids, usage = results
     if topk_ids is not None:
-        topk_ids = topk_ids.at[number].set(routing_result.topk_ids.astype(topk_ids.dtype))
+        topk_ids = topk_ids.at[layer_index].set(routing_result.topk_ids.astype(topk_ids.dtype))
     if usage is not None and aux.statistics_weights is not None:
         probabilities = jnp.exp(routing_result.log_probabilities)
         num_experts = probabilities.shape[-1]
@@ -194,14 +194,14 @@ def add_layer(
         entropies = -(probabilities * routing_result.log_probabilities).sum(axis=-1)
         if routing_result.differs is not None:
             count = (aux.statistics_weights * routing_result.differs).sum()
-            usage = replace(usage, differences=usage.differences.at[number].set(count))
+            usage = replace(usage, differences=usage.differences.at[layer_index].set(count))
         usage = replace(
             usage,
-            counts=usage.counts.at[number].set(counts),
-            probabilities=usage.probabilities.at[number].set(
+            counts=usage.counts.at[layer_index].set(counts),
+            probabilities=usage.probabilities.at[layer_index].set(
                 aux.statistics_weights @ probabilities
             ),
-            entropies=usage.entropies.at[number].set(
+            entropies=usage.entropies.at[layer_index].set(
                 jax.lax.stop_gradient(aux.statistics_weights @ entropies)
             ),
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.experts.products import make_differentiable
+from jaxrl.extras.experts.products import make_grouped_matmul
 from jaxrl.models.kernel_check import import_tokamax
 
 ROW_MULTIPLE = 8
@@ -53,7 +53,7 @@ def grouped_matmul(
     (A, D), F = rows.shape, weights.shape[2]
     rows = jnp.pad(rows, ((0, -A % ROW_MULTIPLE), (0, -D % WIDTH_MULTIPLE)))
     weights = jnp.pad(weights, ((0, 0), (0, -D % WIDTH_MULTIPLE), (0, -F % WIDTH_MULTIPLE)))
-    product = make_differentiable(_multiply_rows, _weights_gradient, interpret=interpret)
+    product = make_grouped_matmul(_multiply_rows, _compute_weight_gradient, interpret=interpret)
     return product(rows, weights, sizes)[:A, :F]
 
 
@@ -62,26 +62,26 @@ def _multiply_rows(
 ) -> jax.Array:
     """Multiply rows by the weights of their group, or by the transposed weights."""
     contracted = 2 if is_transposed else 1
-    numbers = jax.lax.RaggedDotDimensionNumbers(
+    dimension_numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [contracted]), ([], [])),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
     if interpret:
         summed = jax.lax.ragged_dot_general(
-            rows, weights, sizes, numbers, preferred_element_type=jnp.float32
+            rows, weights, sizes, dimension_numbers, preferred_element_type=jnp.float32
         )
         return summed.astype(rows.dtype)
     multiply = import_tokamax("ragged_dot.pallas_mosaic_gpu").PallasMosaicGpuRaggedDot(
-        config=_kernel_config(len(rows) // len(weights))
+        config=_make_kernel_config(len(rows) // len(weights))
     )
     product: jax.Array = multiply(
-        rows, weights, group_sizes=sizes, ragged_dot_dimension_numbers=numbers
+        rows, weights, group_sizes=sizes, ragged_dot_dimension_numbers=dimension_numbers
     )
     return product
 
 
-def _kernel_config(rows_per_group: int) -> Any:
+def _make_kernel_config(rows_per_group: int) -> Any:
     """Return the block sizes that were fastest in tokamax's H100 timings for these group sizes.
 
     If groups fill tiles, programs are persistent over tiles; otherwise each tile gets a program.
@@ -100,7 +100,7 @@ def _kernel_config(rows_per_group: int) -> Any:
     )
 
 
-def _weights_gradient(
+def _compute_weight_gradient(
     rows: jax.Array, gradient: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, interpret: bool
 ) -> jax.Array:
     """Compute the gradient of the weights; 0 for a group without rows."""
@@ -109,13 +109,13 @@ def _weights_gradient(
     is_filled = (jnp.arange(len(rows)) < sizes.sum())[:, None]
     rows, gradient = (jnp.where(is_filled, x, 0) for x in (rows, gradient))
     if interpret:
-        numbers = jax.lax.RaggedDotDimensionNumbers(
+        dimension_numbers = jax.lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(([0], [0]), ([], [])),
             lhs_ragged_dimensions=[0],
             rhs_group_dimensions=[],
         )
         summed = jax.lax.ragged_dot_general(
-            rows, gradient, sizes, numbers, preferred_element_type=jnp.float32
+            rows, gradient, sizes, dimension_numbers, preferred_element_type=jnp.float32
         )
         return summed.astype(rows.dtype).astype(dtype)
     # Import lazily, since this imports JAX modules that are meant for tests.

@@ -20,9 +20,9 @@ from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import (
     EMPTY_LSE,
     MASK_VALUE,
+    attention_mask,
     find_key_blocks,
     group_by_kv_head,
-    is_read,
     pad_to_blocks,
     ungroup_queries,
 )
@@ -180,7 +180,7 @@ def _forward_kernel(
         highest, total, out = sums
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
-        mask = is_read(_as_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_as_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
         # Sums over masked blocks before a query's segment are finite, and `rescale` later sets
         # them to 0.
@@ -280,7 +280,7 @@ def _backward_queries_kernel(
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
-        mask = is_read(_as_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_as_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
         d_weights = _dot(gradient, v_ref[block, :], (1, 1))
         d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
@@ -319,7 +319,7 @@ def _backward_keys_kernel(
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Scores are transposed (keys by queries), so that the two sums need no transpose.
         reads = _load_reads(reads_ref, block)
-        mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
+        mask = attention_mask(reads, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
         weights = jnp.exp2(scores - lse_ref[head, block])
         d_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])
@@ -393,11 +393,11 @@ def _pages_kernel(
 
     def accumulate(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, out = sums
-        page_id, is_read = tables_ref[j], _make_positions(j, page) < limits[:, None]
+        page_id, attention_mask = tables_ref[j], _make_positions(j, page) < limits[:, None]
         products = [
             _dot(q, k_ref[page_id, :, part], (1, 1)) for q, part in zip(queries, parts, strict=True)
         ]
-        scores = jnp.where(is_read, sum(products[1:], products[0]) * scale, MASK_VALUE)
+        scores = jnp.where(attention_mask, sum(products[1:], products[0]) * scale, MASK_VALUE)
         new_highest = jnp.maximum(highest, scores.max(axis=1))
         weights, rescale = jnp.exp2(scores - new_highest[:, None]), jnp.exp2(highest - new_highest)
         out = tuple(

@@ -102,10 +102,12 @@ class Adapter(WrappedArchitecture):
         """Return the specs of the adapter (trained) and of the base (frozen)."""
         return split_params(self, lambda path: path[-1] in TRAINED)
 
-    def on_mesh(self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None) -> Adapter:
-        """See `Architecture.on_mesh`."""
+    def with_kernels(
+        self, mesh: Mesh, *, experts: str, check_dtype: DTypeLike | None = None
+    ) -> Adapter:
+        """See `Architecture.with_kernels`."""
         return replace(
-            self, model=self.model.on_mesh(mesh, experts=experts, check_dtype=check_dtype)
+            self, model=self.model.with_kernels(mesh, experts=experts, check_dtype=check_dtype)
         )
 
     @property
@@ -172,7 +174,7 @@ class Adapter(WrappedArchitecture):
         return self._add_adapter_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
-        """Return the axis names of `decode_weights`."""
+        """Return the axis names of `weights_for_decoding`."""
         axes = self._add_adapter_axes(self.model.decode_axes())
 
         def is_included(path: tuple[str, ...]) -> bool:
@@ -206,14 +208,14 @@ class Adapter(WrappedArchitecture):
                 params[path] = jax.random.uniform(subkey, leaf.shape, leaf.dtype, -bound, bound)
         return unflatten_dict(params)
 
-    def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
+    def weights_for_training(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the weights for training and scale B by s; int8 kernels keep their dtypes."""
-        return self._cast(self.model.train_weights, self._scale(policy), dtype)
+        return self._cast(self.model.weights_for_training, self._scale(policy), dtype)
 
-    def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
+    def weights_for_decoding(self, policy: Params, dtype: DTypeLike) -> Params:
         """Cast the weights for the sampler, merged if `is_merged`; int8 kernels keep dtypes."""
         weights = self._merge(policy, dtype) if self.is_merged else self._scale(policy)
-        return self._cast(self.model.decode_weights, weights, dtype)
+        return self._cast(self.model.weights_for_decoding, weights, dtype)
 
     def _cast(
         self, cast: Callable[[Params, DTypeLike], Params], weights: Params, dtype: DTypeLike
@@ -245,7 +247,7 @@ class Adapter(WrappedArchitecture):
             }
             # Merge one layer at a time, since float32 kernels of all layers need much memory.
             flat[*layer_path, "kernel"] = jax.lax.map(
-                lambda one: merge_layer(one).astype(dtype), layer
+                lambda arrays: merge_layer(arrays).astype(dtype), layer
             )
         return unflatten_dict(flat)
 

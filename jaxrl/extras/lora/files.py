@@ -22,12 +22,12 @@ from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     ProgressCallback,
-    canonical_name,
+    canonicalize_name,
     gather_to_host,
     load_tensors,
+    open_and_validate,
     open_canonical,
     open_file,
-    open_validated,
     read_tensor_dtypes,
     write_hf,
     write_json,
@@ -113,22 +113,23 @@ def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
     params = {}
     for param, leaf_sharding in shardings.items():
-        tensors = (stored[name] for name in _tensor_names(adapter, param))
+        tensors = (stored[name] for name in _peft_tensor_names(adapter, param))
         parts = [np.asarray(tensor.data[:]).astype(np.float32).T for tensor in tensors]
         params[param] = _shard(np.stack(parts), leaf_sharding)
     return unflatten_dict(params, sep="/")
 
 
-def _tensor_names(adapter: Adapter, param: str) -> list[str]:
+def _peft_tensor_names(adapter: Adapter, param: str) -> list[str]:
     """Return the PEFT tensor name of a stacked parameter for each layer."""
-    where, _, matrix = param.rpartition("/")
+    layer_path, _, matrix = param.rpartition("/")
     modules = (
-        _transformers_name(adapter.model, name) for name in hf_module_names(adapter.model, where)
+        _to_transformers_name(adapter.model, name)
+        for name in hf_module_names(adapter.model, layer_path)
     )
     return [f"{PREFIX}{module}.{MATRICES[matrix]}.weight" for module in modules]
 
 
-def _transformers_name(model: Architecture, name: str) -> str:
+def _to_transformers_name(model: Architecture, name: str) -> str:
     """Convert a module's name in files to its name in transformers."""
     for prefix, canonical in model.hf_prefix_map().items():
         if name.startswith(canonical):
@@ -189,7 +190,7 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
     shapes = {
         name: leaf.shape[:0:-1]
         for param, leaf in flatten_dict(adapter.param_specs()[0].abstract_params(), sep="/").items()
-        for name in _tensor_names(adapter, param)
+        for name in _peft_tensor_names(adapter, param)
     }
     # Report differing modules before missing tensors and shapes.
     actual, expected = (
@@ -233,7 +234,7 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
             tensors = {
                 name: np.ascontiguousarray(part.T)
                 for param, stacked in host.items()
-                for name, part in zip(_tensor_names(adapter, param), stacked, strict=True)
+                for name, part in zip(_peft_tensor_names(adapter, param), stacked, strict=True)
             }
             save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
             # safetensors makes its files readable only by the owner.
@@ -252,7 +253,7 @@ def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "use_rslora": adapter.use_rslora,
-        "target_modules": _target_modules(adapter),
+        "target_modules": _find_target_modules(adapter),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -266,7 +267,7 @@ def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
     }
 
 
-def _target_modules(adapter: Adapter) -> list[str]:
+def _find_target_modules(adapter: Adapter) -> list[str]:
     """Return the shortest module names for which PEFT selects exactly the targets.
 
     PEFT selects every module whose name ends with one of them, including modules that we do not
@@ -282,7 +283,7 @@ def _target_modules(adapter: Adapter) -> list[str]:
         names = (in_layer.rpartition(".")[2], in_layer)
         unique_names = (name for name in names if not any(o.endswith(f".{name}") for o in others))
         shortest = next(unique_names, None)
-        full_names = (_transformers_name(model, name) for name in hf_module_names(model, layer))
+        full_names = (_to_transformers_name(model, name) for name in hf_module_names(model, layer))
         modules |= {shortest} if shortest else {*full_names}
     return sorted(modules)
 
@@ -296,7 +297,7 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model
-    stored = open_validated(Path(source), model)
+    stored = open_and_validate(Path(source), model)
     added = {
         f"{module}.weight": (target, layer_index)
         for target in adapter.targets
@@ -305,7 +306,7 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
 
     def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:
         tensor = np.asarray(stored[name].data[:])
-        if (canonical := canonical_name(model, name)) in added:
+        if (canonical := canonicalize_name(model, name)) in added:
             target, layer_index = added[canonical]
             a, b = (host[f"{target}/{matrix}"][layer_index] for matrix in MATRICES)
             tensor = tensor.astype(np.float32) + (a @ (b * np.float32(adapter.scaling))).T

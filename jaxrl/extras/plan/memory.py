@@ -36,7 +36,7 @@ from jaxrl.models.attention.choice import copies_pages, prefill_block_tokens, re
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import STEP_TOKENS
 from jaxrl.models.output import split_evenly
-from jaxrl.models.policy import layered_entries
+from jaxrl.models.policy import get_layered_entries
 from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 from jaxrl.runtime.sharding import (
     check_model_fits,
@@ -546,7 +546,7 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
         local_param_sizes(model, mesh, for_decode=True),
     )
     decode_sizes = {
-        path: size * (itemsize + head * (path[0] == model.output))
+        path: size * (itemsize + head * (path[0] == model.output_entry))
         for path, (size, _) in decode_params.items()
     }
     if config.mesh.rollout_devices:
@@ -647,7 +647,7 @@ class _ParamCounts:
     @functools.cache
     def compute(cls, model: Architecture, mesh: Any) -> _ParamCounts:
         """Count the parameters of a model on a mesh."""
-        layer_entries = layered_entries(model)
+        layer_entries = get_layered_entries(model)
         counts = dict.fromkeys(("layers", "split_tables", "gathered", "decode_layers", "tables"), 0)
         decode = local_param_sizes(model, mesh, for_decode=True)
         for path, (size, _) in local_param_sizes(model, mesh).items():

@@ -137,7 +137,7 @@ def load_model(
     for note in collect_template_notes(tokenizer):
         display.log(note)
     display.log(f"weights: {weights}")
-    engine.set_weights(donate(loaded.model.whole(params)))
+    engine.set_weights(donate(loaded.model.merge(params)))
     return loaded
 
 

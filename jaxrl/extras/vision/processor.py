@@ -78,7 +78,7 @@ class HFImageProcessor:
         Raises:
             ValueError: The file does not exist or describes an unsupported processor.
         """
-        self._processor = _load(folder)
+        self._processor = _load_processor(folder)
         size = dict(self._processor.size)
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self._size = size | {name: value for name, value in limits.items() if value}
@@ -116,7 +116,7 @@ class HFImageProcessor:
         """Return the number of tokens of a preprocessed image."""
         return image.num_patches // self.patches_per_token
 
-    def blank(self) -> BlankProcessor:
+    def make_blank(self) -> BlankProcessor:
         """Return a processor that replaces images with blank ones."""
         return BlankProcessor(self)
 
@@ -191,7 +191,7 @@ class BlankProcessor(HFImageProcessor):
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 
 
-def _load(folder: str) -> Any:
+def _load_processor(folder: str) -> Any:
     """Load a checkpoint's image processor in transformers' variant without torch."""
     file = Path(folder) / FILE
     if not file.is_file():
@@ -211,8 +211,8 @@ def _load(folder: str) -> Any:
             f"{file} could not be loaded: {type(error).__name__}: {error}; expected the image "
             "processor of the model in config.model.path."
         ) from error
-    needed = ("merge_size", "patch_size", "temporal_patch_size", "get_number_of_image_patches")
-    if missing := [name for name in needed if not hasattr(processor, name)]:
+    required = ("merge_size", "patch_size", "temporal_patch_size", "get_number_of_image_patches")
+    if missing := [name for name in required if not hasattr(processor, name)]:
         raise ValueError(
             f"{file} is for {type(processor).__name__}, which lacks {', '.join(missing)}; expected "
             "a processor that supports images of any size, such as Qwen2.5-VL's."

@@ -43,7 +43,7 @@ from jaxrl.extras.vision.tower import (
     VisionTower,
     attend_segments,
     biased_linear_axes,
-    linear_hf_names,
+    make_linear_hf_names,
     raise_unsupported,
 )
 from jaxrl.models.architecture import MemoryTerms
@@ -69,7 +69,7 @@ HF_NAMES = {
         )
         for part, their_part in (("scale", "weight"), ("bias", "bias"))
     },
-    **linear_hf_names(
+    **make_linear_hf_names(
         {
             "blocks/attention/qkv": _LAYER + "attn.qkv",
             "blocks/attention/o": _LAYER + "attn.proj",
@@ -101,11 +101,11 @@ class Qwen3Vision(VisionTower):
     deepstack_layers: tuple[int, ...]
 
     @classmethod
-    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
+    def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
         """See `VisionTower.from_fields`."""
-        common = cls.parse_common_fields(own, source)
-        count = read_positive_int(own, "num_position_embeddings", source)
-        side, deep = round(count**0.5), own["deepstack_visual_indexes"]
+        common = cls.parse_common_fields(vision_fields, source)
+        count = read_positive_int(vision_fields, "num_position_embeddings", source)
+        side, deep = round(count**0.5), vision_fields["deepstack_visual_indexes"]
         layers = set(range(common["num_layers"]))
         raise_unsupported(
             {
@@ -183,25 +183,30 @@ class Qwen3Vision(VisionTower):
         E is the decoder's width times `1 + num_deepstack_layers`.
         """
         S, P, _ = patches.shape
-        at, sizes = self._rows_and_columns(coords.reshape(S * P, 4))
+        patch_coords, sizes = self._compute_patch_coords(coords.reshape(S * P, 4))
         # Without the constraint, the compiler splits the width and copies all patches everywhere.
-        x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
-        x = x + self._learned_positions(params["positions"]["embedding"], at, sizes).astype(x.dtype)
-        angles, attend = self._rope_angles(at), partial(attend_segments, ids=coords[..., 0])
+        x = layer_scan.constrain_to_shards(self._embed_patches(params["patch"], patches))
+        x = x + self._interpolate_positions(
+            params["positions"]["embedding"], patch_coords, sizes
+        ).astype(x.dtype)
+        angles, attend = (
+            self._compute_rope_angles(patch_coords),
+            partial(attend_segments, ids=coords[..., 0]),
+        )
 
         def layer(x: jax.Array, weights: Params) -> jax.Array:
             normed = layer_norm(x, weights["norm1"], EPSILON)
-            x = x + self._attention(weights["attention"], normed, angles, attend, S)
+            x = x + self._compute_attention(weights["attention"], normed, angles, attend, S)
             normed, mlp = layer_norm(x, weights["norm2"], EPSILON), weights["mlp"]
             up = checkpoint_name(linear(mlp["up"], normed), "up")
             return x + linear(mlp["down"], jax.nn.gelu(up, approximate=True))
 
-        x, intermediates = layer_scan.with_intermediates(
+        x, intermediates = layer_scan.run_with_intermediates(
             layer, x, params["blocks"], self.deepstack_layers
         )
         deep = jax.vmap(self._merge_patches)(params["deepstack"], intermediates)
         image_embeds = jnp.concatenate([self._merge_patches(params["merger"], x)[None], deep])
-        return layer_scan.on_shards(
+        return layer_scan.constrain_to_shards(
             image_embeds.swapaxes(0, 1).reshape(S, P // self.patches_per_token, -1)
         )
 
@@ -212,24 +217,24 @@ class Qwen3Vision(VisionTower):
         x = x.reshape(-1, self.patches_per_token * self.width)
         return linear(weights["down"], jax.nn.gelu(linear(weights["up"], x), approximate=False))
 
-    def _rows_and_columns(
+    def _compute_patch_coords(
         self, coords: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
         """Return each patch's row and column in its image, and the size of the image in patches."""
         sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.patches_per_token)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
-        of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)
-        return jnp.stack(of_unit, axis=1) * self.merge + jnp.stack(in_unit, axis=1), sizes
+        unit_coords, offsets = divmod(unit, units_in_row), divmod(within, self.merge)
+        return jnp.stack(unit_coords, axis=1) * self.merge + jnp.stack(offsets, axis=1), sizes
 
-    def _learned_positions(
-        self, table: Float[Array, "G D"], at: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
+    def _interpolate_positions(
+        self, table: Float[Array, "G D"], patch_coords: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
         """Interpolate the learned positions bilinearly to the image's grid, corners aligned."""
-        grid_coords = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
+        grid_coords = patch_coords.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
         low = jnp.floor(grid_coords).astype(jnp.int32)
-        share = grid_coords - low
+        fraction = grid_coords - low
         ends = low, jnp.minimum(low + 1, self.side - 1)
-        weights = 1 - share, share
+        weights = 1 - fraction, fraction
 
         def corner(i: int, j: int) -> jax.Array:
             vectors = table[ends[i][:, 0] * self.side + ends[j][:, 1]].astype(jnp.float32)

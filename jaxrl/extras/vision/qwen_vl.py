@@ -21,7 +21,7 @@ from jaxrl.models.architecture import Attend
 from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
 from jaxrl.models.decoder import read_positive_int
-from jaxrl.models.defaults import with_hf_defaults
+from jaxrl.models.defaults import fill_hf_defaults
 from jaxrl.models.layers import LayerScan, SamplerLayerScan
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
@@ -65,16 +65,16 @@ class QwenVLConfig(QwenConfig):
                 f"{cls.model_type!r}."
             )
         # The decoder is parsed as a text model, without the M-RoPE settings.
-        text = QwenConfig.from_dict(cls._text_fields(fields, source), source=source)
+        text = QwenConfig.from_dict(cls._get_text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
                 f"{source}: RoPE scaling {text.rope_scaling.rope_type!r} with images is not "
                 "supported; no parity test covers it."
             )
         # M-RoPE: order of the axes, and pairs per axis.
-        own = fields.get("text_config") or fields
-        rope = read_object_field(own, "rope_scaling", source) or read_object_field(
-            own, "rope_parameters", source
+        text_fields = fields.get("text_config") or fields
+        rope = read_object_field(text_fields, "rope_scaling", source) or read_object_field(
+            text_fields, "rope_parameters", source
         )
         order = rope.get("mrope_interleaved", cls.is_interleaved)
         if order is not cls.is_interleaved:
@@ -83,8 +83,8 @@ class QwenVLConfig(QwenConfig):
                 f"{str(cls.is_interleaved).lower()} in {cls.model_type!r}."
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
-        is_whole = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
-        if not is_whole or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
+        has_int_sections = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
+        if not has_int_sections or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
             raise ValueError(
                 f"{source}: 'mrope_section' is {sections!r:.80}; expected three integers that "
                 f"add up to half of a head, {text.head_dim // 2}."
@@ -93,9 +93,9 @@ class QwenVLConfig(QwenConfig):
         vision_fields = fields.get("vision_config")
         if not isinstance(vision_fields, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-        fields = with_hf_defaults(fields, cls.model_type, source=source)
+        fields = fill_hf_defaults(fields, cls.model_type, source=source)
         image_id = read_positive_int(fields, "image_token_id", source)
-        tower = with_hf_defaults(vision_fields, cls.model_type, "vision_config", source=source)
+        tower = fill_hf_defaults(vision_fields, cls.model_type, "vision_config", source=source)
         vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
@@ -115,18 +115,20 @@ class QwenVLConfig(QwenConfig):
         )
 
     @classmethod
-    def _text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
+    def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
         """Return the fields of a text-only `config.json`, from either layout.
 
         Raises:
             ValueError: A field that should be an object is not.
         """
-        own = read_object_field(fields, "text_config", source)
-        text = with_hf_defaults({**fields, **own}, cls.model_type, "text_config", source=source)
+        text_fields = read_object_field(fields, "text_config", source)
+        text = fill_hf_defaults(
+            {**fields, **text_fields}, cls.model_type, "text_config", source=source
+        )
         text["model_type"] = cls.text_type
         text["tie_word_embeddings"] = bool(
             fields.get("tie_word_embeddings")
-            or (cls.ties_in_text and own.get("tie_word_embeddings"))
+            or (cls.ties_in_text and text_fields.get("tie_word_embeddings"))
         )
         for name in ("rope_scaling", "rope_parameters"):
             rope = dict(read_object_field(text, name, source))
@@ -195,11 +197,11 @@ class QwenVLConfig(QwenConfig):
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, layer_scan)
         x = self._embed(params["embed"], token_ids.reshape(-1))
-        patches, places = images["patches"], images["coords"]
-        image_embeds = self.tower.encode(params["vision"], patches, places, layer_scan)
-        x, added = merge_image_embeds(x, image_embeds, inputs[UNITS])
+        patches, coords = images["patches"], images["coords"]
+        image_embeds = self.tower.encode(params["vision"], patches, coords, layer_scan)
+        x, features = merge_image_embeds(x, image_embeds, inputs[UNITS])
         rotary = self._expand_to_pairs(inputs[POSITIONS])
-        hidden = self._full_pass(params, x, rotary, attend, layer_scan, added)
+        hidden = self._run_full_pass(params, x, rotary, attend, layer_scan, features)
         return hidden.reshape(*token_ids.shape, -1)
 
     def unembed(
@@ -210,8 +212,8 @@ class QwenVLConfig(QwenConfig):
         A generated image token would have no image behind it.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
-        places = jnp.arange(self.vocab_size)
-        is_placeholder = (places == self.tower.token_id) | (places == self.video_id)
+        token_ids = jnp.arange(self.vocab_size)
+        is_placeholder = (token_ids == self.tower.token_id) | (token_ids == self.video_id)
         return jnp.where(is_placeholder, reference.MASK_VALUE, logits)
 
     def sampler_hidden_states(
@@ -222,13 +224,13 @@ class QwenVLConfig(QwenConfig):
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
         """Compute the final hidden states; positions in `layer_scan.aux` replace `positions`."""
-        x, added = weights["embed"]["embedding"][token_ids], None
+        x, features = weights["embed"]["embedding"][token_ids], None
         inputs, rotary = layer_scan.aux.inputs, positions
         if POSITIONS in inputs:
             rotary = self._expand_to_pairs(inputs[POSITIONS])
         if layer_scan.aux.attached is not None:
-            x, added = merge_image_embeds(x, layer_scan.aux.attached, inputs[UNITS])
-        return self._sampler_pass(weights, x, rotary, layer_scan, added)
+            x, features = merge_image_embeds(x, layer_scan.aux.attached, inputs[UNITS])
+        return self._run_sampler_pass(weights, x, rotary, layer_scan, features)
 
 
 def merge_image_embeds(
@@ -245,5 +247,5 @@ def merge_image_embeds(
     )
     vectors = vectors.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
     is_placeholder = (units >= 0)[:, None]
-    added = jnp.where(is_placeholder, vectors[1:], 0) if len(vectors) > 1 else None
-    return jnp.where(is_placeholder, vectors[0], x), added
+    features = jnp.where(is_placeholder, vectors[1:], 0) if len(vectors) > 1 else None
+    return jnp.where(is_placeholder, vectors[0], x), features

@@ -25,7 +25,7 @@ from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.reference import MASK_VALUE
 from jaxrl.models.decoder import (
     Angles,
-    canonical_activation,
+    canonicalize_activation,
     linear,
     read_positive_int,
     rope,
@@ -64,10 +64,10 @@ ATTENTION_AXES = {
 """Axis names of stacked attention. Heads are fused in one axis, so `tensor` cannot split them."""
 
 
-def linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
+def make_linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
     """Return the HF names of kernel and bias for each linear layer in `names`."""
     parts = (("kernel", "weight"), ("bias", "bias"))
-    return {f"{ours}/{own}": f"{names[ours]}.{part}" for ours in names for own, part in parts}
+    return {f"{ours}/{suffix}": f"{names[ours]}.{part}" for ours in names for suffix, part in parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +96,15 @@ class VisionTower(Tower):
 
     @classmethod
     @abstractmethod
-    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> VisionTower:
-        """Build the tower from a `vision_config` after `with_hf_defaults`.
+    def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> VisionTower:
+        """Build the tower from a `vision_config` after `fill_hf_defaults`.
 
         Raises:
             ValueError: The fields require an unsupported feature.
         """
 
     @classmethod
-    def parse_common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
+    def parse_common_fields(cls, vision_fields: dict[str, Any], source: str) -> dict[str, Any]:
         """Parse the `vision_config` fields that all towers share, which excludes `token_id`.
 
         Raises:
@@ -112,12 +112,12 @@ class VisionTower(Tower):
         """
 
         def read_size(name: str) -> int:
-            return read_positive_int(own, name, source)
+            return read_positive_int(vision_fields, name, source)
 
         width, heads = read_size("hidden_size"), read_size("num_heads")
-        act = canonical_activation(own["hidden_act"])
-        rope = read_object_field(own, "rope_parameters", source)
-        theta: Any = rope.get("rope_theta", own.get("rope_theta"))
+        act = canonicalize_activation(vision_fields["hidden_act"])
+        rope = read_object_field(vision_fields, "rope_parameters", source)
+        theta: Any = rope.get("rope_theta", vision_fields.get("rope_theta"))
         sizes = {
             "width": width,
             "mlp_width": read_size("intermediate_size"),
@@ -182,7 +182,9 @@ class VisionTower(Tower):
             )
         return h * w // self.patches_per_token
 
-    def token_runs(self, token_ids: np.ndarray, attachments: Sequence[Image]) -> list[np.ndarray]:
+    def find_token_runs(
+        self, token_ids: np.ndarray, attachments: Sequence[Image]
+    ) -> list[np.ndarray]:
         """Find the token indices of each image.
 
         Raises:
@@ -214,7 +216,9 @@ class VisionTower(Tower):
         """
         out = np.zeros((3, len(token_ids)), np.int32)
         text_start, position = 0, start
-        for run, image in zip(self.token_runs(token_ids, attachments), attachments, strict=True):
+        for run, image in zip(
+            self.find_token_runs(token_ids, attachments), attachments, strict=True
+        ):
             first, count = int(run[0]), len(run)
             out[:, text_start:first] = np.arange(position, position + first - text_start)
             position += first - text_start
@@ -238,7 +242,7 @@ class VisionTower(Tower):
             return x
         return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
 
-    def _rope_angles(self, indices: Int[Array, "M 2"]) -> Angles:
+    def _compute_rope_angles(self, indices: Int[Array, "M 2"]) -> Angles:
         """Compute rotary angles; half of the pairs rotate by a patch's row, half by its column."""
         quarter = self.width // self.num_heads // 4
         frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
@@ -246,7 +250,7 @@ class VisionTower(Tower):
         sin = jnp.sin(angle)
         return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
 
-    def _attention(
+    def _compute_attention(
         self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
     ) -> Float[Array, "M D"]:
         """Compute the attention residual of the patches from their normalized states.
@@ -331,8 +335,8 @@ def attend_segments(
 
     @jax.checkpoint
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, numbers = block
-        return masked_attention(queries, k, v, numbers[:, :, None] == ids[:, None])
+        queries, query_ids = block
+        return masked_attention(queries, k, v, query_ids[:, :, None] == ids[:, None])
 
     return jax.lax.map(attend_block, (blocks, id_blocks)).swapaxes(0, 1).reshape(S, -1, N, H)[:, :P]
 

@@ -38,7 +38,7 @@ from jaxrl.extras.vision.tower import (
     VisionTower,
     attend_segments,
     biased_linear_axes,
-    linear_hf_names,
+    make_linear_hf_names,
     masked_attention,
     raise_unsupported,
 )
@@ -53,7 +53,7 @@ HF_NAMES = {
     "patch/filter": "visual.patch_embed.proj.weight",
     "blocks/norm1/scale": _LAYER + "norm1.weight",
     "blocks/norm2/scale": _LAYER + "norm2.weight",
-    **linear_hf_names(
+    **make_linear_hf_names(
         {
             "blocks/attention/qkv": _LAYER + "attn.qkv",
             "blocks/attention/o": _LAYER + "attn.proj",
@@ -85,15 +85,15 @@ class QwenVision(VisionTower):
     full_layers: tuple[int, ...]
 
     @classmethod
-    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> QwenVision:
+    def from_fields(cls, vision_fields: dict[str, Any], image_id: int, source: str) -> QwenVision:
         """See `VisionTower.from_fields`."""
-        common = cls.parse_common_fields(own, source)
+        common = cls.parse_common_fields(vision_fields, source)
         merge, patch = common["merge"], common["patch"]
-        window = read_positive_int(own, "window_size", source) // merge // patch * merge
-        full = own["fullatt_block_indexes"]
+        window = read_positive_int(vision_fields, "window_size", source) // merge // patch * merge
+        full = vision_fields["fullatt_block_indexes"]
         raise_unsupported(
             {
-                f"window_size {own.get('window_size')!r:.80}": window < 1,
+                f"window_size {vision_fields.get('window_size')!r:.80}": window < 1,
                 f"fullatt_block_indexes {full!r:.80}": not isinstance(full, list),
             },
             source,
@@ -155,8 +155,8 @@ class QwenVision(VisionTower):
         """Compute the embedding of each unit of `merge^2` patches."""
         S, P, _ = patches.shape
         # Without the constraint, the compiler splits the width and copies all patches everywhere.
-        x = layer_scan.on_shards(self._embed_patches(params["patch"], patches))
-        angles = self._rope_angles(coords.reshape(S * P, 4)[:, 2:])
+        x = layer_scan.constrain_to_shards(self._embed_patches(params["patch"], patches))
+        angles = self._compute_rope_angles(coords.reshape(S * P, 4)[:, 2:])
         number, window = coords[..., 0], jnp.where(coords[..., 0] > 0, coords[..., 1], -1)
 
         def layer(x: jax.Array, inputs: Params) -> jax.Array:
@@ -168,7 +168,7 @@ class QwenVision(VisionTower):
                 partial(attend_segments, ids=number),
                 partial(attend_windows, ids=window, block_size=self.window**2),
             )
-            x = x + self._attention(weights["attention"], normed, angles, attend, S)
+            x = x + self._compute_attention(weights["attention"], normed, angles, attend, S)
             normed, mlp = rms_norm(x, weights["norm2"]["scale"], EPSILON), weights["mlp"]
             gate, up = (checkpoint_name(linear(mlp[name], normed), name) for name in ("gate", "up"))
             return x + linear(mlp["down"], jax.nn.silu(gate) * up)
@@ -181,11 +181,11 @@ class QwenVision(VisionTower):
             S * P // self.patches_per_token, -1
         )
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
-        return layer_scan.on_shards(x.reshape(S, P // self.patches_per_token, -1))
+        return layer_scan.constrain_to_shards(x.reshape(S, P // self.patches_per_token, -1))
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
-        merged = self.patches_per_token * self.width
+        merged_width = self.patches_per_token * self.width
         return self._make_abstract_params(
             {
                 "merger/norm/scale": (self.width,),
@@ -198,8 +198,8 @@ class QwenVision(VisionTower):
                 ("blocks/mlp/gate", self.width, self.mlp_width),
                 ("blocks/mlp/up", self.width, self.mlp_width),
                 ("blocks/mlp/down", self.mlp_width, self.width),
-                ("merger/up", merged, merged),
-                ("merger/down", merged, self.out_width),
+                ("merger/up", merged_width, merged_width),
+                ("merger/down", merged_width, self.out_width),
             ),
             {"blocks": self.num_layers},
         )
@@ -275,19 +275,19 @@ def attend_windows(
         x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2), constant_values=fill)
         return x.reshape(S, -1, block_size, *x.shape[2:])
 
-    def with_neighbors(x: jax.Array, fill: int = 0) -> jax.Array:
+    def add_neighbors(x: jax.Array, fill: int = 0) -> jax.Array:
         x = split_blocks(x, 1, fill)
         return jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)
 
-    def merged(x: jax.Array) -> jax.Array:
+    def merge_blocks(x: jax.Array) -> jax.Array:
         return x.reshape(S * count, *x.shape[2:])
 
     # Padding has a separate id and attends to itself, so no softmax is over an empty set.
-    queries, numbers = merged(split_blocks(q, 0, 0)), merged(split_blocks(ids, 0, -1))
-    keys, values, others = (
-        merged(with_neighbors(k)),
-        merged(with_neighbors(v)),
-        merged(with_neighbors(ids, -1)),
+    queries, query_ids = merge_blocks(split_blocks(q, 0, 0)), merge_blocks(split_blocks(ids, 0, -1))
+    keys, values, key_ids = (
+        merge_blocks(add_neighbors(k)),
+        merge_blocks(add_neighbors(v)),
+        merge_blocks(add_neighbors(ids, -1)),
     )
-    out = masked_attention(queries, keys, values, numbers[:, :, None] == others[:, None])
+    out = masked_attention(queries, keys, values, query_ids[:, :, None] == key_ids[:, None])
     return out.reshape(S, count * block_size, N, H)[:, :P]

@@ -72,27 +72,29 @@ def select_kernels(
     """
     device = mesh.local_devices[0]  # other processes check theirs
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
-    first, reason = resolve_kernel_name(name, device.platform, model.head_dim, dtype)
+    preferred, reason = resolve_kernel_name(name, device.platform, model.head_dim, dtype)
     heads = (
         max(model.num_heads // mesh.shape["tensor"], 1),
         max(model.num_kv_heads // mesh.shape["tensor"], 1),
         model.head_dim,
     )
     block = prefill_block_tokens(device.platform, model.num_heads, model.num_kv_heads)
-    of_update, of_sampler = _select_cached(name, device, heads, dtype, block)
-    attend_packed = of_update.function
-    if of_update.name != "xla" or mesh.shape[CONTEXT_AXIS] > 1:
+    train_kernel, sampler_kernel = _select_cached(name, device, heads, dtype, block)
+    attend_packed = train_kernel.function
+    if train_kernel.name != "xla" or mesh.shape[CONTEXT_AXIS] > 1:
         attend_packed = shard_attention(attend_packed, mesh)
-    names = of_update.name, of_sampler.name
+    names = train_kernel.name, sampler_kernel.name
     return AttentionKernels(
-        name=first if names == (first, first) else f"{names[0]}, in the sampler {names[1]}",
-        reason=reason if names == (first, first) else f"where {first} failed its check",
+        name=preferred
+        if names == (preferred, preferred)
+        else f"{names[0]}, in the sampler {names[1]}",
+        reason=reason if names == (preferred, preferred) else f"where {preferred} failed its check",
         attend_packed=attend_packed,
-        attend_pages=of_sampler.function,
-        page_tokens=PAGE_TOKENS[of_sampler.name],
-        shares_prompts=SHARES_PROMPTS[of_update.name],
-        past=XLA.past if copies_pages(of_sampler.name, device.platform) else None,
-        kernel_checks=of_update.kernel_checks + of_sampler.kernel_checks,
+        attend_pages=sampler_kernel.function,
+        page_tokens=PAGE_TOKENS[sampler_kernel.name],
+        shares_prompts=SHARES_PROMPTS[train_kernel.name],
+        past=XLA.past if copies_pages(sampler_kernel.name, device.platform) else None,
+        kernel_checks=train_kernel.kernel_checks + sampler_kernel.kernel_checks,
     )
 
 
@@ -104,14 +106,14 @@ def _select_cached(
     candidates = _list_candidates(name, device.platform, heads[2], dtype)
     config_key = "" if name == "auto" else "config.model.attention"
 
-    def of_update(name: str) -> list[Trial]:
+    def make_train_trials(name: str) -> list[Trial]:
         shares = SHARES_PROMPTS[name]
         if not dtype:
             return []
         make_packed_trial: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:make_packed_trial")
         return [make_packed_trial(*heads, dtype, device, shares_prompts=shares)]
 
-    def of_sampler(name: str) -> list[Trial]:
+    def make_sampler_trials(name: str) -> list[Trial]:
         if not dtype:
             return []
         make_paged_trial: Any = pkgutil.resolve_name(f"{TRIALS_MODULE}:make_paged_trial")
@@ -127,8 +129,8 @@ def _select_cached(
         }
         return select_kernel(make_trials, kernels, reference, config_key=config_key)
 
-    return select(TRAIN_KERNELS, of_update, XLA.attend_packed), select(
-        PAGED_KERNELS, of_sampler, XLA.attend_pages
+    return select(TRAIN_KERNELS, make_train_trials, XLA.attend_packed), select(
+        PAGED_KERNELS, make_sampler_trials, XLA.attend_pages
     )
 
 
@@ -155,8 +157,8 @@ def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> in
     """
     if platform == "cpu":
         return 16
-    needs_more = platform == "tpu" and num_heads < 4 * num_kv_heads
-    return 128 if needs_more and num_heads <= 16 else 64
+    needs_larger_blocks = platform == "tpu" and num_heads < 4 * num_kv_heads
+    return 128 if needs_larger_blocks and num_heads <= 16 else 64
 
 
 def resolve_kernel_name(
@@ -178,13 +180,11 @@ def resolve_kernel_name(
     if name == "auto":
         if kernels and not is_narrow:
             return "xla", f"since heads of {head_dim} are too wide for {next(iter(kernels))}"
-        first = (*_list_candidates(name, platform, head_dim, dtype), "xla")[0]
-        return first, f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
+        preferred = (*_list_candidates(name, platform, head_dim, dtype), "xla")[0]
+        return preferred, f"since the devices are {platform}s{explain_excluded(kernels, dtype)}"
     if name != "xla" and name not in kernels:
-        places = " and ".join(
-            f"{place}s" for place in TRAIN_KERNELS if name in TRAIN_KERNELS[place]
-        )
-        problem = f"kernels are for {places}, but the devices are {platform}s"
+        platforms = " and ".join(f"{key}s" for key in TRAIN_KERNELS if name in TRAIN_KERNELS[key])
+        problem = f"kernels are for {platforms}, but the devices are {platform}s"
     elif name != "xla" and not supports_dtype(name, dtype):
         problem = f"kernels multiply 16-bit floats, but config.model.dtype is '{dtype}'"
     elif name != "xla" and not is_narrow:
@@ -240,14 +240,14 @@ def _attend_pieces(
     backward pass sums the gradients of a device's keys over all devices.
     """
     T, piece_tokens = reads.shape[2], q.shape[1]
-    later = (
+    num_later_pieces = (
         T // piece_tokens - 1 - jax.lax.axis_index(CONTEXT_AXIS)
     )  # pieces after the device's piece
 
     def gather_rows(x: jax.Array) -> jax.Array:
-        pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT_AXIS), later, axis=0)
+        pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT_AXIS), num_later_pieces, axis=0)
         return pieces.swapaxes(0, 1).reshape(x.shape[0], T, *x.shape[2:])
 
-    places = later * piece_tokens
-    reads = shift_reads(jnp.roll(reads, places, axis=2), places)
+    shift = num_later_pieces * piece_tokens
+    reads = shift_reads(jnp.roll(reads, shift, axis=2), shift)
     return attend_packed(q, gather_rows(k), gather_rows(v), reads)

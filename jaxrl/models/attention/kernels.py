@@ -55,10 +55,12 @@ class AttentionKernels:
         R, T = segment_ids.shape
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            def by_row(x: jax.Array) -> jax.Array:
+            def split_rows(x: jax.Array) -> jax.Array:
                 return x.reshape(R * num_pieces, T // num_pieces, *x.shape[1:])
 
-            return self.attend_packed(by_row(q), by_row(k), by_row(v), reads).reshape(q.shape)
+            return self.attend_packed(split_rows(q), split_rows(k), split_rows(v), reads).reshape(
+                q.shape
+            )
 
         return attend
 
@@ -90,14 +92,17 @@ def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> 
     prev_segment_ids, prev_positions = (
         jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (segment_ids, positions)
     )
-    begins = (
+    begins_context = (
         (segment_ids != prev_segment_ids) | (segment_ids == 0) | (positions != prev_positions + 1)
     )
 
-    def last(is_start: jax.Array) -> jax.Array:
+    def find_last_start(is_start: jax.Array) -> jax.Array:
         return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
 
-    starts, shared = last(begins), last(begins & (positions == 0))
+    starts, shared = (
+        find_last_start(begins_context),
+        find_last_start(begins_context & (positions == 0)),
+    )
     first_positions = jnp.take_along_axis(positions, starts, axis=1)
     continues = (first_positions > 0) & (segment_ids > 0)
     shared_starts = jnp.where(continues, shared, T)

@@ -83,19 +83,19 @@ def pad_to_blocks(
 def pad_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
     """Pad `reads` to `length` tokens per row."""
     R, _, T = reads.shape
-    of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
-    padding = jnp.broadcast_to(of_padding.astype(reads.dtype), (R, *of_padding.shape))
+    padding_reads = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
+    padding = jnp.broadcast_to(padding_reads.astype(reads.dtype), (R, *padding_reads.shape))
     return jnp.concatenate([reads, padding], axis=2)
 
 
-def shift_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
-    """Update `reads` for rows shifted right by `places` tokens; padding fills the start."""
+def shift_reads(reads: Int[Array, "R 3 T"], shift: int | jax.Array) -> Int[Array, "R 3 T"]:
+    """Update `reads` for rows shifted right by `shift` tokens; padding fills the start."""
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = reads.shape[2]
-    is_before = jnp.arange(T) < places
-    starts = jnp.where(is_before, jnp.arange(T), starts + places)
-    shared_starts = jnp.where(is_before, T, shared_starts + places)
-    shared_ends = jnp.where(is_before | (shared_ends == 0), 0, shared_ends + places)
+    is_before = jnp.arange(T) < shift
+    starts = jnp.where(is_before, jnp.arange(T), starts + shift)
+    shared_starts = jnp.where(is_before, T, shared_starts + shift)
+    shared_ends = jnp.where(is_before | (shared_ends == 0), 0, shared_ends + shift)
     return jnp.stack([starts, shared_starts, shared_ends], axis=1).astype(reads.dtype)
 
 
@@ -120,7 +120,7 @@ def find_key_blocks(
     return shared, jnp.maximum(end - shared, 0), local
 
 
-def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
+def attention_mask(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
     """Return the mask of the keys that each query attends to, before causal masking."""
     starts, shared_starts, shared_ends = reads
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
@@ -166,7 +166,7 @@ def _forward_block(
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
     # Start with the diagonal block: each query attends to itself, so the maximum is finite.
-    scores = _scores(q, k[index], reads, index, is_diagonal=True)
+    scores = _compute_scores(q, k[index], reads, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
@@ -174,20 +174,20 @@ def _forward_block(
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         j = block_at(i)
-        scores = _scores(q, k[j], reads, j, is_diagonal=False)
+        scores = _compute_scores(q, k[j], reads, j, is_diagonal=False)
         new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights, correction = jnp.exp(scores - new), jnp.exp(highest - new)
         total = total * correction + weights.sum(axis=-1, keepdims=True)
         return new, total, out * correction + average(weights, v[j])
 
     if len(k) > 1:
-        count, block_at = _blocks_before(index, reads)
+        count, block_at = _find_blocks_before(index, reads)
         sums = jax.lax.fori_loop(0, count, add, sums)
     highest, total, out = sums
     return (out / total).astype(q.dtype), highest + jnp.log(total)
 
 
-def _blocks_before(
+def _find_blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Return how many earlier key blocks a query block attends to, and a map to their indices."""
@@ -196,12 +196,12 @@ def _blocks_before(
     return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
 
 
-def _scores(
+def _compute_scores(
     q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
     """Compute masked scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
     offsets = jnp.arange(k.shape[2])
-    mask = is_read(reads[..., None], key_block * len(offsets) + offsets)
+    mask = attention_mask(reads[..., None], key_block * len(offsets) + offsets)
     if is_diagonal:
         mask &= offsets <= offsets[:, None]
     mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(offsets), 1))
@@ -215,8 +215,8 @@ def _backward(
     scale = q.shape[4] ** -0.5
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
-    def step(sums: KVGradients, numbered: tuple[Any, ...]) -> tuple[KVGradients, jax.Array]:
-        index, block = numbered
+    def step(sums: KVGradients, indexed_block: tuple[Any, ...]) -> tuple[KVGradients, jax.Array]:
+        index, block = indexed_block
         dq, *dkv = _backward_pair(block, index, k, v, is_diagonal=True)
         sums = _add_at(sums, index, dkv)
 
@@ -228,7 +228,7 @@ def _backward(
             return carry[0] + dq, _add_at(carry[1], j, dkv)
 
         if len(k) > 1:
-            count, block_at = _blocks_before(index, block[1])
+            count, block_at = _find_blocks_before(index, block[1])
             dq, sums = jax.lax.fori_loop(0, count, add, (dq, sums))
         return sums, (dq * scale).astype(q.dtype)
 
@@ -249,7 +249,7 @@ def _backward_pair(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute gradients of queries, keys and values for a query block and key block `j`."""
     q, reads, lse, gradient, delta = block
-    weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
+    weights = jnp.exp(_compute_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     dv = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     dweights = _product("rkth,rksh->rkts", gradient, v[j])
     dscores = (weights * (dweights - delta)).astype(q.dtype)
@@ -298,23 +298,23 @@ def attend_pages(
     merged, row_limits = group_by_kv_head(q, limits, K)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)))
 
-    def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
+    def gather_pages(pages: jax.Array, ids: jax.Array) -> jax.Array:
         gathered = pages.at[ids].get(mode="clip").swapaxes(1, 2)
         return gathered.reshape(B, K, width * page, H)
 
     def read_step(index: jax.Array, acc: PartialSoftmax) -> PartialSoftmax:
         ids = jax.lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         product = jnp.einsum(
-            "bkqh,bkth->bkqt", merged, read(keys, ids), preferred_element_type=jnp.float32
+            "bkqh,bkth->bkqt", merged, gather_pages(keys, ids), preferred_element_type=jnp.float32
         )
-        places = index * width * page + jnp.arange(width * page)
-        is_read = places < row_limits[:, None, :, None]
-        scores = jnp.where(is_read, product * H**-0.5, MASK_VALUE)
-        return _add_part(acc, scores, read(values, ids))
+        positions = index * width * page + jnp.arange(width * page)
+        attention_mask = positions < row_limits[:, None, :, None]
+        scores = jnp.where(attention_mask, product * H**-0.5, MASK_VALUE)
+        return _update_softmax(acc, scores, gather_pages(values, ids))
 
     num_steps = -(-limits.max() // (width * page))
-    part = jax.lax.fori_loop(0, num_steps, read_step, _empty_part(merged.shape))
-    return ungroup_queries(*_finish(part), q.shape)
+    part = jax.lax.fori_loop(0, num_steps, read_step, _init_softmax(merged.shape))
+    return ungroup_queries(*_normalize_softmax(part), q.shape)
 
 
 def group_by_kv_head(
@@ -327,10 +327,10 @@ def group_by_kv_head(
     B, Q, N, H = q.shape
     merged = q.reshape(B, Q, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
     row_limits = jnp.repeat(limits, N // K, axis=1)
-    missing = max(rows - row_limits.shape[1], 0)
+    num_padding = max(rows - row_limits.shape[1], 0)
     return (
-        jnp.pad(merged, ((0, 0), (0, 0), (0, missing), (0, 0))),
-        jnp.pad(row_limits, ((0, 0), (0, missing))),
+        jnp.pad(merged, ((0, 0), (0, 0), (0, num_padding), (0, 0))),
+        jnp.pad(row_limits, ((0, 0), (0, num_padding))),
     )
 
 
@@ -373,11 +373,11 @@ def gather_past(
             v.swapaxes(1, 2).reshape(B, K, -1, H),
         )
 
-    ends = past_ends(M, page)
+    ends = past_boundaries(M, page)
     return tuple(piece(first, end) for first, end in zip([0, *ends], ends, strict=False))
 
 
-def past_ends(num_pages: int, page_tokens: int) -> list[int]:
+def past_boundaries(num_pages: int, page_tokens: int) -> list[int]:
     """Return where the past's pieces end, in pages: after `STEP_TOKENS`, then at each doubling."""
     ends = [min(max(STEP_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
@@ -401,9 +401,9 @@ def attend_past(
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
 
-    def scores(equation: str, keys: jax.Array, is_read: jax.Array) -> jax.Array:
+    def scores(equation: str, keys: jax.Array, attention_mask: jax.Array) -> jax.Array:
         product = jnp.einsum(equation, grouped, keys, preferred_element_type=jnp.float32)
-        return jnp.where(is_read, product * H**-0.5, MASK_VALUE)
+        return jnp.where(attention_mask, product * H**-0.5, MASK_VALUE)
 
     local = scores("bkgh,bkch->bkgc", keys, jnp.arange(keys.shape[2]) <= index)
     parts, start = [(local, values)], 0
@@ -445,7 +445,7 @@ def attend_chunk(
     grouped = q.reshape(B, K, N // K, H)
     product = jnp.einsum("bkgh,bkch->bkgc", grouped, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(jnp.arange(keys.shape[2]) <= index, product * H**-0.5, MASK_VALUE)
-    out, lse = _finish(_add_part(_empty_part(grouped.shape), scores, values))
+    out, lse = _normalize_softmax(_update_softmax(_init_softmax(grouped.shape), scores, values))
     return out.reshape(q.shape), lse.reshape(B, N)
 
 
@@ -462,13 +462,13 @@ def merge(
     return joined / (weight + other_weight)[..., None]
 
 
-def _empty_part(shape: tuple[int, ...]) -> PartialSoftmax:
+def _init_softmax(shape: tuple[int, ...]) -> PartialSoftmax:
     """Return the partial softmax over no keys, for queries of shape `[..., H]`."""
     zeros = jnp.zeros(shape[:-1], jnp.float32)
     return jnp.zeros(shape, jnp.float32), zeros + EMPTY_LSE, zeros
 
 
-def _add_part(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> PartialSoftmax:
+def _update_softmax(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> PartialSoftmax:
     """Update a partial softmax with scores `[B, K, q, t]` and values `[B, K, t, H]`."""
     average, highest, total = acc
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
@@ -484,7 +484,7 @@ def _add_part(acc: PartialSoftmax, scores: jax.Array, values: jax.Array) -> Part
     )
 
 
-def _finish(part: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
+def _normalize_softmax(part: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
     """Normalize a partial softmax; return the output and log-sum-exp."""
     average, highest, total = part
     total = jnp.where(total > 0, total, 1.0)

@@ -10,10 +10,10 @@ import pytest
 
 from jaxrl.extras.experts.routing import (
     ROUTED_EXPERTS,
-    add_layer,
     balance_loss,
     compute_usage_metrics,
     init_results,
+    record_layer,
     route,
     store_results,
 )
@@ -73,7 +73,7 @@ def test_models_whose_experts_are_computed_otherwise_share_no_program():
     def nothing(rows, weights, counts):
         return jnp.zeros((rows.shape[0], weights.shape[-1]), jnp.float32)
 
-    silent = replace(TINY_MOE, experts=replace(TINY_MOE.experts, product=nothing))
+    silent = replace(TINY_MOE, experts=replace(TINY_MOE.experts, grouped_matmul=nothing))
     assert silent == TINY_MOE  # as models, which they are whatever computes their experts
     scores = [
         ScoreStep(Model(model, mesh, XLA, num_tokens=NUM_TOKENS), temperature=1.0)(
@@ -91,7 +91,7 @@ def test_balance_and_metrics_by_hand():
     found = init_results(aux, num_layers=2, num_tokens=4, top_k=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))
-        found = add_layer(aux, found, number, route(logits, top_k=2, renormalize=True))
+        found = record_layer(aux, found, number, route(logits, top_k=2, renormalize=True))
     store_results(aux, found)
     usage = aux.statistics
     assert aux.recorded[ROUTED_EXPERTS].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first

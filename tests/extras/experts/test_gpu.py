@@ -78,7 +78,9 @@ def test_a_mixture_of_a_device_s_own_experts_is_the_same():
 
     def gradients(product):
         def loss(x, weights, shares):
-            found = apply_experts(x, weights, jnp.asarray(chosen), shares, product=product, first=2)
+            found = apply_experts(
+                x, weights, jnp.asarray(chosen), shares, grouped_matmul=product, first_expert=2
+            )
             return (found**2).sum()
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, shares)
@@ -112,7 +114,7 @@ def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
     make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = {"gate": (8, 32, 48), "up": (8, 32, 48), "down": (8, 48, 32)}
     program = lowered_for_gpu(
-        jax.jit(partial(apply_experts, product=for_gpu(gpu.grouped_matmul))),
+        jax.jit(partial(apply_experts, grouped_matmul=for_gpu(gpu.grouped_matmul))),
         make((64, 32)),
         {name: make(shape) for name, shape in shapes.items()},
         jax.ShapeDtypeStruct((64, 2), jnp.int32),
@@ -127,7 +129,7 @@ def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_w
     pairs = rows * row_tokens * model.top_k
 
     product = for_gpu(gpu.grouped_matmul)
-    experts = ExpertKernels(name="triton", reason="for a test", product=product)
+    experts = ExpertKernels(name="triton", reason="for a test", grouped_matmul=product)
     function, arguments = trainer_programs(
         replace(model, experts=experts), kernels="triton", rows=rows, row_tokens=row_tokens
     )["update"]

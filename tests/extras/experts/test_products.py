@@ -12,10 +12,10 @@ from jaxrl.extras.experts import tpu
 from jaxrl.extras.experts.choice import resolve_kernel_name
 from jaxrl.extras.experts.dispatch import apply_experts
 from jaxrl.extras.experts.products import (
+    choose_tile_rows,
     find_tiles,
     grouped_matmul,
     grouped_matmul_static,
-    tile_rows,
 )
 from tests.helpers import shapes_in
 
@@ -44,7 +44,7 @@ def test_tiles_by_hand():
     assert tiles.start[:5].tolist() == [0, 3, 7, 11, 12]
     assert tiles.group[:5].tolist() == [0, 2, 2, 2, 3]
     assert tiles.size[:5].tolist() == [3, 4, 4, 1, 1]
-    assert [tile_rows(*sizes) for sizes in ((1, 8), (64, 4), (100, 4), (4096, 4))] == [
+    assert [choose_tile_rows(*sizes) for sizes in ((1, 8), (64, 4), (100, 4), (4096, 4))] == [
         8,
         16,
         32,
@@ -131,7 +131,7 @@ def test_no_array_holds_tokens_times_experts_times_width():
 
     def largest(product):
         def loss(x, weights, shares):
-            return (apply_experts(x, weights, chosen, shares, product=product) ** 2).sum()
+            return (apply_experts(x, weights, chosen, shares, grouped_matmul=product) ** 2).sum()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, weights, shares).compile()
         return max(map(math.prod, shapes_in(compiled.as_text())))

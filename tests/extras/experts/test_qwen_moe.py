@@ -124,7 +124,7 @@ def test_the_sampler_computes_the_same(mixed):
     config, params, wanted = mixed
     token_ids = jnp.asarray(wanted["token_ids"])
     B, T = token_ids.shape
-    weights = config.decode_weights(params, jnp.float32)
+    weights = config.weights_for_decoding(params, jnp.float32)
     cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
     tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
     read = jax.jit(read_tokens, static_argnums=0)
@@ -173,7 +173,9 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
     fuse(fused)
     params = load_hf(fused)
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(source))
-    on_mesh = read_architecture(fused).on_mesh(one_device_mesh(), experts="auto")  # the same model
+    on_mesh = read_architecture(fused).with_kernels(
+        one_device_mesh(), experts="auto"
+    )  # the same model
     assert on_mesh.experts.mesh is not None
     save_hf(params, on_mesh, tmp_path / "export", source=fused)
     wanted, got = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))

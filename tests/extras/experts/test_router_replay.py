@@ -13,7 +13,7 @@ import pytest
 from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
-from jaxrl.extras.experts.routing import ROUTED_EXPERTS, recorded_dtype
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS, choose_index_dtype
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
@@ -140,7 +140,7 @@ def test_recorded_experts_survive_json(sampled):
 
 def test_the_smallest_dtype_has_a_number_that_is_no_experts():
     wanted = {8: np.uint8, 255: np.uint8, 256: np.uint16, 512: np.uint16}
-    assert {n: recorded_dtype(n).type for n in wanted} == wanted
+    assert {n: choose_index_dtype(n).type for n in wanted} == wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def test_training_computes_the_recorded_experts(sampled, renormalize):
             config, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False,
             remat="none",
         )  # fmt: skip
-        aux = model.aux(micro)
+        aux = model.make_aux(micro)
         found, _ = model.token_logprobs(params, micro, temperature=1.0, aux=aux)
         return found.sum(), (found, aux.statistics, getattr(config, "differences", []))
 

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxrl.extras.lora.adapter import Adapter, find_targets, hf_module_names
 from jaxrl.extras.lora.files import (
-    _transformers_name,
+    _to_transformers_name,
     check_adapter,
     load_adapter,
     load_base,
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
                 for matrix in ("kernel_a", "kernel_b")
             ]
             matrices[layer, place] = pair
-            modules[_transformers_name(adapter.model, module)].register_forward_hook(
+            modules[_to_transformers_name(adapter.model, module)].register_forward_hook(
                 lambda _, inputs, out, pair=pair: out + s * (inputs[0] @ pair[0]) @ pair[1]
             )
     ids = torch.tensor(token_ids)

@@ -308,7 +308,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
     found = []
     for is_merged in (False, True):
         adapter, params, base = loaded(name, base_dtype=base_dtype, is_merged=is_merged)
-        weights = adapter.decode_weights(merge_params(base, params), jnp.float32)
+        weights = adapter.weights_for_decoding(merge_params(base, params), jnp.float32)
         assert ("kernel_a" in weights["blocks"]["mlp"]["up"]) != is_merged
         found.append(plain_logits(adapter.model, weights, token_ids))
     np.testing.assert_allclose(*found, atol=1e-4)
@@ -317,7 +317,7 @@ def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
 def test_in_bfloat16_only_what_is_trained_stays_float32():
     adapter, params, base = loaded("lora_all_linear", base_dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype("bfloat16")}
-    weights = adapter.train_weights(merge_params(base, params), jnp.bfloat16)
+    weights = adapter.weights_for_training(merge_params(base, params), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     # s in B before it is rounded
     wanted = (params["blocks"]["mlp"]["up"]["kernel_b"] * 2).astype(jnp.bfloat16)

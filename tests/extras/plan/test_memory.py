@@ -185,7 +185,8 @@ class TestByHand:
             config = programs.small_run(1, 1, 1).with_values(keys)
             made = jax.eval_shape(
                 partial(
-                    build_policy_architecture(config, model).decode_weights, dtype=jnp.bfloat16
+                    build_policy_architecture(config, model).weights_for_decoding,
+                    dtype=jnp.bfloat16,
                 ),
                 model.abstract_params(),
             )

@@ -224,12 +224,12 @@ def test_learned_positions_by_hand():
     table = np.array([[0.0], [1.0], [4.0], [10.0], [11.0], [14.0], [50.0], [51.0], [54.0]])
     images = [image((1, 4, 2)), image((1, 2, 6))]
     places = jnp.asarray(vision.collate(images).coords)
-    at, sizes = vision._rows_and_columns(places)
+    at, sizes = vision._compute_patch_coords(places)
     # Unit by unit of 2 x 2.
     of_units = [[0, 0], [0, 1], [1, 0], [1, 1]]
     wanted = [[0, 0], [2, 0], [0, 0], [0, 2], [0, 4]]
     assert at.tolist() == [[r + i, c + j] for r, c in wanted for i, j in of_units]
-    found = vision._learned_positions(jnp.asarray(table, jnp.float32), at, sizes)[:, 0]
+    found = vision._interpolate_positions(jnp.asarray(table, jnp.float32), at, sizes)[:, 0]
     # Rows of the first lie at 0, 2/3, 4/3 and 2 of the grid, columns at 0 and 2.
     first = [0, 4, 20 / 3, 20 / 3 + 4, 10 + 40 / 3, 14 + 40 / 3, 50, 54]
     # Of the second, rows at 0 and 2, columns at 0, 0.4, 0.8, 1.2, 1.6 and 2.

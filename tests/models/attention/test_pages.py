@@ -84,7 +84,7 @@ def test_pages_or_their_copy_and_the_chunk_behind_them(shape):
 
 def test_pieces_of_a_past_cover_it():
     for num_pages in range(1, 200):
-        ends = reference.past_ends(num_pages, 16)
+        ends = reference.past_boundaries(num_pages, 16)
         assert ends == sorted(set(ends))
         assert ends[-1] == num_pages
         assert len(ends) <= 7
