@@ -28,7 +28,7 @@ class PolicyWeights:
         base_bytes: Bytes of the frozen weights.
         cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
         cast_table_bytes: Part of `cast_bytes` used by the embedding and output tables.
-        int8_layer: Number of int8 values per layer; these are cast when they are multiplied.
+        int8_layer: Number of int8 values per layer, which are cast when multiplied.
     """
 
     trained: int
