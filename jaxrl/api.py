@@ -32,7 +32,7 @@ from jaxrl.builders import validation
 from jaxrl.logs.display import Display
 from jaxrl.logs.results import SUITE_LABELS, Scores, format_scores, read_scores
 from jaxrl.logs.writers import parse_record
-from jaxrl.runtime.checkpoint import list_steps, quiet_orbax, read_value, sort_by_value
+from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, read_value, sort_by_value
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
@@ -223,7 +223,7 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     resolved = validation.validate(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redact_output())
-        stack.enter_context(quiet_orbax())
+        stack.enter_context(filter_orbax_logs())
         display = Display()
         stack.callback(display.stop)
         run_stages = launch.prepare_run(resolved, workdir, display, stack, **settings)

@@ -106,10 +106,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         with redact_output(), stop_on_signals(begun.is_set) as should_stop:
             config, workdir, job = _prepare(argv)
-            from jaxrl.runtime.checkpoint import quiet_orbax
+            from jaxrl.runtime.checkpoint import filter_orbax_logs
             from jaxrl.runtime.peers import join_job
 
-            with quiet_orbax():
+            with filter_orbax_logs():
                 peers = None
                 try:
                     peers = job and join_job(job, deadline_s=_PEER_DEADLINE_S.value)

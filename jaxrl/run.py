@@ -21,7 +21,12 @@ from jaxrl.logs.trackers import open_metrics_log
 from jaxrl.logs.writers import write_samples
 from jaxrl.models.initial_weights import load_frozen_params, load_trained_params
 from jaxrl.runtime import distributed, resume
-from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, optimizer_items, sort_by_value
+from jaxrl.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    make_optimizer_items,
+    sort_by_value,
+)
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import make_restore_target, param_shardings
 from jaxrl.runtime.versions import collect_kernel_checks, write_environment
@@ -392,7 +397,7 @@ def load_initial_params(run_state: RunState) -> Params:
                 f"warning: {check.operation}: {check.kernel} fails its check, trying the next: "
                 f"{check.finding}"
             )
-    display.log(f"sampler shapes: {run_state.components.engine.shapes()}")
+    display.log(f"sampler shapes: {run_state.components.engine.describe_shapes()}")
     counter = display.counter("loading weights, MiB")
     model = run_state.components.model
     load_args = model, settings.model_path, settings.architecture, counter
@@ -430,6 +435,6 @@ def build_restore_targets(components: Components, saved: dict[str, Any]) -> dict
     optimizer = components.stages[progress.stage].optimizer
     fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)
     state = make_restore_target(fresh, state_shardings(mesh, trained, optimizer))
-    targets = {"params": params, "optimizer": optimizer_items(state)}
+    targets = {"params": params, "optimizer": make_optimizer_items(state)}
     has_reference = progress.stage == "train" and components.method.has_reference
     return targets | ({"ref_params": params} if has_reference else {})

@@ -215,7 +215,9 @@ def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._build_rows([[] for _ in range(engine.num_shards)], num_rows)
-    blocks, _ = engine._prefill_batcher.blocks((), 4 * engine.programs.block_tokens, engine._tables)
+    blocks, _ = engine._prefill_batcher.make_blocks(
+        (), 4 * engine.programs.block_tokens, engine._tables
+    )
     places = np.zeros(engine.num_shards * PAGES_PER_TRANSFER, np.int32)
     one = np.float32(1)
     arguments = {

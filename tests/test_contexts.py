@@ -19,7 +19,7 @@ from jaxrl.logs.records import trajectory_to_record
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
-from jaxrl.sampling.contexts import ContextRule, TurnIds, drop_observations, last_turns
+from jaxrl.sampling.contexts import ContextRule, TurnIds, drop_observations, keep_last_turns
 from jaxrl.sampling.demonstrations import encode_demonstration
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.observations import encode_observation
@@ -73,9 +73,9 @@ def test_what_is_kept_by_hand():
     assert drop_observations(TURNS, 1) == [10, 11, 1, 20, 21, 2, *three]
     assert drop_observations(TURNS, 2) == [10, 11, 1, *two, *three]
     assert drop_observations(TURNS, 9) == [*one, *two, *three]
-    assert last_turns(TURNS, 1) == three
-    assert last_turns(TURNS, 2) == [*two, *three]
-    assert last_turns(TURNS, 9) == [*one, *two, *three]
+    assert keep_last_turns(TURNS, 1) == three
+    assert keep_last_turns(TURNS, 2) == [*two, *three]
+    assert keep_last_turns(TURNS, 9) == [*one, *two, *three]
 
 
 def test_as_many_as_there_is_room_for_are_kept():

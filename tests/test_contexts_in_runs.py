@@ -76,5 +76,5 @@ def test_sampler_and_trainer_agree_and_a_killed_run_goes_on(name, tiny_world, so
 
 def test_an_engine_has_room_for_a_context_and_a_row_for_all(tiny_world, source):
     parts = build(configured(tiny_world, source, "last_turns"))
-    assert "up to 6 per row" in parts.engine.shapes()  # pages of 16 tokens
+    assert "up to 6 per row" in parts.engine.describe_shapes()  # pages of 16 tokens
     assert parts.stages["train"].shape.max_tokens == 320

@@ -51,7 +51,7 @@ from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime.checkpoint import latest_complete_step
 from jaxrl.runtime.compilation import clear_cache_if_edited
-from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
+from jaxrl.runtime.sharding import check_even_split, local_mesh, make_mesh
 from jaxrl.sampling.contexts import ContextRule
 from jaxrl.sampling.decode import should_scan_layers
 from jaxrl.sampling.demonstrations import Demonstration, read_demonstrations
@@ -167,10 +167,10 @@ def build(
     def make_local_rollout(env: Env, image_processor: Processor | None = processor) -> Any:
         arguments = (tokenizer, limits, schedule, reward_combiner, image_processor)
         if external is not None:
-            return external.rollout(env, *arguments)
+            return external.make_rollout(env, *arguments)
         if c.has_custom_rollout:
             custom_env: Any = env
-            return custom_env.rollout(engine, *arguments, log=log)
+            return custom_env.make_rollout(engine, *arguments, log=log)
         assert engine is not None
         return Rollout(engine, env, tokenizer, automaton, *arguments[1:])
 
@@ -340,7 +340,7 @@ def read_model_and_tokenizer(
     folder = c.model.path
     model = read_architecture(folder, c.model.architecture)
     if is_local:
-        check_model_fits(mesh, model)
+        check_even_split(mesh, model)
         for key, supported in (
             ("balance_coef", model.statistics),
             ("replay", model.recorded),

@@ -24,7 +24,7 @@ from jaxrl.runtime.checkpoint import read_latest_position, restore_params
 from jaxrl.runtime.compilation_cache import use_compilation_cache
 from jaxrl.runtime.host_memory import trim_memory_after_compiling
 from jaxrl.runtime.resume import add_code_folders, check_checkpoint_exists, read_prompt_time
-from jaxrl.runtime.sharding import make_restore_target, mesh_sizes, param_shardings
+from jaxrl.runtime.sharding import compute_mesh_sizes, make_restore_target, param_shardings
 from jaxrl.sampling.weights import donate
 from jaxrl.training.run_state import Progress
 from jaxrl.types import Params
@@ -203,10 +203,10 @@ def fit_config_to_host(config: ConfigDict) -> int:
     num_devices = jax.device_count()
     config.mesh.rollout_devices = 0
     try:
-        sizes = mesh_sizes(num_devices, **config.mesh)
+        sizes = compute_mesh_sizes(num_devices, **config.mesh)
     except ValueError:
         config.mesh.update(data=1, fsdp=-1, context=1, expert=1, tensor=1)
-        sizes = mesh_sizes(num_devices, **config.mesh)
+        sizes = compute_mesh_sizes(num_devices, **config.mesh)
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     config.rollout.max_num_seqs = shards * sizes["context"]
     config.rollout.group_size = 1

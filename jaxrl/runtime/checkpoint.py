@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
+def filter_orbax_logs() -> Iterator[None]:
     """Hide log lines in which Orbax and its threads repeat errors that they also raise.
 
     If the body raises, the filters stay active: some of these lines appear when Python exits.
@@ -127,7 +127,7 @@ class Checkpointer:
         self.wait()
         items = {
             "params": ocp.args.StandardSave(state.params),
-            "optimizer": ocp.args.StandardSave(optimizer_items(state)),
+            "optimizer": ocp.args.StandardSave(make_optimizer_items(state)),
             "position": ocp.args.JsonSave(position),
         }
         if ref_params is not None:
@@ -148,8 +148,8 @@ class Checkpointer:
             return
         write_manifest(self._folder / str(step), step, value)
         (self._folder / "saving").unlink()
-        values = self._values()
-        for old in values.keys() - steps_to_keep(values, self._keep, self._keep_best):
+        values = self._read_values()
+        for old in values.keys() - select_steps_to_keep(values, self._keep, self._keep_best):
             remove_atomic(self._folder / str(old))
         _finish_interrupted(self._folder)
 
@@ -170,10 +170,10 @@ class Checkpointer:
     def values(self) -> dict[int, float | None]:
         """Return the evaluation score of each saved step; None for a step without evaluation."""
         self.wait()
-        pairs = list(self._values().items()) if distributed.is_main() else []
+        pairs = list(self._read_values().items()) if distributed.is_main() else []
         return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
 
-    def _values(self) -> dict[int, float | None]:
+    def _read_values(self) -> dict[int, float | None]:
         return {step: read_value(self._folder / str(step)) for step in list_steps(self._folder)}
 
     def latest_position(self) -> tuple[int, dict[str, Any]] | None:
@@ -194,8 +194,8 @@ class Checkpointer:
         steps = sorted(self.values(), reverse=True)
         earlier = [number for number in steps if number <= step]
         is_main = distributed.is_main()
-        found = choose_step(self._folder, earlier)[0] if is_main else None
-        if distributed.broadcast(found) is None:
+        target = choose_step(self._folder, earlier)[0] if is_main else None
+        if distributed.broadcast(target) is None:
             raise CheckpointError(
                 f"the run must go back to step {step}, but {self._folder} has no complete "
                 "checkpoint of it or of an earlier step. Restore one from a copy, remove "
@@ -216,7 +216,7 @@ class Checkpointer:
 
         Args:
             targets: Function from a position to the shapes, dtypes and shardings of the items to
-                restore: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
+                restore: `params`, `optimizer` (see `make_optimizer_items`), `ref_params`.
             step: Step of the checkpoint; None for the newest undamaged one.
 
         Raises:
@@ -244,7 +244,7 @@ class Checkpointer:
                 "best one to end with."
             )
         items = self._restore_items(
-            step, {"params": state.params, "optimizer": optimizer_items(state)}
+            step, {"params": state.params, "optimizer": make_optimizer_items(state)}
         )
         return step, TrainState(params=items["params"], **items["optimizer"])
 
@@ -256,7 +256,7 @@ class Checkpointer:
         step, damaged = distributed.broadcast((step, damaged))
         if damaged and step is None:
             raise CheckpointError(
-                f"{_unreadable(self._folder, damaged)} Restore one from a copy, or name "
+                f"{_describe_unreadable(self._folder, damaged)} Restore one from a copy, or name "
                 "another --workdir to start over."
             )
         if damaged:
@@ -306,7 +306,7 @@ def choose_step(folder: Path, steps: Iterable[int]) -> tuple[int | None, list[tu
     return None, damaged
 
 
-def _unreadable(folder: Path, damaged: Iterable[tuple[int, str]]) -> str:
+def _describe_unreadable(folder: Path, damaged: Iterable[tuple[int, str]]) -> str:
     reasons = "; ".join(f"checkpoint {step}: {damage}" for step, damage in damaged)
     return f"no checkpoint in {folder} can be read: {reasons or 'there is none'}."
 
@@ -357,7 +357,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     steps = sorted(list_steps(folder), reverse=True) if step is None else [step]
     step, damaged = choose_step(folder, steps)
     if step is None:
-        raise CheckpointError(_unreadable(folder, damaged))
+        raise CheckpointError(_describe_unreadable(folder, damaged))
     with ocp.StandardCheckpointer() as checkpointer:
         return step, checkpointer.restore(folder.absolute() / str(step) / "params", target)
 
@@ -368,7 +368,7 @@ def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
     return [step for _, step in ranked]
 
 
-def steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
+def select_steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest values."""
     return {*sorted(values)[-keep:], *sort_by_value(values)[:keep_best]}
 
@@ -397,8 +397,8 @@ def find_damage(folder: Path, step: int) -> str | None:
         return f"{MANIFEST}: missing or unreadable"
     if content.pop("sha256", "") != _hash_json(content) or content["step"] != step:
         return f"{MANIFEST}: not the one that was written for checkpoint {step}"
-    written, found = content["files"], _hash_files(folder, content["files"])
-    damaged = [name for name in written if found[name] != written[name]]
+    expected, actual = content["files"], _hash_files(folder, content["files"])
+    damaged = [name for name in expected if actual[name] != expected[name]]
     return f"{damaged[0]}: missing, or not as it was written" if damaged else None
 
 
@@ -433,7 +433,7 @@ def _finish_interrupted(folder: Path) -> None:
         recover(leftover.with_suffix(""))
 
 
-def optimizer_items(state: TrainState) -> dict[str, Any]:
+def make_optimizer_items(state: TrainState) -> dict[str, Any]:
     """Return everything in a training state except the parameters, for saving."""
     return {
         "opt_state": state.opt_state,

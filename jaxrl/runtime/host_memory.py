@@ -21,11 +21,11 @@ def trim_memory() -> None:
 
     After a compilation, this is most of the memory that the compiler used.
     """
-    _trim()(0)
+    _load_malloc_trim()(0)
 
 
 @functools.cache
-def _trim() -> Callable[[int], Any]:
+def _load_malloc_trim() -> Callable[[int], Any]:
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
@@ -36,8 +36,8 @@ def _trim() -> Callable[[int], Any]:
 def trim_memory_after_compiling() -> None:
     """Call `trim_memory` after each long compilation from now on."""
 
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+    def on_event(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT and duration_secs > LONG_COMPILE_S:
             trim_memory()
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(on_event)

@@ -38,7 +38,7 @@ def find_job(
     if cluster is not None and given:
         raise ValueError(f"--cluster={cluster} and {given[0]} were both set; expected only one.")
     if cluster == "slurm":
-        return _slurm_job()
+        return _read_slurm_job()
     if cluster == "tpu":
         return Job(coordinator=None, num_processes=None, process_id=None)
     if not given:
@@ -63,7 +63,7 @@ def find_job(
     return Job(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
 
 
-def _slurm_job() -> Job:
+def _read_slurm_job() -> Job:
     """Read the job from Slurm's environment variables; derive the port from the job id."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
     missing = [name for name in names if name not in os.environ]
@@ -81,11 +81,13 @@ def _slurm_job() -> Job:
         )
     port = os.environ.get("JAX_COORDINATOR_PORT") or 61_440 + int(job) % 4096
     return Job(
-        coordinator=f"{first_host(nodes)}:{port}", num_processes=int(count), process_id=int(index)
+        coordinator=f"{parse_first_host(nodes)}:{port}",
+        num_processes=int(count),
+        process_id=int(index),
     )
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list, such as `a12` for `a[12-15,20],b3`."""
     head, bracket, rest = nodes.partition("[")
     if not bracket or "," in head:

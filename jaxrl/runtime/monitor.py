@@ -114,7 +114,7 @@ class _Link:
         self.buffer += data
         return bool(data)
 
-    def lines(self) -> list[dict[str, Any]] | None:
+    def pop_lines(self) -> list[dict[str, Any]] | None:
         """Remove and parse the complete lines in `buffer`; return None if any is malformed."""
         *lines, self.buffer = self.buffer.split(b"\n")
         try:
@@ -128,7 +128,7 @@ class _Link:
 
     def read(self) -> list[dict[str, Any]] | None:
         """Receive lines; return None if the other end is closed or the lines are malformed."""
-        return self.lines() if self.receive() else None
+        return self.pop_lines() if self.receive() else None
 
     def write(self, **line: Any) -> None:
         if self.connection is not None:
@@ -145,7 +145,7 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._process_link = _Link(index=settings.index, read_fd=0)
         self._links: list[_Link] = []
-        self._add(self._process_link)
+        self._add_link(self._process_link)
         self._listener: socket.socket | None = None
         self._missing: set[int] = set()  # monitors that have not joined yet
         self._loss: ProcessLoss | None = None
@@ -173,13 +173,13 @@ class Monitor:
             return
         with contextlib.suppress(OSError):
             connection.sendall(f"{settings.token} {settings.index}\n".encode())
-        self._add(_Link(index=0, read_fd=connection.fileno(), connection=connection))
+        self._add_link(_Link(index=0, read_fd=connection.fileno(), connection=connection))
 
-    def _add(self, link: _Link) -> None:
+    def _add_link(self, link: _Link) -> None:
         self._links.append(link)
         self._selector.register(link.read_fd, selectors.EVENT_READ, link)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop_link(self, link: _Link) -> None:
         self._links.remove(link)
         self._selector.unregister(link.read_fd)
         if link.connection is not None:
@@ -208,14 +208,14 @@ class Monitor:
             return
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            self._add(_Link(index=None, read_fd=connection.fileno(), connection=connection))
+            self._add_link(_Link(index=None, read_fd=connection.fileno(), connection=connection))
 
     def _drop_unauthenticated(self) -> None:
         """Drop callers that have not sent the token in time, and the oldest beyond the limit."""
         now, max_callers = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
         for rank, link in enumerate(reversed(self._unauthenticated_links())):
             if rank >= max_callers or now - link.connected_at > self._settings.handshake_timeout_s:
-                self._drop(link)
+                self._drop_link(link)
 
     def _unauthenticated_links(self) -> list[_Link]:
         """Return the callers that have not sent the token, oldest first."""
@@ -227,9 +227,9 @@ class Monitor:
         if link.index is None and not self._authenticate(link, is_open=is_open):
             return None
         assert link.index is not None
-        lines = link.lines() if is_open else None
+        lines = link.pop_lines() if is_open else None
         if lines is None:
-            self._drop(link)
+            self._drop_link(link)
             if link.is_finished:
                 return None
             cause = "it ended" if link is self._process_link else "its monitor ended"
@@ -261,7 +261,7 @@ class Monitor:
             token, self._settings.token.encode()
         )
         if not (has_token and index.isdigit() and int(index) in self._missing):
-            self._drop(link)
+            self._drop_link(link)
             return False
         link.index, link.buffer = int(index), buffer
         self._missing.remove(link.index)
@@ -272,7 +272,7 @@ class Monitor:
             self._listener.close()
             self._listener = None
             for unauthenticated in self._unauthenticated_links():
-                self._drop(unauthenticated)
+                self._drop_link(unauthenticated)
         return True
 
     def _check_timeouts(self) -> ProcessLoss | None:
@@ -328,7 +328,7 @@ class Monitor:
         deadline = time.monotonic() + (0 if is_silent else GRACE_S)
         self._send_to_process(**asdict(loss))
         for link in [link for link in self._links if link is not self._process_link]:
-            self._drop(link)
+            self._drop_link(link)
         if self._listener is not None:
             self._selector.unregister(self._listener)
         while time.monotonic() < deadline:
@@ -346,7 +346,7 @@ class Monitor:
             for key, _ in self._selector.select(timeout=HEARTBEAT_INTERVAL_S / 2):
                 lines = key.data.read()
                 if lines is None:
-                    self._drop(key.data)
+                    self._drop_link(key.data)
                     hub = None if key.data is hub else hub
                 for line in lines or []:
                     if "lost" in line:

@@ -50,10 +50,10 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
     with connection:
         try:
             connection.sendall(_PREFACE)
-            answer = connection.recv(9)
+            response = connection.recv(9)
         except OSError:
-            answer = b""
-    if answer[3:4] != bytes([_SETTINGS]):
+            response = b""
+    if response[3:4] != bytes([_SETTINGS]):
         raise OSError(
             f"process {job.process_id} found a program other than process 0 at {job.coordinator}: "
             "the port is taken. Name a free port in the --coordinator of every process (under "
@@ -73,7 +73,7 @@ class MonitorClient:
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
         # Processes may reach the host of process 0 at different addresses.
-        routes = gather(find_route(find_main_address(coordinator)))
+        routes = gather(find_reachable_address(find_main_address(coordinator)))
         listener = open_listener(routes[1:]) if index == 0 else None
         port = listener.getsockname()[1] if listener else 0
         processes = gather([name, port, secrets.token_hex(16)])
@@ -183,15 +183,15 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
     Raises:
         OSError: Process 0 cannot listen on the coordinator's port.
     """
-    known: dict[str, Any] = {}
+    init_options: dict[str, Any] = {}
     if job.coordinator is not None:
         if job.process_id == 0:
             _check_port(job.coordinator)
-        known = {
+        init_options = {
             "coordinator_address": job.coordinator,
             "num_processes": job.num_processes,
             "process_id": job.process_id,
-            **_bind_options(job.coordinator),
+            **_make_bind_options(job.coordinator),
             # This process uses all devices of its host; under Slurm JAX would give it only one.
             "cluster_detection_method": "deactivate",
         }
@@ -200,7 +200,7 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
     # On a loss JAX ends processes without naming the lost one, so the monitors must be faster.
     with _report_waiting(job):
         jax.distributed.initialize(
-            **known,
+            **init_options,
             heartbeat_timeout_seconds=int(2 * deadline_s + 60),
             initialization_timeout=int(
                 JOIN_TIMEOUT_S + 60
@@ -212,10 +212,12 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
 def _check_port(coordinator: str) -> None:
     """Check that the port is free: JAX's own error would name neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
-    bind_host, _, _ = _bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    bind_host, _, _ = (
+        _make_bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    )
     host = bind_host.strip("[]")
     try:
-        socket.create_server((host, int(port)), family=_family(host)).close()
+        socket.create_server((host, int(port)), family=_get_address_family(host)).close()
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OSError(
@@ -252,7 +254,7 @@ def _report_waiting(
         has_joined.set()
 
 
-def _bind_options(coordinator: str) -> dict[str, Any]:
+def _make_bind_options(coordinator: str) -> dict[str, Any]:
     """Return the options that bind JAX's coordinator to a loopback address; else {}."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # raised for a host name
@@ -277,7 +279,7 @@ def find_local_address() -> str:
     return socket.gethostname()
 
 
-def find_route(host: str) -> str:
+def find_reachable_address(host: str) -> str:
     """Return the address at which this host reaches `host`, or `host` if there is no route."""
     addresses: list[Any] = []
     with contextlib.suppress(OSError):
@@ -293,7 +295,7 @@ _ANY_PORT = 9
 """Port for sockets that look up a route; no packet is sent there."""
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _get_address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -305,7 +307,7 @@ def open_listener(routes: Sequence[str]) -> socket.socket:
     """
     if len(set(routes)) == 1:
         with contextlib.suppress(OSError):
-            return socket.create_server((routes[0], 0), family=_family(routes[0]))
+            return socket.create_server((routes[0], 0), family=_get_address_family(routes[0]))
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)

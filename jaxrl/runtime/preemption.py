@@ -44,12 +44,12 @@ def exit_on_signals(message: str = NOTHING_TO_SAVE, code: int | None = EXIT_INTE
         code: Exit code; None for 128 plus the signal's number.
     """
 
-    def end(number: int, _: object) -> None:
+    def exit_process(number: int, _: object) -> None:
         _write_stderr(f"{signal.Signals(number).name}: {message}")
         os._exit(128 + number if code is None else code)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, exit_process)
 
 
 def _write_stderr(line: str) -> None:

@@ -254,11 +254,11 @@ def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -
     Raises:
         ValueError: Some changes do. The message lists them.
     """
-    refused = [change for change in changes if not change.is_free]
-    if refused:
+    rejected = [change for change in changes if not change.is_free]
+    if rejected:
         raise ValueError(
             f"{workdir} is at step {record.step} of a run with other settings: "
-            f"{'; '.join(map(str, refused))}. Set them back to resume, or set --workdir to "
+            f"{'; '.join(map(str, rejected))}. Set them back to resume, or set --workdir to "
             "another folder to start over; --accept_changes continues with them and records the "
             "change."
         )
@@ -288,9 +288,13 @@ def write_history(
 
     An evaluation-only start does not change the run, so only its differences are recorded.
     """
-    known = {} if record is None else record.contents
+    known_contents = {} if record is None else record.contents
     is_run = set(stages) != {"evaluate"} or record is None
-    if record is not None and not changes and not (is_run and contents.keys() - known.keys()):
+    if (
+        record is not None
+        and not changes
+        and not (is_run and contents.keys() - known_contents.keys())
+    ):
         return
     line = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -333,15 +337,15 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
         file.write(to_json(config))
 
 
-def launch_folder(run: Path) -> Path:
+def read_launch_folder(run: Path) -> Path:
     """Return the folder from which a run was last started, or the current one if unknown."""
-    folder = Path(str(_starts(run)[-1].get("folder", "")))
+    folder = Path(str(_read_starts(run)[-1].get("folder", "")))
     return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
 
 
 def add_code_folders(run: Path) -> None:
     """Append to `sys.path` the folders from which a run imported user code."""
-    for folder in _starts(run)[-1].get("code_folders", []):
+    for folder in _read_starts(run)[-1].get("code_folders", []):
         if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
@@ -351,11 +355,11 @@ def read_prompt_time(run: Path) -> datetime:
 
     Chat templates may insert today's date. A run that resumes on another day keeps the first date.
     """
-    times = [start["prompt_time"] for start in _starts(run) if "prompt_time" in start]
+    times = [start["prompt_time"] for start in _read_starts(run) if "prompt_time" in start]
     return datetime.fromisoformat(times[0]) if times else datetime.now().replace(microsecond=0)
 
 
-def _starts(run: Path) -> list[dict[str, Any]]:
+def _read_starts(run: Path) -> list[dict[str, Any]]:
     """Read the starts in a run's `environment.json`; return `[{}]` if there are none."""
     try:
         return read_starts(run / "environment.json") or [{}]

@@ -46,7 +46,7 @@ LOGICAL_AXIS_RULES: dict[str | None, str | tuple[str, ...] | None] = {
 }
 
 
-def mesh_sizes(
+def compute_mesh_sizes(
     num_devices: int,
     *,
     data: int,
@@ -74,32 +74,36 @@ def mesh_sizes(
         )
     num_devices -= rollout_devices * num_processes
     sizes = {"data": data, "fsdp": fsdp, CONTEXT_AXIS: context, "expert": expert, "tensor": tensor}
-    free = [name for name, size in sizes.items() if size == -1]
+    free_axes = [name for name, size in sizes.items() if size == -1]
     fixed_sizes = [size for size in sizes.values() if size != -1]
-    known = math.prod(fixed_sizes)
+    fixed_product = math.prod(fixed_sizes)
     shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    is_valid = len(free) <= 1 and min(fixed_sizes) >= 1 and num_devices % known == 0
-    if not is_valid or (not free and known != num_devices):
+    is_valid = len(free_axes) <= 1 and min(fixed_sizes) >= 1 and num_devices % fixed_product == 0
+    if not is_valid or (not free_axes and fixed_product != num_devices):
         raise ValueError(
             f"config.mesh ({shape}) does not fit the number of devices, {num_devices}"
             f"{' without those of rollout_devices' if rollout_devices else ''}; the sizes "
             "must be positive and multiply to it, and one of them may be -1 (what is left)."
         )
-    if free:
-        sizes[free[0]] = num_devices // known
+    if free_axes:
+        sizes[free_axes[0]] = num_devices // fixed_product
     return sizes
 
 
 def make_mesh(*, rollout_devices: int = 0, devices: Any = None, **axes: int) -> Mesh:
     """Make a mesh over all devices except the last `rollout_devices` of each process.
 
-    `axes` are the axis arguments of `mesh_sizes`.
+    `axes` are the axis arguments of `compute_mesh_sizes`.
     """
     devices, count = jax.devices() if devices is None else devices, jax.process_count()
-    sizes = mesh_sizes(len(devices), **axes, rollout_devices=rollout_devices, num_processes=count)
+    sizes = compute_mesh_sizes(
+        len(devices), **axes, rollout_devices=rollout_devices, num_processes=count
+    )
     if rollout_devices:
-        own = [[d for d in devices if d.process_index == index] for index in range(count)]
-        devices = [device for part in own for device in part[:-rollout_devices]]
+        devices_by_process = [
+            [d for d in devices if d.process_index == index] for index in range(count)
+        ]
+        devices = [device for part in devices_by_process for device in part[:-rollout_devices]]
     return Mesh(
         arrange_devices(devices, sizes, with_gaps=rollout_devices > 0),
         tuple(sizes),
@@ -139,7 +143,7 @@ def arrange_devices(
     by_process = np.array(in_order).reshape(shape)
     if not is_process_local(by_process):
         num_local = min(Counter(device.process_index for device in devices).values())
-        raise process_span_error(sizes, num_local)
+        raise make_process_span_error(sizes, num_local)
     return by_process
 
 
@@ -148,7 +152,7 @@ def devices_per_replica(sizes: Mapping[str, int]) -> int:
     return sizes["expert"] * sizes["tensor"]
 
 
-def process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueError:
+def make_process_span_error(sizes: Mapping[str, int], num_local: int) -> ValueError:
     """Create the error for `expert` and `tensor` axes that do not fit in one process."""
     names = [name for name in ("expert", "tensor") if sizes[name] > 1]
     keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
@@ -165,14 +169,16 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
     the mesh has only those devices. Otherwise, a single process samples on `mesh` itself.
     """
     if rollout_devices:
-        own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
+        local_devices = [
+            device for device in jax.local_devices() if device not in mesh.devices.flat
+        ]
     elif jax.process_count() == 1:
         return mesh
     else:
-        own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     model_axes = {name: mesh.shape[name] for name in ("expert", "tensor")}
     sizes = dict.fromkeys(mesh.axis_names, 1) | {"data": -1} | model_axes
-    devices = np.array(own).reshape(tuple(sizes.values()))
+    devices = np.array(local_devices).reshape(tuple(sizes.values()))
     return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -182,12 +188,12 @@ def move_to_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) ->
     The array must be split only along `expert` and `tensor`, so that each process has all of it.
     """
     parts = [shard.data for shard in array.addressable_shards]
-    own = NamedSharding(local_mesh(mesh), sharding.spec)
-    local = jax.make_array_from_single_device_arrays(array.shape, own, parts)
+    local_sharding = NamedSharding(local_mesh(mesh), sharding.spec)
+    local = jax.make_array_from_single_device_arrays(array.shape, local_sharding, parts)
     return jax.device_put(local, sharding)
 
 
-def check_model_fits(mesh: Mesh, config: Architecture) -> None:
+def check_even_split(mesh: Mesh, config: Architecture) -> None:
     """Check that the mesh splits the model's experts and key-value heads evenly.
 
     Raises:
@@ -272,7 +278,7 @@ def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) ->
     A dimension is not split by mesh axes that do not divide it. With `for_decode`, only `tensor`
     and, for experts, `expert` split weights, so that a decode step gathers no weights.
     """
-    return _shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
+    return _make_shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
 
 
 def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
@@ -287,12 +293,12 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     axes = config.decode_axes()
     if isinstance(weights["blocks"], tuple):
         layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
-        layers = tuple({name: layer[name] for name in own} for own in weights["blocks"])
+        layers = tuple({name: layer[name] for name in block} for block in weights["blocks"])
         axes = {**axes, "blocks": layers}
-    return _shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
+    return _make_shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
 
 
-def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: bool) -> Any:
+def _make_shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: bool) -> Any:
     def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
         names = [LOGICAL_AXIS_RULES[axis] for axis in axes]
         if for_decode:

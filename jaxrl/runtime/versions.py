@@ -95,14 +95,14 @@ def find_commit(folder: Path) -> str | None:
     Return None if git does not track the code, even if the folder is inside a repository.
     """
 
-    def git(*arguments: str) -> str:
+    def run_git(*arguments: str) -> str:
         command = ["git", *arguments]
         options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
         return subprocess.run(command, cwd=folder, timeout=10, **options).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")
-        changed = git("status", "--porcelain", "--untracked-files=no", ".")
-        return git("rev-parse", "HEAD") + "+" * bool(changed)
+        run_git("ls-files", "--error-unmatch", "__init__.py")
+        changed = run_git("status", "--porcelain", "--untracked-files=no", ".")
+        return run_git("rev-parse", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None

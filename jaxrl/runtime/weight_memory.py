@@ -23,20 +23,20 @@ class PolicyWeights:
     """Size of a policy's weights on one device.
 
     Attributes:
-        trained: Number of trained values, which are float32.
+        num_trained: Number of trained values, which are float32.
         has_adapter: True if only an adapter is trained.
         base_bytes: Bytes of the frozen weights.
         cast_bytes: Bytes of the copies that an update makes in the compute dtypes.
         cast_table_bytes: Part of `cast_bytes` used by the embedding and output tables.
-        int8_layer: Number of int8 values per layer, which are cast when multiplied.
+        int8_values_per_layer: Number of int8 values per layer, which are cast when multiplied.
     """
 
-    trained: int
+    num_trained: int
     has_adapter: bool
     base_bytes: int
     cast_bytes: int
     cast_table_bytes: int
-    int8_layer: int
+    int8_values_per_layer: int
 
 
 def count_elements(tree: Any) -> int:
@@ -73,7 +73,7 @@ def count_weights(
         cast_bytes += num_bytes
         cast_table_bytes += num_bytes * (path[0] not in layer_entries)
     return PolicyWeights(
-        trained=sum(size for size, _ in trained.values()),
+        num_trained=sum(size for size, _ in trained.values()),
         has_adapter=policy.wrapper is not None,
         base_bytes=sum(
             size * param_dtype.itemsize
@@ -82,7 +82,7 @@ def count_weights(
         ),
         cast_bytes=cast_bytes,
         cast_table_bytes=cast_table_bytes,
-        int8_layer=num_int8 // policy.num_layers,
+        int8_values_per_layer=num_int8 // policy.num_layers,
     )
 
 

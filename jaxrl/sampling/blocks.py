@@ -37,7 +37,7 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_pages - len(self._free))
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Iterable[int]) -> None:
         """Increment the reference counts of allocated pages."""
         for page in pages:
             self._ref_counts[page] += 1

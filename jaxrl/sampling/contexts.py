@@ -45,14 +45,14 @@ def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
     return [token for part in parts for token in part]
 
 
-def last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
+def keep_last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
     """Keep the newest `count` turns completely."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
 CONTEXT_POLICIES: Mapping[str, ContextPolicy] = {
     "drop_observations": drop_observations,
-    "last_turns": last_turns,
+    "last_turns": keep_last_turns,
 }
 """Context policies by `rollout.context.name`."""
 

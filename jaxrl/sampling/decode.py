@@ -139,7 +139,7 @@ class Programs:
         """Return the specs of the per-token arrays that the programs record."""
         return self.architecture.recorded if self.records else {}
 
-    def weights(self, params: Params) -> Params:
+    def convert_params(self, params: Params) -> Params:
         """Convert all of the policy's parameters to the weights that the programs read."""
         weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
@@ -162,7 +162,7 @@ class Programs:
         )
         return self._constrain_rows(state)
 
-    def start(self, num_units: int) -> tuple[DecodeState, Array | None]:
+    def make_initial_state(self, num_units: int) -> tuple[DecodeState, Array | None]:
         """Return the state before the first chunk, and a placeholder for the result of `embed`."""
         return self.empty_state(), self.empty_embeds(num_units)
 
@@ -212,7 +212,7 @@ class Programs:
     def _make_page_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return a function that attends to a layer's pages, with the layer as last argument."""
 
-        def read(
+        def attend_layer(
             q: jax.Array,
             keys: jax.Array,
             values: jax.Array,
@@ -224,15 +224,17 @@ class Programs:
             values, tables = kv_cache.view_layer(values, tables, layer, self._layers_per_entry)
             return self.kernels.attend_pages(q, keys, values, tables, limits)
 
-        return self._shard_map(read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2)
+        return self._shard_map(
+            attend_layer, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2
+        )
 
-    def embed(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
+    def embed(self, weights: Params, patches: Array, coords: Array, num_units: int) -> Array:
         """Embed attachments; `append` uses the result instead of their token embeddings.
 
         Args:
-            weights: Result of `weights`.
+            weights: Result of `convert_params`.
             patches: float32 [S, P, values], patches of each shard.
-            places: int32 [S, P, W], see `Tower.encode`.
+            coords: int32 [S, P, W], see `Tower.encode`.
             num_units: Capacity of each shard, in attachment tokens.
 
         Returns:
@@ -240,9 +242,9 @@ class Programs:
         """
         tower = self.architecture.tower
         assert tower is not None
-        patches, places = self._constrain_rows((patches, places))
+        patches, coords = self._constrain_rows((patches, coords))
         layer_scan = LayerScan(scan=self.scan_layers)
-        attachment_embeds = tower.encode(weights[tower.entry], patches, places, layer_scan)
+        attachment_embeds = tower.encode(weights[tower.entry], patches, coords, layer_scan)
         return self._constrain_rows(
             jnp.pad(
                 attachment_embeds, ((0, 0), (0, num_units - attachment_embeds.shape[1]), (0, 0))
@@ -269,11 +271,13 @@ class Programs:
         index = jnp.arange(self.block_tokens)
         positions = blocks.start[:, None] + index
         limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
-        tables, read = blocks.tables, self._make_page_attention()
+        tables, attend_layer = blocks.tables, self._make_page_attention()
 
         def write_layer(pages: jax.Array, tables: jax.Array, layer: Any, *new: Any) -> jax.Array:
-            layer_pages, places = kv_cache.view_layer(pages, tables, layer, self._layers_per_entry)
-            return kv_cache.write_tokens(layer_pages, places, *new).reshape(pages.shape)
+            layer_pages, layer_tables = kv_cache.view_layer(
+                pages, tables, layer, self._layers_per_entry
+            )
+            return kv_cache.write_tokens(layer_pages, layer_tables, *new).reshape(pages.shape)
 
         write = self._shard_map(write_layer, (_PAGES, _ROWS, P(), _ROWS, _ROWS, _PAGES), _PAGES)
 
@@ -285,7 +289,7 @@ class Programs:
                 write(before, tables, layer, blocks.start, blocks.counts, new.swapaxes(1, 2))
                 for before, new in zip(pages, (k, v), strict=True)
             )
-            out, _ = read(q, keys, values, tables, limits, layer)
+            out, _ = attend_layer(q, keys, values, tables, limits, layer)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
@@ -307,10 +311,10 @@ class Programs:
             expected = (num_tokens, *spec.shape), spec.dtype
             array = aux.recorded.get(name)
             if array is None or (array.shape, array.dtype) != expected:
-                left = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+                actual = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
                 raise ValueError(
                     f"config.model.replay is True, but a pass of "
-                    f"{type(self.architecture).__name__} over {num_tokens} tokens stores {left} "
+                    f"{type(self.architecture).__name__} over {num_tokens} tokens stores {actual} "
                     f"as {name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
                     f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
@@ -337,7 +341,7 @@ class Programs:
         synchronizing with the host after each iteration; rows that stop early are masked.
 
         Args:
-            weights: Result of `weights`.
+            weights: Result of `convert_params`.
             cache: KV cache.
             last: State after the previous chunk, for `num_rows` rows.
             rows: Rows to decode.
@@ -386,7 +390,7 @@ class Programs:
         )
 
         def step(
-            read: Callable[..., jax.Array],
+            attend_layer: Callable[..., jax.Array],
             past: tuple[Any, ...],
             index: jax.Array,
             carry: tuple[DecodeState, Cache, ChunkReport],
@@ -395,7 +399,7 @@ class Programs:
             limits = jnp.where(state.active, cached, 0)  # stopped rows read nothing
             position = state.length if offset is None else state.length + offset
             hidden, chunk, recorded = self._forward_pending(
-                weights, state.pending, position, limits, chunk, index, read, past
+                weights, state.pending, position, limits, chunk, index, attend_layer, past
             )
             logits = self.architecture.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
@@ -467,7 +471,7 @@ class Programs:
         limits: jax.Array,
         chunk: Cache,
         index: jax.Array,
-        read: Callable[..., jax.Array],
+        attend_layer: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, dict[str, Array]]:
         """Process the pending tokens; return hidden states, extended chunk and recorded arrays."""
@@ -480,7 +484,10 @@ class Programs:
                 for old, new in zip(chunk, (k, v), strict=True)
             ]
             (keys, values), layer_kv = zip(*added, strict=True)
-            return read(layer, past, q, limits, *layer_kv, index).astype(q.dtype), (keys, values)
+            return attend_layer(layer, past, q, limits, *layer_kv, index).astype(q.dtype), (
+                keys,
+                values,
+            )
 
         layer_scan = SamplerLayerScan(attend, chunk, AuxArrays(records=self.records), past)
         hidden = self.architecture.sampler_hidden_states(weights, pending, positions, layer_scan)
@@ -513,19 +520,19 @@ class Programs:
         if self.kernels.past is None or self.scan_layers:
             page_attention = self._make_page_attention()
 
-            def read(
+            def attend_layer(
                 layer: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
             ) -> jax.Array:
                 past, lse = page_attention(q[:, None], *pages, tables, limits[:, None], layer)
                 return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
-            return read, cache
+            return attend_layer, cache
         gather_past, attend_past = self.kernels.past
-        open_sharded = self._shard_map(gather_past, (_PAGES, _PAGES, _ROWS), _PAGES)
+        gather_sharded = self._shard_map(gather_past, (_PAGES, _PAGES, _ROWS), _PAGES)
         past_attention = self._shard_map(
             attend_past, (_PAGES, _PAGES, _ROWS, _PAGES, _PAGES, P()), _PAGES
         )
-        past = tuple(open_sharded(*pages, tables) for pages in cache)
+        past = tuple(gather_sharded(*pages, tables) for pages in cache)
         return lambda _, past, q, *arguments: past_attention(q, past, *arguments), past
 
     def _merge_states(self, last: DecodeState, rows: DecodeRows) -> DecodeState:
@@ -533,9 +540,11 @@ class Programs:
         shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
-        def pick(left: jax.Array, inputs: jax.Array) -> jax.Array:
-            left = jnp.take_along_axis(left.reshape(shards, -1), source, axis=1, mode="clip")
-            return jnp.where(rows.source >= 0, left.reshape(-1), inputs)
+        def pick(previous: jax.Array, from_host: jax.Array) -> jax.Array:
+            previous = jnp.take_along_axis(
+                previous.reshape(shards, -1), source, axis=1, mode="clip"
+            )
+            return jnp.where(rows.source >= 0, previous.reshape(-1), from_host)
 
         return self._constrain_rows(jax.tree.map(pick, last, rows.state))
 
@@ -544,9 +553,9 @@ class Programs:
         shards = num_pieces(self.mesh)
 
         def pad(values: jax.Array) -> jax.Array:
-            of_shards = values.reshape(shards, -1)
-            missing = self.num_rows // shards - of_shards.shape[1]
-            return jnp.pad(of_shards, ((0, 0), (0, missing))).reshape(-1)
+            by_shard = values.reshape(shards, -1)
+            missing = self.num_rows // shards - by_shard.shape[1]
+            return jnp.pad(by_shard, ((0, 0), (0, missing))).reshape(-1)
 
         return self._constrain_rows(jax.tree.map(pad, state))
 

@@ -124,7 +124,7 @@ class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
     Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
-    `append_sizes`, attachment patches in `patch_sizes`; `shapes` describes
+    `append_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists
     them. There are at most `MAX_PROGRAMS` programs. If chunks copy the past that they read, each
     decoding program is compiled once for each of `past_sizes`.
 
@@ -214,7 +214,7 @@ class Engine:
             scan_layers=scan_layers,
         )
         self._weight_converter = WeightConverter(
-            self.programs.weights,
+            self.programs.convert_params,
             architecture,
             key=self._program_key,
             mesh=mesh,
@@ -249,16 +249,16 @@ class Engine:
         self.kinds = tuple(kinds)
         # The programs, compiled by `compile` or on first use.
         programs = self.programs
-        declare = partial(CompiledFunction, key=self._program_key)
-        self._append = declare(
+        define_program = partial(CompiledFunction, key=self._program_key)
+        self._append = define_program(
             programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
         )
-        self._copy = declare(programs.copy_pages, name="copy", donate_argnums=(0,))
-        self._swap = declare(programs.swap_pages, name="swap", donate_argnums=(0,))
-        self._embed = declare(
+        self._copy = define_program(programs.copy_pages, name="copy", donate_argnums=(0,))
+        self._swap = define_program(programs.swap_pages, name="swap", donate_argnums=(0,))
+        self._embed = define_program(
             programs.embed, name="embed", variants=self.patch_sizes, static_argnums=(3,)
         )
-        self._decode = declare(
+        self._decode = define_program(
             programs.decode_packed,
             name="decode",
             variants=self._decode_variants(),
@@ -269,11 +269,11 @@ class Engine:
             programs.empty_cache, name="cache", key=self._program_key, static_argnums=(0, 1)
         )
         self._make_start = cached_jit(
-            programs.start, name="start", key=self._program_key, static_argnums=(0,)
+            programs.make_initial_state, name="start", key=self._program_key, static_argnums=(0,)
         )
 
         # Device state; cache, row state and attachments are allocated by `submit`.
-        self._stops = _stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
+        self._stops = _make_stop_tables(automaton, architecture.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all current requests
@@ -328,7 +328,7 @@ class Engine:
                 self.programs.empty_embeds(self._max_units),
             )
         )
-        blocks, _ = self._prefill_batcher.blocks((), self.append_sizes[0], self._tables)
+        blocks, _ = self._prefill_batcher.make_blocks((), self.append_sizes[0], self._tables)
         jax.eval_shape(
             self.programs.append,
             self._weight_converter.abstract_weights(),
@@ -341,7 +341,7 @@ class Engine:
         """Compile all programs that are not compiled yet, in parallel; `show` displays progress."""
         shards, programs = self.num_shards, self.programs
 
-        def like(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
+        def make_abstract(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 jax.eval_shape(partial(make, *sizes)),
@@ -351,24 +351,24 @@ class Engine:
         weights = self._weight_converter.abstract_weights()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
         cache, transfer_pages = (
-            like(by_page, programs.empty_cache, count * shards, self.page_tokens)
+            make_abstract(by_page, programs.empty_cache, count * shards, self.page_tokens)
             for count in (self.num_pages, PAGES_PER_TRANSFER)
         )
-        state = like(by_row, programs.empty_state)
-        attachment_embeds = like(by_row, programs.empty_embeds, self._max_units)
-        places = np.zeros(shards * PAGES_PER_TRANSFER, np.int32)
+        state = make_abstract(by_row, programs.empty_state)
+        attachment_embeds = make_abstract(by_row, programs.empty_embeds, self._max_units)
+        page_indices = np.zeros(shards * PAGES_PER_TRANSFER, np.int32)
         no_rows: list[list[Row]] = [[] for _ in range(shards)]
 
         # Lower one program per combination of shapes, with dummy rows and blocks.
-        jobs = [self._copy.make_compile_fn(cache, places, places)]
-        jobs.append(self._swap.make_compile_fn(cache, transfer_pages, places, places))
+        jobs = [self._copy.make_compile_fn(cache, page_indices, page_indices)]
+        jobs.append(self._swap.make_compile_fn(cache, transfer_pages, page_indices, page_indices))
         for size in self.patch_sizes:
-            patches = self._prefill_batcher.patches([()] * shards, size)[:2]
+            patches = self._prefill_batcher.batch_patches([()] * shards, size)[:2]
             jobs.append(
                 self._embed.make_compile_fn(weights, *patches, self._max_units, variant=size)
             )
         for size in self.append_sizes:
-            blocks, _ = self._prefill_batcher.blocks((), size, self._tables)
+            blocks, _ = self._prefill_batcher.make_blocks((), size, self._tables)
             jobs.append(
                 self._append.make_compile_fn(
                     weights, cache, blocks, attachment_embeds, variant=size
@@ -403,18 +403,20 @@ class Engine:
         """Return the specs of the per-token arrays in `Event.recorded`."""
         return self.programs.recorded
 
-    def shapes(self) -> str:
+    def describe_shapes(self) -> str:
         """Describe the shapes that may be compiled, for display."""
         shard_items = [
             *map(self._select_row_sizes, self.kinds),
             self.append_sizes,
             self.patch_sizes,
         ]
-        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in shard_items)
+        *rows, prefill_counts, patch_counts = (
+            [size * self.num_shards for size in sizes] for sizes in shard_items
+        )
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
-            f"decode {self.programs.num_steps} steps of {decode}; prefill {read} tokens; "
-            f"{f'embed {see} patches; ' if see else ''}"
+            f"decode {self.programs.num_steps} steps of {decode}; prefill {prefill_counts} tokens; "
+            f"{f'embed {patch_counts} patches; ' if patch_counts else ''}"
             f"cache {self.num_pages * self.num_shards} pages x "
             f"{self.page_tokens} tokens, up to {self._table_pages} per row"
         )
@@ -558,7 +560,7 @@ class Engine:
     def _can_progress(self) -> bool:
         """Return True if some row can run, be swapped in or be admitted."""
         can_run = any(row.saved is None and not row.is_waiting for row in self._rows.values())
-        can_swap_in = any(shard.next_swap_in() for shard in self._shards)
+        can_swap_in = any(shard.next_to_swap_in() for shard in self._shards)
         return can_run or can_swap_in or self._select_shard() is not None
 
     @property
@@ -631,7 +633,7 @@ class Engine:
         Return False if reports must be read first: rows of a chunk in flight keep their pages.
         """
         for shard in self._shards:
-            for row in shard.rows_short_of_pages:
+            for row in shard.rows_needing_pages:
                 num_missing_pages = shard.num_missing_pages(row)
                 while row.saved is None and num_missing_pages > shard.pool.num_free:
                     if shard.evict_cached():  # evict unused prompts first
@@ -661,7 +663,7 @@ class Engine:
     def _swap_in(self) -> None:
         """Swap in preempted rows while their pages fit, oldest first."""
         for shard in self._shards:
-            while row := shard.next_swap_in():
+            while row := shard.next_to_swap_in():
                 first, end = shard.swap_in(row), count_pages(row.length, self.page_tokens)
                 self._write_table(row)
                 targets = row.pages[first:end]
@@ -682,9 +684,9 @@ class Engine:
             return None
         request = self._queue[0][1]
         loads = loads or [shard.load for shard in self._shards]
-        each = zip(self._shards, loads, strict=True)
+        shard_loads = zip(self._shards, loads, strict=True)
         candidates = (
-            shard.rank_request(request.prompt, request.budget, load) for shard, load in each
+            shard.rank_request(request.prompt, request.budget, load) for shard, load in shard_loads
         )
         ranks = [room for room in candidates if room]
         return min(ranks)[-1] if ranks else None
@@ -714,8 +716,8 @@ class Engine:
                 row.prefill_attachments, row.prefill_arrays = (), {}
             self.counts.prefilled_prompt += len(row.prefill_ids)
             self._rows[number] = row
-        for each in self._shards:
-            each.evict_cached(keep=self._next_prompt)
+        for scheduler in self._shards:
+            scheduler.evict_cached(keep=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
         """Copy the partial last page of each prompt for its other samples."""
@@ -761,14 +763,16 @@ class Engine:
                 sources[start : start + PAGES_PER_TRANSFER],
                 targets[start : start + PAGES_PER_TRANSFER],
             )
-            places = np.full((2, self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32)
-            places[0, shard, : len(read)] = read
-            places[1, shard, : len(write)] = write
+            page_indices = np.full(
+                (2, self.num_shards, PAGES_PER_TRANSFER), self.num_pages, np.int32
+            )
+            page_indices[0, shard, : len(read)] = read
+            page_indices[1, shard, : len(write)] = write
             incoming = self._zero_pages
             if write:
                 incoming = self._pack_saved_pages(shard, saved, first + start, len(write))
             self._cache, outgoing = self._swap(
-                self._cache, incoming, places[0].reshape(-1), places[1].reshape(-1)
+                self._cache, incoming, page_indices[0].reshape(-1), page_indices[1].reshape(-1)
             )
             if read:
                 shard_slice = slice(
@@ -893,14 +897,14 @@ class Engine:
             for shard_items, units in zip(rows, self._embed_attachments(attached), strict=True):
                 pieces.append(deque())
                 for row in shard_items:
-                    pieces[-1].extend(self._prefill_batcher.pieces(row, units))
+                    pieces[-1].extend(self._prefill_batcher.split_row(row, units))
             while any(pieces):
                 longest = (
                     max(len(shard_items) for shard_items in pieces) * self.programs.block_tokens
                 )
                 # Use the large program only if less than half of its tokens are padding.
                 size = large if longest > max(small, large // 2) else small
-                blocks, members = self._prefill_batcher.blocks(pieces, size, self._tables)
+                blocks, members = self._prefill_batcher.make_blocks(pieces, size, self._tables)
                 self._cache, arrays = self._append(
                     self._weights, self._cache, blocks, self._attachment_embeds, variant=size
                 )
@@ -920,10 +924,10 @@ class Engine:
             return [iter(()) for _ in attached]
         counts = [sum(item.num_patches for item in shard_items) for shard_items in attached]
         size = _pick_bucket(max(counts), self.patch_sizes)
-        patches, places, units = self._prefill_batcher.patches(attached, size)
+        patches, coords, units = self._prefill_batcher.batch_patches(attached, size)
         self._attachment_embeds = None  # free its memory before the next call
         self._attachment_embeds = self._embed(
-            self._weights, patches, places, self._max_units, variant=size
+            self._weights, patches, coords, self._max_units, variant=size
         )
         return [iter(shard_items) for shard_items in units]
 
@@ -967,7 +971,7 @@ def _pop_recorded(
     }
 
 
-def _stop_tables(
+def _make_stop_tables(
     automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
 ) -> StopTables:
     """Pad the automaton's tables to the model's vocabulary and replicate them on the devices."""

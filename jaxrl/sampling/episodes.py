@@ -190,10 +190,10 @@ class BaseRollout:
         """
         prompt = self._render_prompt(task)
         fits = len(prompt) <= self._prompt_limit and not self._exceeds_image_limit(prompt)
-        refuses = self._limits.overlong_prompts == "refuse"
+        must_reject = self._limits.overlong_prompts == "refuse"
         if self._limits.overlong_prompts == "truncate_left":
-            refuses = bool(task.images)  # an image cannot be truncated
-        if not prompt or (not fits and refuses):
+            must_reject = bool(task.images)  # an image cannot be truncated
+        if not prompt or (not fits and must_reject):
             raise self._make_prompt_error(task, prompt)
         return fits
 
@@ -330,7 +330,7 @@ class BaseRollout:
         """Call `Env.step` once; return validated replies, or the error message if it fails."""
         try:
             replies = list(self._env.step(episodes, texts))
-            self._check_count("step", len(replies), len(episodes))
+            self._check_num_results("step", len(replies), len(episodes))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: user code must not end the run this way
@@ -373,7 +373,7 @@ class BaseRollout:
         result = make_failed_step(f"{type(self._env).__name__}.step: {reason}")
         return dataclasses.replace(result, latency_s=deadline_s)
 
-    def _check_count(self, method: str, count: int, expected: int) -> None:
+    def _check_num_results(self, method: str, count: int, expected: int) -> None:
         if count != expected:
             raise ValueError(
                 f"{type(self._env).__name__}.{method} returned {count} results for {expected} "
@@ -390,7 +390,7 @@ class BaseRollout:
             text: Text of the turn.
             result: Reply of the environment, validated.
         """
-        turn = partial(
+        make_turn = partial(
             Turn,
             text=text,
             tool_call=result.tool_call,
@@ -400,7 +400,7 @@ class BaseRollout:
             records=result.records,
         )
         if result.outcome is not None:
-            self._end_episode(sample, turn(), result.outcome)
+            self._end_episode(sample, make_turn(), result.outcome)
             return None
 
         # If the next turn does not fit in this context, begin the next context.
@@ -418,15 +418,15 @@ class BaseRollout:
                 prompt = sample.token_ids[: sample.prompt_length]
                 next_context = contexts.next_context(prompt, sample.turn_ids)
                 if next_context is None:
-                    self._end_episode(sample, turn(), Outcome.OUT_OF_BUDGET)
+                    self._end_episode(sample, make_turn(), Outcome.OUT_OF_BUDGET)
                     return None
                 token_ids, num_repeated = next_context
                 context_length = len(token_ids)
 
         # End the episode if nothing is left to sample after the observation.
-        left = self._remaining_budget(sample, len(token_ids), context_length)
-        if left <= 0 or self._exceeds_image_limit(sample.token_ids, token_ids):
-            self._end_episode(sample, turn(), Outcome.OUT_OF_BUDGET)
+        remaining = self._remaining_budget(sample, len(token_ids), context_length)
+        if remaining <= 0 or self._exceeds_image_limit(sample.token_ids, token_ids):
+            self._end_episode(sample, make_turn(), Outcome.OUT_OF_BUDGET)
             return None
         if num_repeated:
             sample.begin_context(token_ids, num_repeated)
@@ -434,15 +434,15 @@ class BaseRollout:
             sample.append_observation(token_ids)
         sample.attachments += self._preprocess(pictures)
         sample.episode.turns.append(
-            turn(observation=shown, results=results, images=tuple(pictures))
+            make_turn(observation=shown, results=results, images=tuple(pictures))
         )
         return token_ids
 
     def _observation_room(self, sample: Sample) -> int:
         """Return the maximum length of an observation that leaves one token to sample."""
         room = self._limits.max_total_tokens - len(sample.token_ids) - 1
-        turn = len(sample.token_ids) - sample.turn_starts[-1]
-        in_context = self._limits.room_in_context(sample.prompt_length, turn)
+        turn_length = len(sample.token_ids) - sample.turn_starts[-1]
+        in_context = self._limits.room_in_context(sample.prompt_length, turn_length)
         return room if in_context is None else min(room, in_context)
 
     def _encode_observation(
@@ -516,7 +516,7 @@ class BaseRollout:
             return []
         try:
             rewards = list(self._env.score([sample.episode for sample in samples]))
-            self._check_count("score", len(rewards), len(samples))
+            self._check_num_results("score", len(rewards), len(samples))
             return [
                 (s, s.to_scored_episode(validate_reward(reward)))
                 for s, reward in zip(samples, rewards, strict=True)

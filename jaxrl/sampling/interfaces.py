@@ -97,7 +97,7 @@ class Sampler(Protocol):
     def device(self) -> jax.Device:
         """Return one of the sampling devices."""
 
-    def shapes(self) -> str:
+    def describe_shapes(self) -> str:
         """Describe the shapes that may be compiled, for display."""
 
     def compile(self, show: Callable[[str], None]) -> None:
@@ -161,7 +161,7 @@ class ExternalModel(Protocol):
     def display_name(self) -> str:
         """Return the model's name and address for display."""
 
-    def rollout(self, *args: Any) -> Any:
+    def make_rollout(self, *args: Any) -> Any:
         """Create a `RolloutFunction` for this model; takes the arguments of `BaseRollout`."""
 
 

@@ -84,7 +84,7 @@ class PrefillBatcher:
             popped.append(rows.popleft())
         return popped
 
-    def patches(
+    def batch_patches(
         self, attached: Sequence[tuple[Attachment, ...]], size: int
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
         """Batch the attachments of each shard for the devices, padded to `size` patches.
@@ -95,16 +95,16 @@ class PrefillBatcher:
         """
         assert self.tower is not None
         patches = np.zeros((len(attached), size, self.tower.patch_values), np.float32)
-        places = np.zeros((len(attached), size, self.tower.num_coords), np.int32)
+        coords = np.zeros((len(attached), size, self.tower.num_coords), np.int32)
         units = []
         for index, shard_items in enumerate(attached):
             collated = self.tower.collate(shard_items)
             patches[index, : len(collated.patches)] = collated.patches
-            places[index, : len(collated.coords)] = collated.coords
+            coords[index, : len(collated.coords)] = collated.coords
             units.append(collated.units)
-        return patches, places, units
+        return patches, coords, units
 
-    def pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[PrefillPiece]:
+    def split_row(self, row: Row, units: Iterator[np.ndarray]) -> list[PrefillPiece]:
         """Split a row's unread tokens into pieces and mark them as read.
 
         `units` yields the token indices of each of the row's attachments.
@@ -114,8 +114,8 @@ class PrefillBatcher:
             arrays = {n: array.full(count) for n, array in self.tower.input_arrays.items()}
             arrays |= row.prefill_arrays
             if row.prefill_attachments:
-                places = np.concatenate([next(units) for _ in row.prefill_attachments])
-                arrays[UNITS][np.equal(row.prefill_ids, self.tower.token_id)] = places
+                embed_indices = np.concatenate([next(units) for _ in row.prefill_attachments])
+                arrays[UNITS][np.equal(row.prefill_ids, self.tower.token_id)] = embed_indices
         pieces = [
             PrefillPiece(
                 row,
@@ -130,7 +130,7 @@ class PrefillBatcher:
         row.prefill_ids, row.prefill_attachments, row.prefill_arrays = [], (), {}
         return pieces
 
-    def blocks(
+    def make_blocks(
         self, pieces: Sequence[deque[PrefillPiece]], num_tokens: int, tables: np.ndarray
     ) -> tuple[PrefillBlocks, list[tuple[PrefillPiece, int]]]:
         """Build blocks from the next pieces of each shard; also return (piece, block index) pairs.

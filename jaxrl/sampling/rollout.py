@@ -117,8 +117,8 @@ class Rollout(BaseRollout):
 
         # Combine resumed groups and new ones in task order; calls stay in the order of creation.
         unfinished, calls = self._pop_unfinished(keys, sampling)
-        new = [draw for draw, key in zip(draws, keys, strict=True) if key not in unfinished]
-        new_samples = self._make_samples(new, size)
+        new_draws = [draw for draw, key in zip(draws, keys, strict=True) if key not in unfinished]
+        new_samples = self._make_samples(new_draws, size)
         new_groups = (
             new_samples[start : start + size] for start in range(0, len(new_samples), size)
         )
@@ -133,7 +133,7 @@ class Rollout(BaseRollout):
         running = self._submit(active, sampling) if active else {}
         # Compute keys on a sampling device: others may be busy with an update.
         for sample, key in zip(
-            new_samples, derive_keys(new, sampling, self._engine.device), strict=True
+            new_samples, derive_keys(new_draws, sampling, self._engine.device), strict=True
         ):
             sample.key = key
         started = [sample for sample in new_samples if sample.episode.outcome is None]
@@ -254,11 +254,11 @@ class Rollout(BaseRollout):
             return
         engine, idle_at = self._engine, math.inf
         cause = engine.wait_reason
-        while (left := deadline - (now := time.monotonic())) > 0:
+        while (remaining_s := deadline - (now := time.monotonic())) > 0:
             if idle_at == math.inf and not engine.is_busy:
                 idle_at = now
             poll_s = BUSY_POLL_S if idle_at == math.inf else IDLE_POLL_S
-            if wait(replies, timeout=min(left, poll_s), return_when=FIRST_COMPLETED).done:
+            if wait(replies, timeout=min(remaining_s, poll_s), return_when=FIRST_COMPLETED).done:
                 break
             check_stop(should_stop)
         engine.wait_s[cause] += max(time.monotonic() - idle_at, 0.0)
@@ -298,7 +298,9 @@ class Rollout(BaseRollout):
                     sample_key=key,
                     budget=self._remaining_budget(sample),
                     attachments=tuple(sample.attachments),
-                    stop_state=self._automaton.state(sample.token_ids[sample.turn_starts[-1] :]),
+                    stop_state=self._automaton.compute_state(
+                        sample.token_ids[sample.turn_starts[-1] :]
+                    ),
                 )
             )
         numbers = self._engine.submit(

@@ -159,7 +159,7 @@ class BlockScheduler:
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
     @property
-    def rows_short_of_pages(self) -> list[Row]:
+    def rows_needing_pages(self) -> list[Row]:
         """Return the rows of the next chunk that may need more pages, ignoring their budgets."""
         steps, page_tokens = self._num_steps, self._page_tokens
         return [
@@ -191,7 +191,7 @@ class BlockScheduler:
         is_last = self._is_current(prefix) and len(prefix.rows) == 1 and not self._preempted
         if is_last and prefix.prompt == next_prompt:
             prefix.cached = row.pages[: count_pages(prefix.num_tokens, self._page_tokens)]
-            self.pool.share(prefix.cached)
+            self.pool.retain(prefix.cached)
         self.free(row)
 
     def evict_cached(self, *, keep: Prompt = Prompt()) -> bool:
@@ -210,7 +210,7 @@ class BlockScheduler:
         self.evict_cached()
         self.prefixes.clear()
 
-    def next_swap_in(self) -> Row | None:
+    def next_to_swap_in(self) -> Row | None:
         """Return the oldest preempted row if its pages fit, else None."""
         row = next((row for row in self.rows.values() if row.saved is not None), None)
         if row is None:
@@ -224,7 +224,7 @@ class BlockScheduler:
         num_shared = len(prefix.shared)
         num_resident = num_shared if prefix.rows else 0
         if prefix.rows:
-            self.pool.share(prefix.shared)
+            self.pool.retain(prefix.shared)
             row.pages = [*prefix.shared, *self.pool.allocate(num_missing_pages - num_shared)]
         else:
             row.pages = self.pool.allocate(num_missing_pages)
@@ -279,7 +279,7 @@ class BlockScheduler:
         if prefix.cached:
             row.pages, prefix.cached = prefix.cached, []
         elif not is_new:
-            self.pool.share(prefix.shared)
+            self.pool.retain(prefix.shared)
             row.pages = list(prefix.shared)
         row.pages += self.pool.allocate(self.num_missing_pages(row))
         if is_new:

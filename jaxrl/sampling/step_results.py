@@ -102,15 +102,15 @@ def without_images(
 ) -> Observation | ToolResults | None:
     """Replace each image of an observation with the text `[image]`."""
 
-    def body(text: str, images: Sequence[Picture]) -> str:
+    def append_marks(text: str, images: Sequence[Picture]) -> str:
         return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
 
     if isinstance(observation, ToolResults):
         pairs = zip(observation.bodies, observation.images_per_body, strict=True)
-        return ToolResults(bodies=tuple(body(text, images) for text, images in pairs))
+        return ToolResults(bodies=tuple(append_marks(text, images) for text, images in pairs))
     if observation is None:
         return None
-    new_body = body(observation.body, observation.images)
+    new_body = append_marks(observation.body, observation.images)
     return dataclasses.replace(observation, body=new_body, images=())
 
 

@@ -32,10 +32,10 @@ class StopAutomaton:
                 "character each. Remove it from the environment's `stop_strings`."
             )
         self.stop_strings = tuple(stop.encode() for stop in stop_strings)
-        transitions, ends = _byte_automaton(self.stop_strings)
+        transitions, ends = _build_byte_automaton(self.stop_strings)
         self.next_state, self.is_hit = _lift_to_tokens(transitions, ends, vocab_bytes)
 
-    def state(self, token_ids: Sequence[int]) -> int:
+    def compute_state(self, token_ids: Sequence[int]) -> int:
         """Return the state after a turn's tokens so far, which contain no complete stop string."""
         state = 0
         for token in token_ids:
@@ -53,7 +53,7 @@ class StopAutomaton:
         return data[: self.find_stop(data)]
 
 
-def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def _build_byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Build the Aho-Corasick automaton: transitions int16 [S, 256] and pattern ends bool [S]."""
     # Build the trie; `ends` marks the last state of each pattern.
     children: list[dict[int, int]] = [{}]

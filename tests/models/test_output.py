@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.decoder import project
-from jaxrl.models.output import OutputLayer, block_tokens
+from jaxrl.models.output import OutputLayer, choose_block_tokens
 from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import ROOT, with_devices
 from tests.toys import one_device_mesh
@@ -114,10 +114,10 @@ def test_blocks_change_nothing_where_the_vocabulary_is_split():
 
 
 def test_a_block_is_two_megabytes_on_a_cpu_and_all_elsewhere():
-    assert block_tokens("cpu", 32_000) == 16
-    assert block_tokens("cpu", 152_064) == 3
-    assert block_tokens("cpu", 2**20) == 1
-    assert block_tokens("gpu", 32_000) == block_tokens("tpu", 32_000) == sys.maxsize
+    assert choose_block_tokens("cpu", 32_000) == 16
+    assert choose_block_tokens("cpu", 152_064) == 3
+    assert choose_block_tokens("cpu", 2**20) == 1
+    assert choose_block_tokens("gpu", 32_000) == choose_block_tokens("tpu", 32_000) == sys.maxsize
 
 
 def test_blocks_are_alike_rather_than_padded():
@@ -139,5 +139,5 @@ def test_a_chunk_has_its_logits_once():
         compute = lambda *arrays: found_and_gradients(by(layer), *arrays, 1.0)  # noqa: E731
         return jax.jit(compute).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(block_tokens("cpu", 8192)) < chunk + 2 * table + 4 * 2**21
+    assert temporaries(choose_block_tokens("cpu", 8192)) < chunk + 2 * table + 4 * 2**21
     assert temporaries(sys.maxsize) > 2 * chunk

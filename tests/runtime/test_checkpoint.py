@@ -15,8 +15,8 @@ from jaxrl.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
     latest_complete_step,
-    optimizer_items,
-    steps_to_keep,
+    make_optimizer_items,
+    select_steps_to_keep,
 )
 from jaxrl.runtime.sharding import make_mesh, make_restore_target, param_shardings
 from jaxrl.training.packing import BatchShape
@@ -64,7 +64,11 @@ def assert_equal(got, wanted):
 
 
 def targets_for(state, **more):
-    return lambda position: {"params": state.params, "optimizer": optimizer_items(state), **more}
+    return lambda position: {
+        "params": state.params,
+        "optimizer": make_optimizer_items(state),
+        **more,
+    }
 
 
 def as_state(items):
@@ -134,10 +138,10 @@ def test_a_full_disk_leaves_the_newest_whole_one(opened, mesh, folder, monkeypat
 
 def test_what_stays_by_hand():
     values = {1: 0.5, 2: None, 3: 0.75, 4: 0.75, 5: None, 6: 0.25}
-    assert steps_to_keep(values, 1, 0) == {6}
-    assert steps_to_keep(values, 2, 1) == {5, 6, 3}  # of equal ones the earlier
-    assert steps_to_keep(values, 2, 3) == {5, 6, 3, 4, 1}
-    assert steps_to_keep(values, 9, 9) == set(values)
+    assert select_steps_to_keep(values, 1, 0) == {6}
+    assert select_steps_to_keep(values, 2, 1) == {5, 6, 3}  # of equal ones the earlier
+    assert select_steps_to_keep(values, 2, 3) == {5, 6, 3, 4, 1}
+    assert select_steps_to_keep(values, 9, 9) == set(values)
 
 
 def test_the_newest_and_the_best_stay(opened, mesh, folder):

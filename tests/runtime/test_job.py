@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.runtime.job import Job, find_job, first_host
+from jaxrl.runtime.job import Job, find_job, parse_first_host
 
 NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
 
@@ -68,4 +68,4 @@ def test_slurm(monkeypatch):
     ],
 )
 def test_first_host_of_a_node_list(nodes, first):
-    assert first_host(nodes) == first
+    assert parse_first_host(nodes) == first

@@ -100,10 +100,10 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
 
 def test_the_monitors_are_reached_where_the_coordinator_is():
     for host in ("127.0.0.1", "localhost"):
-        assert ipaddress.ip_address(joining.find_route(host)).is_loopback
-    assert joining.find_route("no-such-host.invalid") == "no-such-host.invalid"
-    assert joining._bind_options("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
-    assert joining._bind_options("host0:7") == joining._bind_options("10.0.0.1:7") == {}
+        assert ipaddress.ip_address(joining.find_reachable_address(host)).is_loopback
+    assert joining.find_reachable_address("no-such-host.invalid") == "no-such-host.invalid"
+    assert joining._make_bind_options("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
+    assert joining._make_bind_options("host0:7") == joining._make_bind_options("10.0.0.1:7") == {}
     with joining.open_listener(["127.0.0.1"] * 3) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     # Several routes, or one that is not this host's own: at all of its addresses.
@@ -117,8 +117,8 @@ def test_where_the_first_process_is_reached(monkeypatch):
     assert joining.find_main_address("[::1]:1234") == "::1"
     # Where JAX has found the coordinator by itself: an address that this host has.
     address = joining.find_main_address(None)
-    with joining.open_listener([joining.find_route(address)] * 2) as listener:
-        assert listener.getsockname()[0] in (address, joining.find_route(address))
+    with joining.open_listener([joining.find_reachable_address(address)] * 2) as listener:
+        assert listener.getsockname()[0] in (address, joining.find_reachable_address(address))
 
     def no_network(*_):
         raise OSError("Network is unreachable")

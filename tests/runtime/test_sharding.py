@@ -58,7 +58,7 @@ def test_minus_one_is_what_is_left():
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1, devices=jax.devices()[:1])
     sizes = {"data": 1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
     assert dict(mesh.shape) == sizes
-    assert sharding.mesh_sizes(8, data=1, fsdp=2, context=-1, tensor=2)["context"] == 2
+    assert sharding.compute_mesh_sizes(8, data=1, fsdp=2, context=-1, tensor=2)["context"] == 2
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_minus_one_is_what_is_left():
 def test_devices_that_sample_are_some_of_each_process_and_whole_rows(count, processes, tensor):
     axes = {"data": -1, "fsdp": 1, "tensor": tensor}
     with pytest.raises(ValueError, match=rf"rollout_devices={count} .* multiple of .*{tensor} tha"):
-        sharding.mesh_sizes(8, **axes, rollout_devices=count, num_processes=processes)
+        sharding.compute_mesh_sizes(8, **axes, rollout_devices=count, num_processes=processes)
 
 
 def test_devices_that_sample_do_not_train():
     axes = {"data": -1, "fsdp": 1, "tensor": 2, "rollout_devices": 2}
-    assert sharding.mesh_sizes(8, **axes)["data"] == 3
-    assert sharding.mesh_sizes(8, **axes, num_processes=2)["data"] == 2
+    assert sharding.compute_mesh_sizes(8, **axes)["data"] == 3
+    assert sharding.compute_mesh_sizes(8, **axes, num_processes=2)["data"] == 2
     with pytest.raises(ValueError, match=r"devices, 6 without those of rollout_devices; the sizes"):
-        sharding.mesh_sizes(8, **axes | {"data": 4})
+        sharding.compute_mesh_sizes(8, **axes | {"data": 4})
 
 
 def sizes_of(**sizes):
@@ -153,9 +153,9 @@ def test_gpus_of_several_hosts_are_a_mesh():
 
 
 def test_tensor_axis_that_cuts_a_head_is_refused():
-    sharding.check_model_fits(abstract_mesh(2, 2, 2), TINY)
+    sharding.check_even_split(abstract_mesh(2, 2, 2), TINY)
     with pytest.raises(ValueError, match=r"config\.mesh\.tensor=4 .* 2 key-value heads"):
-        sharding.check_model_fits(abstract_mesh(2, 1, 4), TINY)
+        sharding.check_even_split(abstract_mesh(2, 1, 4), TINY)
 
 
 def test_weights_are_split_by_their_axes_and_where_they_divide():
@@ -448,13 +448,13 @@ EXPERTS = SimpleNamespace(num_experts=6, num_kv_heads=2)
 
 
 def test_experts_are_split_evenly_or_the_axis_is_refused():
-    sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=3), EXPERTS)
+    sharding.check_even_split(abstract_mesh(1, 1, 1, expert=3), EXPERTS)
     with pytest.raises(
         ValueError, match=r"mesh\.expert=4 does not divide the model's 6 experts; set"
     ):
-        sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=4), EXPERTS)
+        sharding.check_even_split(abstract_mesh(1, 1, 1, expert=4), EXPERTS)
     with pytest.raises(ValueError, match=r"mesh\.expert=2 does not divide the model's 0 experts"):
-        sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=2), TINY)
+        sharding.check_even_split(abstract_mesh(1, 1, 1, expert=2), TINY)
 
 
 def test_weights_are_split_over_fsdp_and_expert_but_experts_over_one_each():

@@ -39,7 +39,7 @@ def test_a_pool_against_sets(operations):
             rows.append(taken)
         elif rows and name == "share":
             rows.append(list(rows[number % len(rows)]))
-            pool.share(rows[-1])
+            pool.retain(rows[-1])
         elif rows and name == "free":
             pool.free(rows.pop(number % len(rows)))
         used = [page for row in rows for page in row]

@@ -267,7 +267,7 @@ def test_shapes_outside_the_set_are_errors():
         "16 pages x 16 tokens",
     )
     for part in parts:
-        assert part in engine.shapes()
+        assert part in engine.describe_shapes()
 
     with pytest.raises(RuntimeError, match=r"append was called for the shapes 40, outside"):
         engine._append(None, None, None, variant=40)

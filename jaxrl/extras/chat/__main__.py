@@ -36,7 +36,7 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
-from jaxrl.runtime.resume import launch_folder
+from jaxrl.runtime.resume import read_launch_folder
 from jaxrl.training.failures import first_error
 from jaxrl.types import Trajectory
 
@@ -97,7 +97,7 @@ def answer_questions(
     separate_lines = [text for question in arguments.questions for text in (question, "")]
     lines = read_lines(sys.stdin) if for_chat else separate_lines
     num_failed = 0
-    with contextlib.chdir(launch_folder(run)):
+    with contextlib.chdir(read_launch_folder(run)):
         components, config = load_saved_run(
             run, model, display, step=step, keys=keys, for_chat=for_chat
         )

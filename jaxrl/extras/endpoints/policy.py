@@ -103,7 +103,7 @@ class ChatModel:
         """Name and address of the model, for messages."""
         return f"{self.settings.model} at {redact_url(self.settings.url)}"
 
-    def rollout(self, *args: Any) -> ChatRollout:
+    def make_rollout(self, *args: Any) -> ChatRollout:
         """Create a rollout with this model; see `ChatRollout` for the other arguments."""
         return ChatRollout(self, *args)
 

@@ -39,12 +39,12 @@ from jaxrl.models.output import split_evenly
 from jaxrl.models.policy import get_layered_entries
 from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 from jaxrl.runtime.sharding import (
-    check_model_fits,
+    check_even_split,
+    compute_mesh_sizes,
     devices_per_replica,
-    mesh_sizes,
+    make_process_span_error,
     num_batch_shards,
     num_pieces,
-    process_span_error,
 )
 from jaxrl.runtime.weight_memory import (
     PolicyWeights,
@@ -216,13 +216,15 @@ def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target
     Raises:
         ValueError: The mesh does not divide the devices, a process's devices, or the heads.
     """
-    sizes = mesh_sizes(target.num_devices, **config.mesh, num_processes=target.num_processes)
+    sizes = compute_mesh_sizes(
+        target.num_devices, **config.mesh, num_processes=target.num_processes
+    )
     if (target.num_local - config.mesh.rollout_devices) % devices_per_replica(sizes):
-        raise process_span_error(sizes, target.num_local)
+        raise make_process_span_error(sizes, target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
-    check_model_fits(mesh, model)
+    check_even_split(mesh, model)
     return mesh
 
 
@@ -294,7 +296,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     kept = {
         **_state_bytes(config, model, mesh, stage),
         **search_resident,
-        "gradients": 4 * policy.trained,
+        "gradients": 4 * policy.num_trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
     if stage == "train" and samples_during_update(config):  # the next step's rollout is running
@@ -320,9 +322,9 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     cast = policy.cast_bytes
     if gathers or (copies and not policy.has_adapter):
         cast -= policy.cast_table_bytes  # counted below, where tables are gathered
-    gradients = itemsize * (policy.trained - counts.split_tables)
+    gradients = itemsize * (policy.num_trained - counts.split_tables)
     if policy.has_adapter:
-        gradients = 4 * policy.trained
+        gradients = 4 * policy.num_trained
     # Devices along `context` gather the keys and values of complete rows.
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
     resident = {  # at both moments, layers and output
@@ -332,7 +334,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     layer_terms = {
         "a micro-batch's gradients": gradients,
         "activations of a layer": inner,
-        "int8 weights in the compute dtype": operand_bytes * policy.int8_layer,
+        "int8 weights in the compute dtype": operand_bytes * policy.int8_values_per_layer,
         "keys and values of whole rows": keys // sizes["tensor"] * (3 * itemsize + 2 * 4),
         "layers gathered": gathers * 2 * operand_bytes * counts.gathered_layer,
     }
@@ -503,8 +505,8 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             prefill["float32 copies"] = cached + 2 * counts.decode_layers
     moments = {"decode": decode, "reading": prefill}
     for moment in moments.values():  # two layers at a time
-        int8_layer = _count_policy_weights(config, model, mesh).int8_layer
-        moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_layer
+        int8_values_per_layer = _count_policy_weights(config, model, mesh).int8_values_per_layer
+        moment["int8 weights in the compute dtype"] = 2 * operand_bytes * int8_values_per_layer
 
     if tower := model.tower:
         patches = config.image_tokens * tower.patches_per_token
@@ -676,7 +678,7 @@ def _state_bytes(
 ) -> dict[str, int]:
     """Return the bytes of weights, Adam moments and reference policy on a device."""
     policy, section = _count_policy_weights(config, model, mesh), config.optimizer_section(stage)
-    params = 4 * policy.trained
+    params = 4 * policy.num_trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
     if stage != "evaluate" and not section.offload:
@@ -688,7 +690,7 @@ def _state_bytes(
 
 def _moment_bytes(policy: PolicyWeights, section: Any) -> int:
     """Return the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
-    return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.trained
+    return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.num_trained
 
 
 def _frees_params(config: ResolvedConfig) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.builders.saved_run import format_error_line
-from jaxrl.runtime.resume import launch_folder
+from jaxrl.runtime.resume import read_launch_folder
 from jaxrl.utils.text import replace_unencodable
 
 STAGES = "--config.stages=('evaluate',)"
@@ -40,7 +40,7 @@ def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
                 FileNotFoundError(f"{run} has no config.json; expected a run's workdir.")
             )
         )
-    os.chdir(launch_folder(run))
+    os.chdir(read_launch_folder(run))
     config = Path(__file__).with_name("config.py")
     steps = [] if step is None else [f"--step={step}"]
     sys.argv[1:] = [f"--config={config}:{run}", f"--workdir={run}", STAGES, *steps, *settings]

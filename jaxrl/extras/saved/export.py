@@ -20,7 +20,7 @@ from jaxrl.builders.saved_run import (
 from jaxrl.config.schema import LOCAL_MODEL
 from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import CheckpointError, list_steps
-from jaxrl.runtime.resume import check_checkpoint_exists, launch_folder
+from jaxrl.runtime.resume import check_checkpoint_exists, read_launch_folder
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.utils.text import replace_unencodable
 
@@ -73,7 +73,7 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
     elif not steps:
         raise FileNotFoundError(f"{run} has no checkpoint to export; train for a step first.")
     folder = (out or run / "steps" / str(step or steps[-1])).absolute()
-    with contextlib.chdir(launch_folder(run)):
+    with contextlib.chdir(read_launch_folder(run)):
         config.policy.name = LOCAL_MODEL
         resolved = resolve_for_inference(config, has_overrides=False)
         fit_config_to_host(config)

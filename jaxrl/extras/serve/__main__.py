@@ -30,7 +30,7 @@ from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import stop_on_signals
-from jaxrl.runtime.resume import launch_folder
+from jaxrl.runtime.resume import read_launch_folder
 
 PORT = 8790
 
@@ -102,7 +102,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
     with bind_port(arguments.host, arguments.port, key) as listener:
         model = arguments.model and arguments.model.absolute()
         # The run's relative paths start at the folder in which it was started.
-        with contextlib.chdir(launch_folder(path) if is_run(path) else Path.cwd()):
+        with contextlib.chdir(read_launch_folder(path) if is_run(path) else Path.cwd()):
             loaded = load_model(
                 path,
                 display,

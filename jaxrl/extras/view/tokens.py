@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from jaxrl.data.tokenizer import decode_vocab
-from jaxrl.runtime.resume import launch_folder
+from jaxrl.runtime.resume import read_launch_folder
 from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Values = list[float | None]
@@ -155,7 +155,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     """
     folders = [str(workdir / "export")]
     if path := config.get("model.path"):
-        folders.append(str(launch_folder(workdir) / str(path)))
+        folders.append(str(read_launch_folder(workdir) / str(path)))
     problem = ""
     for folder in folders:
         try:

@@ -397,7 +397,7 @@ def test_a_query_passes_each_in_their_order(tmp_path):
     assert told(search.answer_all(["recorded", "new"])) == [("cache", 0, None)] * 2
     assert reserved == [1, 1]
     # While the breaker is open nothing is spent either.
-    search._breaker.record_failure(time.monotonic(), began=time.monotonic(), retry_after_s=0.3)
+    search._breaker.record_failure(time.monotonic(), started_at=time.monotonic(), retry_after_s=0.3)
     started = time.monotonic()
     threading.Thread(target=search.run, args=("later",)).start()
     time.sleep(0.1)

@@ -126,7 +126,7 @@ def play(
     settings = {"backoff_s": 0.01, "outage_deadline_s": 0.3, "deadline_s": 5.0} | settings
     with served(answer) as server:
         model = ChatModel({"url": f"{server.url}/v1", "model": "m", **settings})
-        groups = model.rollout(
+        groups = model.make_rollout(
             env or environment(), tokenizer or toy_tokenizer(), limits, ReplySchedule(),
             lambda groups: [[one.reward for one in group] for group in groups], processor,
         )(draws, sampling, should_stop=should_stop)  # fmt: skip

@@ -95,7 +95,7 @@ class AgentEnv(Env):
             rewards.append(reward)
         return rewards
 
-    def rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
+    def make_rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
         """Return the environment's `AgentRollout`; the first call creates it."""
         if self._rollout is None:  # evaluations share its port and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout

@@ -47,7 +47,7 @@ def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _:
     engine.clear()
     engine.set_weights(PARAMS)
     pay = lambda groups: [[one.reward for one in group] for group in groups]  # noqa: E731
-    rollout = env.rollout(engine, TOKENIZER, within or limits(), ReplySchedule(), pay, log=log)
+    rollout = env.make_rollout(engine, TOKENIZER, within or limits(), ReplySchedule(), pay, log=log)
     try:
         yield rollout
     finally:
