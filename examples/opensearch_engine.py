@@ -17,8 +17,8 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
+    HttpRequest,
     JsonClient,
-    Request,
     check_url,
     fix_surrogates,
     read_api_key,
@@ -81,7 +81,7 @@ class OpenSearch(DocumentSearch):
                 results += [self._parse_hits(response) for response in batch_response["responses"]]
         return results
 
-    def _build_request(self, queries: Sequence[str], topk: int) -> Request:
+    def _build_request(self, queries: Sequence[str], topk: int) -> HttpRequest:
         lines: list[dict[str, Any]] = []
         for query in queries:
             words = list(dict.fromkeys(fix_surrogates(query).split()))[:MAX_WORDS]
@@ -89,7 +89,9 @@ class OpenSearch(DocumentSearch):
             search = {"query": {"multi_match": match | {"type": "cross_fields"}}, "size": topk}
             lines += [{"index": self._index}, search | {"_source": [self._title, self._text]}]
         body = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        return Request(url=self._url, body=body, headers={"Content-Type": "application/x-ndjson"})
+        return HttpRequest(
+            url=self._url, body=body, headers={"Content-Type": "application/x-ndjson"}
+        )
 
     def _parse_hits(self, response: dict[str, Any]) -> list[Hit] | ToolError:
         if "error" in response:

@@ -305,8 +305,8 @@ def prepare_run(
     notes = validation.warnings(config)
     if begun is not None:
         # With --step the run itself stays unchanged.
-        place = f"changed after step {begun.step}" if step is None else "differs from the run"
-        notes += [*begun.warnings, *(f"{place}: {change}" for change in changes)]
+        prefix = f"changed after step {begun.step}" if step is None else "differs from the run"
+        notes += [*begun.warnings, *(f"{prefix}: {change}" for change in changes)]
     notes += _fit_memory(config, workdir, ignore_memory_plan=ignore_memory_plan)
     use_compilation_cache(config.compilation_cache, display.log)
     trim_memory_after_compiling()
@@ -459,20 +459,20 @@ def _load_config(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     return config, workdir
 
 
-def _exit_with_error(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
+def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = None) -> NoReturn:
     """Exit with a one-line message about an input or system error.
 
     Args:
         error: Error to report.
         remedy: Remedy for a system error, instead of the one in `REMEDIES`.
-        place: Path to report for a system error that names no file.
+        path: Path to report for a system error that names no file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
     full = find_disk_full_error(error)
     if full is not None and full.filename:  # otherwise `error` says more
         error = full
-    sys.exit(f"error: {_format_message(error, remedy, place)}")
+    sys.exit(f"error: {_format_message(error, remedy, path)}")
 
 
 def _is_system_error_in(error: Exception, folder: Path) -> bool:
@@ -482,9 +482,9 @@ def _is_system_error_in(error: Exception, folder: Path) -> bool:
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
-def _format_message(error: Exception, remedy: str = "", place: Path | None = None) -> str:
+def _format_message(error: Exception, remedy: str = "", path: Path | None = None) -> str:
     """Format an error in one line."""
-    message = format_os_error(error, remedy, place) if isinstance(error, OSError) else None
+    message = format_os_error(error, remedy, path) if isinstance(error, OSError) else None
     return escape_control_chars(" ".join((message or str(error)).split()))
 
 

@@ -251,7 +251,7 @@ def sampler_programs(
     state = jax.eval_shape(sampler.empty_state)
     last = like(state, jax.tree.map(lambda _: by_row, state))
     shardings = sharding.decode_shardings(mesh, declared, scan_layers=sampler.scan_layers)
-    abstract = jax.eval_shape(sampler.weights, declared.abstract_params())
+    abstract = jax.eval_shape(sampler.convert_params, declared.abstract_params())
     if model.tie_embeddings and target.platform != "cpu":
         abstract.pop("lm_head", None)  # a copy that only a CPU has, such as compiles here
     weights = like(abstract, {name: shardings[name] for name in abstract})

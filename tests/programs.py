@@ -129,7 +129,7 @@ def sampler_programs(
         tables=tables,
     )
     one = shape((), jnp.float32)
-    weights = jax.eval_shape(sampler.weights, config.abstract_params())
+    weights = jax.eval_shape(sampler.convert_params, config.abstract_params())
     stops = StopTables(
         next_state=shape((5, config.vocab_size), jnp.int8),
         is_hit=shape((5, config.vocab_size), jnp.bool_),

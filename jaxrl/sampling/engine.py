@@ -49,7 +49,13 @@ from jaxrl.sampling.buckets import append_sizes, patch_sizes, row_sizes
 from jaxrl.sampling.decode import DecodeRows, DecodeState, Programs, StopTables
 from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.sampling.prefill import PrefillBatcher, PrefillPiece
-from jaxrl.sampling.scheduler import BlockScheduler, Prompt, RecordedArrays, RecordedBlock, Row
+from jaxrl.sampling.scheduler import (
+    BlockScheduler,
+    PromptTokens,
+    RecordedArrays,
+    RecordedBlock,
+    Row,
+)
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import WeightConverter, delete_arrays
 from jaxrl.types import Attachment, Params
@@ -84,9 +90,9 @@ class Request:
     stop_state: int = 0
 
     @cached_property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptTokens:
         """Return the prompt's ids and attachments, the key of the prefix cache."""
-        return Prompt(self.prompt_ids, self.attachments)
+        return PromptTokens(self.prompt_ids, self.attachments)
 
 
 _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
@@ -671,9 +677,9 @@ class Engine:
                 row.saved = None
 
     @property
-    def _next_prompt(self) -> Prompt:
+    def _next_prompt(self) -> PromptTokens:
         """Return the prompt of the next queued request; an empty one if there is none."""
-        return self._queue[0][1].prompt if self._queue else Prompt()
+        return self._queue[0][1].prompt if self._queue else PromptTokens()
 
     def _select_shard(self, loads: Sequence[int | None] = ()) -> int | None:
         """Return the shard that can admit the next queued request; None if no shard has room.

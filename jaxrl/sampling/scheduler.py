@@ -42,7 +42,7 @@ class RecordedBlock(NamedTuple):
         return self.recorded.get_block(self.block_index, self.num_tokens)
 
 
-class Prompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """Ids and attachments of a prompt; requests with equal prompts share pages."""
 
     ids: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 class Prefix:
     """A cached prompt. Samples share its full pages and copy its partial last page."""
 
-    prompt: Prompt
+    prompt: PromptTokens
     shared: list[int] = field(default_factory=list)  # full pages
     cached: list[int] = field(default_factory=list)  # all pages, while no row uses them
     rows: dict[int, Row] = field(default_factory=dict)  # rows with pages, by request
@@ -129,7 +129,7 @@ class BlockScheduler:
         self.index = index
         self.pool = PagePool(num_pages)
         self.rows: dict[int, Row] = {}
-        self.prefixes: dict[Prompt, Prefix] = {}
+        self.prefixes: dict[PromptTokens, Prefix] = {}
         self.copies: list[tuple[int, int]] = []
         self._num_rows, self._num_steps, self._page_tokens = num_rows, num_steps, page_tokens
 
@@ -182,7 +182,7 @@ class BlockScheduler:
         """Return True unless the prefix was computed with earlier weights."""
         return self.prefixes.get(prefix.prompt) is prefix
 
-    def finish(self, row: Row, next_prompt: Prompt) -> None:
+    def finish(self, row: Row, next_prompt: PromptTokens) -> None:
         """Remove a row; keep its prompt cached if the next request has the same one."""
         del self.rows[row.request]
         if row.saved is not None:
@@ -194,7 +194,7 @@ class BlockScheduler:
             self.pool.retain(prefix.cached)
         self.free(row)
 
-    def evict_cached(self, *, keep: Prompt = Prompt()) -> bool:
+    def evict_cached(self, *, keep: PromptTokens = PromptTokens()) -> bool:
         """Evict unused cached prompts except `keep`; return False if there were none."""
         cached = [
             prefix for prefix in self.prefixes.values() if prefix.cached and prefix.prompt != keep
@@ -244,7 +244,7 @@ class BlockScheduler:
         return count
 
     def rank_request(
-        self, prompt: Prompt, budget: int, load: int | None
+        self, prompt: PromptTokens, budget: int, load: int | None
     ) -> tuple[bool, int, int] | None:
         """Return this shard's rank for a request (lowest is best); None if there is no room."""
         if load is None or load >= self._num_rows:
@@ -256,7 +256,7 @@ class BlockScheduler:
         # Prefer a shard that has the prompt cached, then the one with the fewest running rows.
         return (prefix is None, load, self.index) if has_pages else None
 
-    def admit(self, request: int, prompt: Prompt, *, slot: int, budget: int) -> Row:
+    def admit(self, request: int, prompt: PromptTokens, *, slot: int, budget: int) -> Row:
         """Admit a request; its row prefills the prompt unless the prompt is cached."""
         prefix = self.prefixes.get(prompt)
         is_new = prefix is None

@@ -32,7 +32,7 @@ _KEEP_ALIVE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class HttpRequest:
     """A POST request if it has a body, otherwise a GET request.
 
     Attributes:
@@ -80,7 +80,7 @@ class JsonClient:
         self._semaphore = asyncio.Semaphore(bounds.connections)
         weakref.finalize(self, _close_client, self._client).atexit = False
 
-    def send_all(self, requests: Sequence[Request]) -> list[Any | ToolError]:
+    def send_all(self, requests: Sequence[HttpRequest]) -> list[Any | ToolError]:
         """Send requests concurrently; return the JSON response or error of each, in order."""
 
         async def fetch_all() -> list[Any | ToolError]:
@@ -97,14 +97,14 @@ class JsonClient:
             for request, answer in zip(requests, answers, strict=True)
         ]
 
-    def _parse(self, request: Request, body: bytes) -> Any | ToolError:
+    def _parse(self, request: HttpRequest, body: bytes) -> Any | ToolError:
         try:
             return redact(parse_json(body, "the response"))
         except ValueError as error:
             what = f"{len(body)} bytes that are not JSON ({format_error(error)})"
             return self._make_error(request, f"gives {what}: {_format_body(body)}")
 
-    async def _fetch(self, request: Request) -> bytes | ToolError:
+    async def _fetch(self, request: HttpRequest) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
         async with self._semaphore:
             try:
@@ -117,7 +117,7 @@ class JsonClient:
             except Exception as error:  # network, protocol or address
                 return self._make_error(request, f"failed: {format_error(error)}")
 
-    async def _read_body(self, request: Request) -> bytes:
+    async def _read_body(self, request: HttpRequest) -> bytes:
         """Send a request and return the body of the response.
 
         Raises:
@@ -150,7 +150,7 @@ class JsonClient:
                 status=status,
             )
 
-    def _make_error(self, request: Request, text: str, **fields: Any) -> ToolError:
+    def _make_error(self, request: HttpRequest, text: str, **fields: Any) -> ToolError:
         return ToolError(redact(f"{redact_url(request.url)} {text}"), **fields)
 
 

@@ -10,8 +10,8 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader, split_batches
 from jaxrl.utils.http_client import (
     ClientLimits,
+    HttpRequest,
     JsonClient,
-    Request,
     check_url,
     fix_surrogates,
     read_api_key,
@@ -95,7 +95,9 @@ class HttpRetriever(DocumentSearch):
         groups = [
             list(b) for b in split_batches(list(map(fix_surrogates, queries)), self._batch_size)
         ]
-        requests = [Request(url=self._url, body=self._make_body(group, topk)) for group in groups]
+        requests = [
+            HttpRequest(url=self._url, body=self._make_body(group, topk)) for group in groups
+        ]
         results: list[list[Hit] | ToolError] = []
         for group, response in zip(groups, self._client.send_all(requests), strict=True):
             if isinstance(response, ToolError):

@@ -11,13 +11,13 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.recording import Recording
 from jaxrl.envs.search.resilient import ReplayOnly, ResilientSearch, RetryConfig
 from jaxrl.envs.tools.base import Tool
-from jaxrl.utils.http_client import ClientLimits, JsonClient, Request, read_api_key
+from jaxrl.utils.http_client import ClientLimits, HttpRequest, JsonClient, read_api_key
 
 MAX_REPLY_MIB = 4.0
 _MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
-class Endpoint(Tool):
+class EndpointTool(Tool):
     """Client for a chat-completions endpoint. Each call sends one request."""
 
     name, blank = "endpoint", ""
@@ -53,7 +53,7 @@ class Endpoint(Tool):
         Raises:
             ToolError: The request failed.
         """
-        [response] = self._client.send_all([Request(url=self._url, body=dict(body))])
+        [response] = self._client.send_all([HttpRequest(url=self._url, body=dict(body))])
         if isinstance(response, ToolError):
             raise response
         return response
@@ -77,7 +77,7 @@ def get_first_choice(response: Any) -> tuple[Mapping[str, Any], Mapping[str, Any
 
 def wrap_endpoint(
     wrapper_class: type[ResilientSearch],
-    endpoint_class: type[Endpoint],
+    endpoint_class: type[EndpointTool],
     settings: Any,
     *,
     key: str,
@@ -91,8 +91,8 @@ def wrap_endpoint(
 
     Args:
         wrapper_class: `ResilientSearch` subclass that wraps the endpoint.
-        endpoint_class: `Endpoint` subclass; not instantiated if only a recording is replayed.
-        settings: Settings of the endpoint; see `Endpoint`.
+        endpoint_class: `EndpointTool` subclass; not instantiated if only a recording is replayed.
+        settings: Settings of the endpoint; see `EndpointTool`.
         key: Config key of the settings, for error messages.
         identity: Settings that determine responses. A recording is used only if they are equal.
         folder: Name of the recording's default folder in `workdir`.

@@ -22,7 +22,7 @@ from jaxrl.envs.base import CallRecord, ScoredEpisode, Task, ToolError
 from jaxrl.envs.rewards.combiner import PartCall, PartResult
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.envs.tools.base import CallResult
-from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
+from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
 from jaxrl.utils.http_client import check_url, fix_surrogates
 
 _PLACEHOLDER = re.compile(r"\{(question|response|answers)\}")
@@ -113,7 +113,7 @@ class JudgeSettings:
 
     @property
     def max_concurrent(self) -> int:
-        """Alias of `concurrency`, as `Endpoint` expects it."""
+        """Alias of `concurrency`, as `EndpointTool` expects it."""
         return self.concurrency
 
     @property
@@ -123,7 +123,7 @@ class JudgeSettings:
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
 
-class JudgeEndpoint(Endpoint):
+class JudgeEndpoint(EndpointTool):
     """Endpoint that returns a judge's reply as text."""
 
     name = "judge"

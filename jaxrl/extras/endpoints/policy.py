@@ -27,7 +27,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, ToolResults, Turn
 from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
 from jaxrl.envs.search.resilient import ResilientSearch
-from jaxrl.extras.endpoints.completions import Endpoint, get_first_choice, wrap_endpoint
+from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
 from jaxrl.extras.endpoints.keys import KEYS
 from jaxrl.extras.endpoints.sent_images import make_data_url, prepare_image
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, StartError, TokenLimits
@@ -58,7 +58,7 @@ Content = str | Sequence[str | Picture]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class ModelTurn:
     """One turn of a model: its text and what it cost."""
 
     text: str  # up to and including the stop string
@@ -113,7 +113,7 @@ class ChatModel:
         *,
         stops: Sequence[str],
         sampling: Mapping[str, Any],
-    ) -> Completion:
+    ) -> ModelTurn:
         """Request the next turn of a chat.
 
         Args:
@@ -154,7 +154,7 @@ class ChatModel:
                 cost += tokens["completion_tokens"] * settings.completion_price
                 usage["cost"] = cost / 1e6
         text, is_cut = parse_turn(reply, stops)
-        return Completion(text=text, is_cut=is_cut, usage=usage)
+        return ModelTurn(text=text, is_cut=is_cut, usage=usage)
 
 
 def _format_part(part: str | Picture) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-class _ChatEndpoint(Endpoint):
+class _ChatEndpoint(EndpointTool):
     """Endpoint that takes a request body with its images and returns the response as JSON."""
 
     name = "policy"
@@ -378,7 +378,7 @@ class ChatRollout(BaseRollout):
         sample: Sample,
         draw: Draw,
         sampling: SamplingConfig,
-    ) -> Completion:
+    ) -> ModelTurn:
         """Request the next turn of an episode."""
         episode = sample.episode
         fields: dict[str, Any] = {

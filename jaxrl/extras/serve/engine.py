@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.sampling import next_token
 from jaxrl.sampling.blocks import count_pages
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.scheduler import BlockScheduler, Prompt, Row
+from jaxrl.sampling.scheduler import BlockScheduler, PromptTokens, Row
 
 
 class SamplingParams(NamedTuple):
@@ -130,7 +130,7 @@ class ServedEngine(Engine):
         running = [
             shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
         ]
-        prompts: set[Prompt] = set()
+        prompts: set[PromptTokens] = set()
         num_free = self.num_free_pages - sum(running)
         for _, request in islice(self._queue, max(self.num_rows - len(running), 0)):
             num_prefilled = len(request.prompt_ids) - 1

@@ -31,7 +31,7 @@ from jaxrl.extras.serve.worker import (
     STOP,
     TIMED_OUT,
     CompletionRequest,
-    Job,
+    GenerationJob,
     OutputChunk,
     Worker,
 )
@@ -104,7 +104,7 @@ class Choice:
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
-        self.job: Job | None = None
+        self.job: GenerationJob | None = None
         self._chunk_event = asyncio.Event()
 
     @property
@@ -301,7 +301,7 @@ class CompletionCache:
         for choice, key in zip(completion.choices, completion.keys, strict=True):
             if choice.needs_job:
                 choice = Choice()
-                choice.job = Job(
+                choice.job = GenerationJob(
                     request=completion.request,
                     sample_key=key,
                     deadline=time.monotonic() + self._deadline_s,

@@ -99,7 +99,7 @@ class CompletionRequest:
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
+class GenerationJob:
     """A sample of a request, queued for the engine.
 
     Attributes:
@@ -159,12 +159,12 @@ class Worker:
         self._vocab_bytes, self._eos_ids = vocab_bytes, frozenset(eos_ids)
         self._max_queue = max_queue
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
-        self._jobs: dict[int, Job] = {}  # running jobs, by engine request
+        self._jobs: dict[int, GenerationJob] = {}  # running jobs, by engine request
         self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # token ids, by request
         # Everything below is shared with other threads, under `_condition`.
         self._condition = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._paused_jobs: list[Job] = []  # jobs on hold, of paused sessions
+        self._queue: deque[GenerationJob] = deque()
+        self._paused_jobs: list[GenerationJob] = []  # jobs on hold, of paused sessions
         self._is_active_session: Callable[[str], bool] = lambda session: not is_paused
         self._is_paused = self._is_released = is_paused
         self.is_shutting_down = False  # new jobs are rejected
@@ -192,7 +192,7 @@ class Worker:
         """Return True until the thread ends, for any reason."""
         return self._thread.is_alive() and not self._has_ended
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[GenerationJob]) -> None:
         """Queue all of the jobs, or raise an error and queue none.
 
         Raises:
@@ -227,7 +227,7 @@ class Worker:
             self.stats["samples_total"] += len(jobs)
             self._wake()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerationJob) -> None:
         """Cancel a job whose client has disconnected."""
         with self._condition:
             job.is_cancelled = True
@@ -354,7 +354,7 @@ class Worker:
         """Drop jobs that were cancelled or have passed their deadline."""
         now = time.monotonic()
 
-        def is_expired(job: Job) -> bool:
+        def is_expired(job: GenerationJob) -> bool:
             return job.is_cancelled or job.deadline <= now
 
         with self._condition:
@@ -392,14 +392,14 @@ class Worker:
                 self._abort_job(job, FAILED, _client_message(error))
                 raise
 
-    def _has_prefix(self, job: Job) -> bool:
+    def _has_prefix(self, job: GenerationJob) -> bool:
         """Return True if the job's prefix is still cached; only the first call searches for it."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
         return bool(job.prefix) and self._cached.get(job.prefix[0]) is job.prefix[1]
 
-    def _start_job(self, job: Job) -> int:
+    def _start_job(self, job: GenerationJob) -> int:
         """Submit a job to the engine, or resume its cached row; return the request number."""
         token_ids, budget = job.context_ids, job.request.max_tokens - len(job.token_ids)
         number = self._find_prefix(token_ids)
@@ -472,7 +472,7 @@ class Worker:
             )
         )
 
-    def _truncate_at_stop(self, job: Job, event: Event) -> tuple[list[int], str, int]:
+    def _truncate_at_stop(self, job: GenerationJob, event: Event) -> tuple[list[int], str, int]:
         """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
@@ -491,7 +491,7 @@ class Worker:
         reason = "" if event.status == decode.RUNNING else LENGTH
         return ids, reason, len(job.data)
 
-    def _cache_row(self, request: int, job: Job) -> None:
+    def _cache_row(self, request: int, job: GenerationJob) -> None:
         """Cache the row of a finished job if it has room for another turn."""
         ids = job.context_ids
         if len(ids) >= self.engine.max_total_tokens:
@@ -502,7 +502,7 @@ class Worker:
         if len(self._cached) > self._max_cached_rows:
             self._evict()
 
-    def _abort_job(self, job: Job, reason: str, error: str = "") -> None:
+    def _abort_job(self, job: GenerationJob, reason: str, error: str = "") -> None:
         """Send the final chunk of a job that was cancelled, timed out or failed."""
         self.stats[f"samples_{reason}_total"] += 1
         job.on_output(

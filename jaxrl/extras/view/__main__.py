@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.report import write_report
-from jaxrl.extras.view.server import Server
+from jaxrl.extras.view.server import ViewServer
 from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.files import format_os_error
 from jaxrl.utils.text import escape_control_chars, replace_unencodable
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if not 0 <= arguments.port < 2**16:
             raise ValueError(f"--port is {arguments.port}; expected 0 to 65535.")
-        server = Server(Viewer(open_runs(arguments.runs), arguments.ignore), arguments.port)
+        server = ViewServer(Viewer(open_runs(arguments.runs), arguments.ignore), arguments.port)
     except (OSError, ValueError) as error:
         known = format_os_error(error) if isinstance(error, OSError) else None
         sys.exit(escape_control_chars(f"error: {known or error}"))

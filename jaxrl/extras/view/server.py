@@ -47,12 +47,12 @@ FILES = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Request handler of `Server`."""
+    """Request handler of `ViewServer`."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "jaxrl", ""
     timeout = 60.0
-    server: Server
+    server: ViewServer
 
     def do_GET(self) -> None:
         """Serve the page's files, and `/api/<address>` through `Viewer.respond`."""
@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         """Disable request logging."""
 
 
-class Server(ThreadingHTTPServer):
+class ViewServer(ThreadingHTTPServer):
     """HTTP server on the loopback address.
 
     Attributes:

@@ -12,8 +12,8 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit, HitReader
 from jaxrl.utils.http_client import (
     ClientLimits,
+    HttpRequest,
     JsonClient,
-    Request,
     check_url,
     fix_surrogates,
     read_api_key,
@@ -47,7 +47,7 @@ class Provider:
     max_words: int
     max_topk: int
     headers: Callable[[str], Mapping[str, str]]
-    request: Callable[[str, str, int], Request]
+    request: Callable[[str, str, int], HttpRequest]
     results: Callable[[Mapping[str, Any]], list[Any]]
     parse_hit: Callable[[Any], Hit]
 
@@ -193,10 +193,10 @@ def _parse_brave_hit(result: Any) -> Hit:
 _SEARXNG_SYNTAX = re.compile(r"(?<!\S)[!?:<]+")
 
 
-def _searxng_request(url: str, query: str, topk: int) -> Request:
+def _searxng_request(url: str, query: str, topk: int) -> HttpRequest:
     plain = " ".join(_SEARXNG_SYNTAX.sub("", query).split())
     path = "" if url.endswith("/search") else "/search"
-    return Request(url=url + path, params={"q": plain or "-", "format": "json"})
+    return HttpRequest(url=url + path, params={"q": plain or "-", "format": "json"})
 
 
 def _searxng_results(response: Mapping[str, Any]) -> list[Any]:
@@ -253,7 +253,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=300,
         max_topk=100,
         headers=lambda key: {"X-API-KEY": key},
-        request=lambda url, query, topk: Request(url=url, body={"q": query, "num": topk}),
+        request=lambda url, query, topk: HttpRequest(url=url, body={"q": query, "num": topk}),
         results=_serper_results,
         parse_hit=lambda result: _parse_hit(result, "link", "snippet"),
     ),
@@ -264,7 +264,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=50,
         max_topk=20,
         headers=lambda key: {"X-Subscription-Token": key},
-        request=lambda url, query, topk: Request(
+        request=lambda url, query, topk: HttpRequest(
             url=url,
             params={"q": query, "count": str(topk), **_BRAVE},
         ),
@@ -278,7 +278,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=400,
         max_topk=20,
         headers=lambda key: {"Authorization": f"Bearer {key}"},
-        request=lambda url, query, topk: Request(
+        request=lambda url, query, topk: HttpRequest(
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
         # `POST https://api.tavily.com/search` with a bearer token (2025).

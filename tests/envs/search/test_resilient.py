@@ -479,7 +479,7 @@ def test_with_empty_a_dead_server_is_told_and_not_waited_for():
     engine = Engine(first(10**9))
     [line] = asked_first(engine, on_outage="empty")
     assert line.endswith(
-        "error: busy. Episodes with a search end as environment errors until it answers"
+        "error: busy. Episodes with a search end as environment errors until it responds"
     )
     assert engine.asked == [PROBE_QUERY]
 

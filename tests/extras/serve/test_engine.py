@@ -23,7 +23,7 @@ from jaxrl.extras.serve.worker import (
     LENGTH,
     STOP,
     CompletionRequest,
-    Job,
+    GenerationJob,
     Worker,
 )
 from jaxrl.sampling.engine import Request
@@ -144,7 +144,7 @@ class Asked:
         pieces = queue.Queue()
         settings = {"params": SamplingParams(0.0, 1.0), "seed": None, **settings}
         request = CompletionRequest(prompt_ids=tuple(prompt_ids), max_tokens=budget, **settings)
-        return Job(
+        return GenerationJob(
             request=request,
             sample_key=sample_key,
             deadline=time.monotonic() + 60,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from jaxrl.config.schema import default_config, to_json
 from jaxrl.extras.view.reader import open_runs
-from jaxrl.extras.view.server import Server
+from jaxrl.extras.view.server import ViewServer
 from jaxrl.extras.view.viewer import Viewer
 from tests.qwen import qwen3
 
@@ -187,7 +187,7 @@ def view(*workdirs, ignore=()):
 @contextmanager
 def served(*workdirs):
     """A server of these runs on a free port."""
-    server = Server(Viewer(open_runs(workdirs)), 0)
+    server = ViewServer(Viewer(open_runs(workdirs)), 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
