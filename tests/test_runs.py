@@ -116,10 +116,10 @@ def test_its_output_ends_in_before_and_after_and_the_report(base):
     """Scores, controls, then the page: what a newcomer looks for."""
     *_, scores, controls, page = (base / "stdout").read_text().splitlines()
     number = r"\d\.\d{3}"
-    assert re.fullmatch(
-        rf"exact match: sampled {number} -> {number}, greedy {number} -> {number}", scores
-    )
-    assert re.fullmatch(rf"controls, exact match: search finds nothing {number}", controls)
+    before_and_after = rf"sampled {number} -> {number}, greedy {number} -> {number}"
+    assert re.fullmatch(rf"reward: {before_and_after}; exact match: {before_and_after}", scores)
+    control = f"search finds nothing {number}"
+    assert re.fullmatch(rf"controls, reward: {control}; exact match: {control}", controls)
     assert page == f"report: {base / 'report.html'}"
 
 
