@@ -85,9 +85,9 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def resolve_bundled_path(argument: str) -> str:
-    """Expand a `configs/...` path that only exists in the bundle; return the argument.
+    """Return the argument; replace a `configs/...` path that does not exist by the bundled file.
 
-    The path may follow `--flag=` and precede a colon with an argument for the config file.
+    Also handles `--flag=configs/file.py:argument`.
     """
     flag, equals, value = argument.rpartition("=")
     path, colon, rest = value.partition(":")

@@ -380,7 +380,7 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = False) -> None:
-    """Check that the workdir is not the export source and that its run can resume."""
+    """Check that no export would overwrite its source, and that the workdir's run can resume."""
     for key, entry in configuration.KEYS.items():
         export_path = workdir / entry.written_to
         if entry.written_to and export_path.resolve() == Path(config[key]).resolve():

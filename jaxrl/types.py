@@ -303,7 +303,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """Outcome of one group, without trajectories that ended in environment errors."""
+    """Statistics of one group, excluding trajectories that ended in an environment error."""
 
     task_id: str
     num_correct: int

@@ -127,7 +127,7 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
 
 
 def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
-    """Trace a loss, KL or token filter function, and its gradient unless it is a filter."""
+    """Trace a loss, KL estimator or token filter, and the gradient of a loss or KL estimator."""
     arrays = [
         jax.ShapeDtypeStruct(SHAPE, _DTYPES.get(name, jnp.float32)) for name in function.arguments
     ]

@@ -477,7 +477,8 @@ def _find_paths(value: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
 def _is_call_link(messages: Sequence[Mapping[str, Any]], path: FieldPath) -> bool:
     """Return True if a value only links a tool result to its call, or only labels a call.
 
-    Templates may drop it, because `check_result_order` ensures that the order is enough.
+    Templates may drop it, because `check_result_order` ensures that results can be matched to calls
+    by their order.
     """
     match path:
         case (_, "tool_call_id") | (_, "tool_calls", _, "id" | "type" | "index"):

@@ -293,7 +293,7 @@ class Tokenizer:
         return self._expand_image_tokens(ids, counts), "".join(piece.text for piece in pieces)
 
     def _expand_image_tokens(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        """Repeat the image token of each image as often as the image has tokens."""
+        """Expand each image placeholder to one placeholder per image token."""
         num_written = ids.count(self.image_id) if self.image_id is not None else 0
         if num_written != len(image_tokens):
             raise ValueError(

@@ -54,7 +54,10 @@ class MalformedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedTurn:
-    """A parsed turn. It has no calls if it closes a tag that it never opened."""
+    """Tool calls and status of a model turn.
+
+    `calls` is empty for an answer, for a malformed turn, and if a closing tag has no opening tag.
+    """
 
     calls: tuple[ParsedCall | MalformedCall, ...] = ()
     is_answer: bool = False  # ends the episode

@@ -118,7 +118,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {'  '.join(texts)}  {eta} left")
 
     def activity(self, text: str) -> None:
-        """Show an activity during a step or before the first one."""
+        """Show a status message during a step or before the first one."""
         text = escape_control_chars(text)
         self._record_progress(text)
         if self._progress is not None:
@@ -138,7 +138,7 @@ class Display:
             self.log(text)
 
     def counter(self, label: str) -> Callable[[int, int], None]:
-        """Return a callback `(done, total)` that shows the progress of an activity."""
+        """Return a callback `(done, total)` that shows progress as a status message."""
         return lambda done, total: self.activity(f"{label} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:

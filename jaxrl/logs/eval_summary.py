@@ -379,7 +379,7 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
 
 
 def _format_cell(summary: EvalSummary, name: str, measure: str) -> str:
-    """Format a number, with its interval if the table has room for it."""
+    """Format a measure; only rewards, pass@k, maj@k and `RELIABILITY` show their interval."""
     value = summary.means[name][measure]
     if math.isnan(value):
         return "-"

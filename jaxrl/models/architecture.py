@@ -27,7 +27,7 @@ from jaxrl.utils.callables import is_user_code
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """Memory of one layer for the planner, as a number of values per token on one device.
+    """Per-layer memory estimates for the planner, in values per token per device.
 
     Attributes:
         activations: Peak during the layer's backward pass.
@@ -144,7 +144,7 @@ class Architecture(ABC):
         """Return a copy of this model whose output layer computes in `dtype`.
 
         Sampler and trainer cast the output weights and the hidden states to it. The copy stores it
-        as `head_dtype`; `output_entry` is the parameter entry of the output weights.
+        as `head_dtype`; `output_entry` is the top-level key of the output weights.
 
         Raises:
             ValueError: The architecture does not support a separate head dtype.
@@ -157,7 +157,10 @@ class Architecture(ABC):
 
     @property
     def output_entry(self) -> str:
-        """Return the parameter entry of the output weights, or "" without `with_head_dtype`."""
+        """Return the top-level parameter key of the output weights, such as "lm_head".
+
+        "" if the architecture does not implement `with_head_dtype`.
+        """
         return ""
 
     @property
@@ -298,10 +301,10 @@ class Architecture(ABC):
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return one layer's terms without experts, split over `tensor` devices."""
+        """Return the memory of one layer, excluding experts, split over `tensor` devices."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the terms of one layer's experts, split over `expert` and `tensor` devices."""
+        """Return the memory of one layer's experts, split over `expert` and `tensor` devices."""
         raise NotImplementedError
 
     @property

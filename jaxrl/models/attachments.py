@@ -72,7 +72,7 @@ class Tower(ABC):
 
     @abstractmethod
     def memory_terms(self) -> MemoryTerms:
-        """Return one layer's memory terms, per patch instead of per token."""
+        """Return the memory of one layer, per patch instead of per token."""
 
     @abstractmethod
     def num_scores(self, num_patches: int) -> int:

@@ -181,7 +181,7 @@ class Block(nnx.Module):
 
 
 class DecoderModule(nnx.Module):
-    """Declaration of the decoder's weights, which `Decoder` computes with."""
+    """NNX module that declares the weights used by `Decoder`."""
 
     def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_layers)
@@ -401,7 +401,7 @@ it is needed."""
 
 
 def init_layer_index(features: jax.Array | None) -> jax.Array | None:
-    """Return layer index 0 for `add_deepstack`, or None if nothing is added."""
+    """Return layer index 0 for `add_deepstack`, or None without DeepStack features."""
     return None if features is None else jnp.zeros((), jnp.int32)
 
 
@@ -562,10 +562,10 @@ class Decoder(Architecture):
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast the weights, except those whose gradients are summed over tokens in float32.
 
-        Biases stay float32 and are cast where they are added. Embedding and output layer also get
-        `master`, a float32 table of the same shape that receives their gradient; its values are
-        read only with `head_dtype`. Other kernels get their gradient from one matmul, which
-        accumulates in float32 and rounds once.
+        Biases stay float32 and are cast where they are added. The embedding and the output layer
+        also get `master`, a float32 table of the same shape that receives their gradient. Its
+        values are used only if `head_dtype` is set. Other kernels get their gradient from one
+        matmul, which accumulates in float32 and rounds once.
         """
         weights = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params

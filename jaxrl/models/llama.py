@@ -22,7 +22,7 @@ from jaxrl.models.qwen import QwenConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(QwenConfig):
-    """Dense Llama or Mistral model, built from its `config.json`. It has no query and key norms."""
+    """Config of a dense Llama or Mistral model, which has no query or key norms."""
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ParamSpec(Protocol):
-    """Shapes and mesh axes of a subset of a policy's parameters."""
+    """Shapes and logical axes of a subset of a policy's parameters."""
 
     def abstract_params(self) -> Params:
         """Return the parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return a tree with the axis names of each parameter; see `Architecture.logical_axes`."""
+        """Return a tree with each parameter's logical axes; see `Architecture.logical_axes`."""
         ...
 
 
@@ -44,7 +44,7 @@ class ParamSubset:
         return select_params(self.model.abstract_params(), self.paths.__contains__)
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return a tree with the axis names of each parameter."""
+        """Return a tree with the logical axes of each parameter."""
         return select_params(self.model.logical_axes(), self.paths.__contains__)
 
 

@@ -119,7 +119,7 @@ class WrappedArchitecture(Architecture):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate attributes that `Architecture` does not declare to the model."""
+        """Delegate to the model any attribute that `Architecture` does not declare."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)

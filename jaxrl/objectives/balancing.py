@@ -45,7 +45,7 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
 
 
 class _Solution:
-    """A partial solution: some of the items, split into bundles, heaviest first."""
+    """A partial solution: some of the items, split into bundles, largest sum first."""
 
     def __init__(self, bundles: list[tuple[int, list[int]]], num_parts: int) -> None:
         empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - len(bundles))]
@@ -53,7 +53,7 @@ class _Solution:
 
     @property
     def spread(self) -> int:
-        """Size difference between the heaviest and the lightest bundle."""
+        """Difference between the largest and the smallest bundle sum."""
         return self.bundles[0][0] - self.bundles[-1][0]
 
     def join(self, other: _Solution) -> _Solution:

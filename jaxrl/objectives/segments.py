@@ -35,11 +35,11 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _add(left: Pair, right: Pair) -> Pair:
-    """Combine two adjacent spans into the sum since the last start, and whether one has a start."""
+    """Combine adjacent spans: sum since the last segment start, and whether there is a start."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
 def _propagate(right: Pair, left: Pair) -> Pair:
-    """Combine two adjacent spans into the value at the first end, and whether one has an end."""
+    """Combine adjacent spans: value at the first segment end, and whether there is an end."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

@@ -363,18 +363,18 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
 
 
 def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
-    """Return the steps with a value, sorted by value (highest first) and then by step."""
+    """Return the steps with a score, sorted by score (highest first) and then by step."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
 
 
 def select_steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest values."""
+    """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest scores."""
     return {*sorted(values)[-keep:], *sort_by_value(values)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:
-    """Write a checkpoint's manifest: step, value, and the size and hash of every file."""
+    """Write a checkpoint's manifest: step, evaluation score, and size and hash of every file."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     content = {"step": step, "value": value, "files": _hash_files(folder, names)}
     with open_atomic(folder / MANIFEST) as file:
@@ -382,7 +382,7 @@ def write_manifest(folder: Path, step: int, value: float | None) -> None:
 
 
 def read_value(folder: Path) -> float | None:
-    """Return the value in a checkpoint's manifest; None if it has none or is unreadable."""
+    """Return the evaluation score in a checkpoint's manifest; None if missing or unreadable."""
     try:
         return read_object(folder / MANIFEST)["value"]
     except (OSError, ValueError, KeyError):

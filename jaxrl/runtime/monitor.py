@@ -76,7 +76,7 @@ class ProcessLoss:
 
     Attributes:
         index: Index of the process in the job.
-        lost: Reason why it counts as lost.
+        lost: Why the process counts as lost.
         failed: True if the process itself reported an error.
     """
 
@@ -140,7 +140,7 @@ class Monitor:
     """Monitor of one process; `run` returns once the process has finished or been terminated."""
 
     def __init__(self, settings: MonitorSettings):
-        """Connect to the process on standard input and output, and to the hub."""
+        """Open the link to the process on standard input and output; join or become the hub."""
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._process_link = _Link(index=settings.index, read_fd=0)
@@ -211,14 +211,14 @@ class Monitor:
             self._add_link(_Link(index=None, read_fd=connection.fileno(), connection=connection))
 
     def _drop_unauthenticated(self) -> None:
-        """Drop callers that have not sent the token in time, and the oldest beyond the limit."""
+        """Drop connections that do not authenticate in time, and the oldest above the limit."""
         now, max_callers = time.monotonic(), MAX_UNAUTHENTICATED + len(self._missing)
         for rank, link in enumerate(reversed(self._unauthenticated_links())):
             if rank >= max_callers or now - link.connected_at > self._settings.handshake_timeout_s:
                 self._drop_link(link)
 
     def _unauthenticated_links(self) -> list[_Link]:
-        """Return the callers that have not sent the token, oldest first."""
+        """Return the connections that have not authenticated yet, oldest first."""
         return [link for link in self._links if link.index is None]
 
     def _read_link(self, link: _Link) -> ProcessLoss | None:

@@ -62,7 +62,7 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
 
 
 class MonitorClient:
-    """This process's connection to its monitor; a context manager around the work."""
+    """This process's connection to its monitor; a context manager for the duration of the run."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
         """Start this process's monitor; every process of the job must call this.

@@ -368,7 +368,7 @@ def _read_starts(run: Path) -> list[dict[str, Any]]:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Read `environment.json`, which has one object per start of a run.
+    """Read `environment.json`, which has one object per launch of a run.
 
     Raises:
         OSError, ValueError: The file is missing or damaged.
@@ -380,7 +380,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def append_rollback(workdir: Path, line: Mapping[str, Any]) -> None:
-    """Record a rollback. This start applies it or, if it is killed first, the next one does."""
+    """Record a rollback before it is applied; if the process dies, the next launch applies it."""
     (workdir / ROLLED_BACK_FOLDER).mkdir(exist_ok=True)  # fail now, not at every later start
     lines = [*read_rollbacks(workdir), line]
     with open_atomic(workdir / ROLLBACKS_FILE) as file:

@@ -140,7 +140,7 @@ class Programs:
         return self.architecture.recorded if self.records else {}
 
     def convert_params(self, params: Params) -> Params:
-        """Convert all of the policy's parameters to the weights that the programs read."""
+        """Convert all of the policy's parameters to the layout and dtype used for decoding."""
         weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
             weights, scan=self.scan_layers, stacks=self.architecture.stacks
@@ -200,7 +200,7 @@ class Programs:
     def _chunk_spec(self) -> P:
         """Return the sharding of a chunk: `[r, K, C, H]`, or `[n, r, K, C, H]` for n layers.
 
-        On a CPU, a layer axis of size 1 would add copies that take an eighth of the time.
+        On a CPU, a layer axis of size 1 would add copies that take an eighth of the decoding time.
         """
         return P(None, *_PAGES) if self.scan_layers else _PAGES
 

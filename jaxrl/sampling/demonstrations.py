@@ -137,8 +137,8 @@ def encode_demonstration(
     """Encode a prompt, then assistant turns (trained on) and observations (masked) in order.
 
     If the chat template renders tool results, the model also learns to end its turns.
-    `image_tokens` has the token count of each image that the prompt marks. The limits on
-    observations and contexts apply: a demonstration has the same contexts as in a rollout.
+    `image_tokens` is the token count of each image placeholder in the prompt. Observation and
+    context limits apply as in a rollout.
 
     Raises:
         ValueError: The chat is malformed, or has text that no rollout could produce; the message

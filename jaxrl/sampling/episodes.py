@@ -1,4 +1,4 @@
-"""Episodes in an environment, for any source of turns: prompts, replies, rewards.
+"""Run environment episodes (prompts, replies, rewards) with turns from any source.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.

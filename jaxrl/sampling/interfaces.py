@@ -30,7 +30,8 @@ class SamplingConfig:
         temperature: Tokens are sampled from softmax(logits / temperature); 0 is greedy.
         top_p: Nucleus sampling probability in (0, 1]; 1 samples from all tokens.
         seeds: Inputs to the random keys.
-        policy_version: Number of updates behind these weights, recorded with every sampled token.
+        policy_version: Number of optimizer steps taken to reach these weights; recorded with every
+            sampled token.
         keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
             in evaluations, which train on nothing.
         max_unfinished: Maximum number of groups that may be returned as None; they resume when
@@ -134,7 +135,7 @@ class Processor(Protocol):
         """
 
     def num_units(self, image: Any) -> int:
-        """Return the number of tokens of a preprocessed image."""
+        """Like `num_tokens`, but for an image that is already preprocessed."""
 
     def __call__(self, picture: Picture) -> Attachment:
         """Preprocess an image for the model.

@@ -133,10 +133,10 @@ class PrefillBatcher:
     def make_blocks(
         self, pieces: Sequence[deque[PrefillPiece]], num_tokens: int, tables: np.ndarray
     ) -> tuple[PrefillBlocks, list[tuple[PrefillPiece, int]]]:
-        """Build blocks from the next pieces of each shard; also return (piece, block index) pairs.
+        """Build blocks from each shard's next pieces; also return (piece, block index) pairs.
 
         Args:
-            pieces: Pieces of each shard, which are popped; () for padding only.
+            pieces: Pieces of each shard; the ones used are popped. Pass () for padding only.
             num_tokens: Number of tokens per shard, including padding.
             tables: Block tables of all rows, by slot.
         """

@@ -62,7 +62,7 @@ def validate_step_result(reply: Any) -> StepResult:
 
 
 def _replace_if_changed(instance: Any, **values: Any) -> Any:
-    """Replace fields of a dataclass; return the same object in the usual case of no change."""
+    """Replace fields of a dataclass; return the same object if nothing changed."""
     for name, value in values.items():
         if getattr(instance, name) is not value:
             return dataclasses.replace(instance, **values)

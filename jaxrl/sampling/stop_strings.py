@@ -36,7 +36,10 @@ class StopAutomaton:
         self.next_state, self.is_hit = _lift_to_tokens(transitions, ends, vocab_bytes)
 
     def compute_state(self, token_ids: Sequence[int]) -> int:
-        """Return the state after a turn's tokens so far, which contain no complete stop string."""
+        """Return the automaton state after the tokens of an unfinished turn.
+
+        The tokens must not contain a complete stop string.
+        """
         state = 0
         for token in token_ids:
             state = int(self.next_state[state, token])

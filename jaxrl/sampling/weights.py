@@ -121,10 +121,10 @@ class WeightConverter:
         return call
 
     def convert(self, params: Params) -> Params:
-        """Convert parameters to weights. Previous weights must have been freed.
+        """Convert training parameters to sampler weights. Free the previous weights first.
 
         Donated parameters are read a few at a time, the largest first, and freed once their weights
-        exist. Parameters and weights are therefore never both complete in memory.
+        exist. The two copies are therefore never both fully in memory.
         """
         # Donated parameters are callables: convert each independent part separately.
         inputs, shardings = jax.tree.leaves(params), jax.tree.leaves(self.shardings)

@@ -332,7 +332,7 @@ def _filter_groups(
 ) -> list[Group]:
     """Return the groups that pass the filter.
 
-    With advantages by turn, a group passes if its returns pass for any turn.
+    With turn-level advantages, a group passes if the returns of any turn pass.
 
     Args:
         groups: Groups with shaped rewards, and divergences if the filter uses the KL penalty.

@@ -416,9 +416,9 @@ def update_controllers(
 ) -> tuple[Controllers, list[Group]]:
     """Update the controllers from a step's groups; return them, and the groups with `windows`.
 
-    The step uses the `kl` state from before it, because otherwise a divergence would set the
-    coefficient of its own penalty. It uses all other states as returned here. Divergences are
-    measured before the parameter update.
+    The step trains with the KL coefficient from before this call; with the updated one, a
+    divergence would set the coefficient of its own penalty. All other updated states apply to this
+    step. Divergences are measured before the parameter update.
 
     Args:
         controllers: Controllers before the step.

@@ -26,7 +26,10 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Policy loss (config section `loss`); `correction` is passed to `importance_weights`."""
+    """Settings of the policy loss (config section `loss`).
+
+    `correction` is passed to `importance_weights`.
+    """
 
     policy_loss: NamedFunction
     term: (
@@ -43,7 +46,11 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KLSettings:
-    """KL term (config section `kl`); `adaptive`, `log` and `budget` are arguments of `update`."""
+    """Settings of the KL term (config section `kl`).
+
+    `adaptive`, `log` and `budget` hold keyword arguments for the `update` method of that KL
+    controller.
+    """
 
     coef: float
     estimator: NamedFunction
@@ -206,7 +213,7 @@ def carries_over_samples(filter: FilterSettings) -> bool:
 
 
 def needs_divergences(kl: KLSettings) -> bool:
-    """Return True if the divergence of every trajectory is measured before the update."""
+    """Return True if the KL divergence of each trajectory must be computed before the update."""
     return kl.coef != 0 and (kl.apply_to == "reward" or kl.controller != "fixed")
 
 

@@ -288,7 +288,10 @@ def assign_rows(
 def _pack_first_fit(
     items: Sequence[Item], order: Sequence[int], full_size: tuple[int, int]
 ) -> list[list[int]]:
-    """Pack items in `order` into rows with capacity `full_size`: tokens and attachment tokens."""
+    """Pack items into rows first-fit in `order`.
+
+    `full_size` is the capacity of a row in tokens and in attachment tokens.
+    """
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:

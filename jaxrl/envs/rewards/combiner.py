@@ -45,8 +45,8 @@ class PartCall:
         members: Indices of the call's episodes in their group.
         invoke: Function that runs the call; returns a coroutine if the part is async.
         parse: Function from the result to one `PartResult` per episode. It may raise.
-        records: Function that returns, after the call, the records of priced tools. They are
-            attributed to the first episode.
+        records: Function to call afterwards. It returns the records of tool calls with a price,
+            which are attributed to the first episode.
     """
 
     members: tuple[int, ...]

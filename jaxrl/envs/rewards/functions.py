@@ -158,7 +158,7 @@ def _make_call_per_episode(
 
 
 def _to_list(name: str, result: Any, count: int, what: str) -> list[Any]:
-    """Return the `count` values of a part as a list.
+    """Convert a reward function's return value to a list of `count` values.
 
     Raises:
         ValueError: The result is not an ordered collection of `count` values.

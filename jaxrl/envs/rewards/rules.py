@@ -59,7 +59,7 @@ def answer_reward(
 
     Args:
         answer: The model's answer.
-        truth: An accepted answer. With several, take the maximum over them.
+        truth: One accepted answer. If a task has several, the caller takes the maximum reward.
         reward: Reward for an answer that is close to the truth; see `is_close_answer`.
         exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.

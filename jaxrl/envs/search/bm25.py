@@ -297,7 +297,10 @@ _MANIFEST_FILE, _IDS_FILE = "corpus.json", "ids"
 
 
 def _find_indexed_prefix(corpus: Path, index_dir: Path) -> tuple[Path | None, IndexedPrefix]:
-    """Find the index of the longest prefix of the corpus; return its folder and the prefix."""
+    """Find the stored index that covers the longest prefix of the corpus.
+
+    Return its folder and the prefix, or None and an empty prefix.
+    """
     folders: dict[str, Path] = {}
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_MANIFEST_FILE}"):

@@ -81,7 +81,8 @@ def parse_document(fields: dict[str, Any], location: str) -> Document:
     """Convert the fields of a corpus line to a document.
 
     Raises:
-        ValueError: The line is malformed or the document blank. The message starts with `location`.
+        ValueError: The line is malformed or the document is blank. The message starts with
+            `location`.
     """
     match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:

@@ -209,10 +209,10 @@ _POOLING_MODES = {
 
 
 def _read_sentence_transformers(folder: Path) -> dict[str, Any]:
-    """Read fields of `EmbeddingModel` from the files of sentence-transformers.
+    """Read `EmbeddingModel` fields from a sentence-transformers folder.
 
     Raises:
-        ValueError: A module or a pooling is not supported.
+        ValueError: A module or pooling mode is not supported.
     """
     result: dict[str, Any] = {}
     settings = _read_optional_json(folder / "config_sentence_transformers.json")

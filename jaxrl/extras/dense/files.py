@@ -220,7 +220,7 @@ def _build(
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
-    """Yield byte offset and checksum of each document's line; validate all with `read_corpus`."""
+    """Validate the corpus; yield the byte offset and checksum of each document's line."""
     documents, offset = read_corpus(corpus), 0
     with open(corpus, "rb") as lines:
         for number, line in enumerate(lines):

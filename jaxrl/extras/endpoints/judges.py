@@ -38,7 +38,10 @@ _TIMEOUT_S = 1.0  # timeout of a custom pattern, which may backtrack for hours
 
 
 def _field(description: str, default: Any = None, **bounds: Any) -> Any:
-    """Declare a field with the bounds of `Key`; without a default it is a required string."""
+    """Declare a dataclass field that `Key` validates; `bounds` are passed to `Key`.
+
+    A field without a default is a required string.
+    """
     metadata = {"key": Key("" if default is None else default, description, **bounds)}
     if default is None:
         return field(metadata=metadata)

@@ -279,7 +279,9 @@ class ChatRollout(BaseRollout):
         reward_fn: RewardFn,
         processor: Processor | None = None,
     ):
-        """Create a `BaseRollout` with the model; a blank processor sends blank images.
+        """Create a rollout that samples from `model`.
+
+        If `processor.is_blank`, the model gets blank images, as a control.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
@@ -413,7 +415,7 @@ class ChatRollout(BaseRollout):
         return [part for part in (before, *self._prepare_images(turn.images), after) if part != ""]
 
     def _step_env(self, sample: Sample, text: str) -> StepResult:
-        """Step the environment with a turn, within the deadline of the schedule."""
+        """Step the environment with a turn; return a timeout result after `schedule.deadline_s`."""
         reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._make_timeout_result()

@@ -2,8 +2,8 @@
 
 If experts are split over the mesh axis `expert`, its devices gather each other's tokens, apply
 their local experts, and reduce-scatter the results, so that each device gets the sums for its
-tokens. The time depends on the number of tokens routed to a device's experts; buffers are sized for
-the worst case, in which all are.
+tokens. The time depends on the number of tokens routed to a device's experts. Buffers are sized for
+the worst case, where every token is routed to the experts of one device.
 """
 
 from __future__ import annotations

@@ -305,13 +305,13 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the dense model's terms, with an MLP only if some layers have one."""
+        """Return the dense model's memory, with an MLP only if some layers have one."""
         width = self.mlp_width if self._dense_layers else 0
         dense = {spec.name: getattr(self, spec.name) for spec in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the terms of one layer's experts, for buffers that fit all gathered tokens."""
+        """Return the memory of one layer's experts, for buffers that fit all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k
         width = self.expert_width

@@ -142,9 +142,10 @@ def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Arra
     """Find the key blocks that each query tile reads, and where blocks need no mask.
 
     Returns:
-        Per tile, int32 `[R, Q / TILE, 4]`: first block and number of blocks of the shared prompt,
-        first block of the segment, and total number of blocks. Per block, int32 `[R, Q / BLOCK]`:
-        the key from which on, up to the diagonal, all of its queries read every key.
+        `blocks`, int32 `[R, Q / TILE, 4]`: for each query tile, the first key block and number of
+        key blocks of the shared prompt, the first key block of the segment, and the total number of
+        key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, keys from this index
+        to the diagonal block are read by all of its queries, so they need no mask.
     """
     R = len(reads)
     query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
@@ -160,9 +161,10 @@ def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Ar
     """Find the query blocks that read each key tile, and where blocks need no mask.
 
     Returns:
-        Per tile, int32 `[R, T / TILE, 2]`: first block and number of blocks, at least one. Per
-        block, int32 `[R, T / BLOCK]`: the query before which, from the diagonal on, every query
-        reads all of its keys.
+        `blocks`, int32 `[R, T / TILE, 2]`: for each key tile, the first query block and the number
+        of query blocks (at least 1). `mask_bound`, int32 `[R, T / BLOCK]`: for each key block,
+        queries past the diagonal block and before this index read all of its keys, so they need no
+        mask.
     """
     R, _, T = reads.shape
     ends = find_last_readers(reads)

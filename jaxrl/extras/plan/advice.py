@@ -109,7 +109,7 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Settings to change, and `Plan.needed` with these."""
+    """Suggested settings, and the memory that the plan needs with them (`Plan.needed`)."""
 
     settings: dict[str, Any]
     needed: int
@@ -185,7 +185,10 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
 def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a list of settings to try for each key, cheapest first, in order of time cost."""
+    """Yield, for each key, a list of settings to try, from mildest to strongest.
+
+    The keys are ordered by their cost in step time.
+    """
     mesh, flat, is_cpu = (
         make_target_mesh(config, model, target),
         flatten(config),

@@ -82,13 +82,13 @@ WEIGHTS_PHASE = "weights to the sampler"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Devices that a plan is for.
+    """Target hardware of a plan.
 
     Attributes:
         platform: One of `cpu`, `gpu` and `tpu`.
         num_devices: Total number of devices on all hosts.
-        memory_bytes: Memory of one device that JAX may use.
-        num_processes: Number of processes, which have equally many devices each.
+        memory_bytes: Memory per device that is available to JAX.
+        num_processes: Number of processes; the devices are split evenly among them.
         num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
         free_bytes: One CPU device's share of the host's free memory; None if unknown or no CPU.
     """

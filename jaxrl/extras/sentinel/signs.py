@@ -473,7 +473,7 @@ def detect_length_change(history: History) -> RuleResult:
 
 
 def detect_missing_signal(history: History) -> RuleResult:
-    """Detect that no group has different rewards, although answers are wrong."""
+    """Detect that rewards do not vary within any group, although answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None

@@ -90,7 +90,7 @@ class ServedEngine(Engine):
         """Resume a stopped request with new settings.
 
         Args:
-            request: Number of the request.
+            request: ID of the request.
             tokens: Token ids to prefill after those in the cache.
             budget: Maximum number of tokens to sample.
             sample_key: Random key for sampling, uint32 [2].
@@ -161,7 +161,7 @@ class ServedEngine(Engine):
             self._params[number] = SamplingParams(temperature, top_p)
 
     def _select_chunk_kind(self, running: list[list[Row]]) -> str:
-        """Return the cheapest sampling kind that supports all running rows."""
+        """Return the cheapest sampling method that supports all running rows."""
         kinds = {self._select_kind(*self._params[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 

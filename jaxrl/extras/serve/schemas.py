@@ -193,7 +193,10 @@ class ReplyFields(SamplingFields):
 
 
 class TextPart(Body, extra="forbid"):
-    """Text block of a message. All fields except `type` and `text` are ignored."""
+    """Text block of a message.
+
+    The fields after `text` are accepted and ignored; unknown fields are rejected.
+    """
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str

@@ -30,7 +30,7 @@ _WAIT_FACTOR = 20.0
 
 
 class WorkerLostError(RuntimeError):
-    """A worker process could not be started."""
+    """A worker process cannot be started or does not respond."""
 
 
 class MathVerify:
@@ -38,8 +38,8 @@ class MathVerify:
 
     An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
     worker; the metric `undecided` counts these. They are not environment errors, because then a
-    policy could avoid a low reward by writing an answer that hangs. A worker that cannot start is
-    an environment error.
+    policy could avoid a low reward by writing an answer that hangs. A worker that cannot start or
+    does not respond is an environment error.
     """
 
     is_async = False

@@ -131,7 +131,7 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 def render(data: dict[str, Any]) -> str:
     """Return the HTML page with style, script and data embedded.
 
-    The Content-Security-Policy allows only the style and script with these hashes.
+    A Content-Security-Policy allows only the embedded style and script, by hash.
     """
     folder = Path(__file__).parent
     html, css, js = (

@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Reject other methods and malformed requests, with `HEADERS` in the response."""
+        """Override the base class to send JSON errors; unsupported HTTP methods get status 405."""
         self._send_error(405 if code == 501 else code, message or "The request is malformed.")
 
     def _send(self, status: int, content: bytes, content_type: str) -> None:

@@ -1,4 +1,4 @@
-"""Texts and per-token quantities of a trajectory."""
+"""Text and per-token values of a trajectory."""
 
 from __future__ import annotations
 

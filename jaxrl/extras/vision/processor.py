@@ -42,7 +42,7 @@ class Image:
 
     @property
     def num_patches(self) -> int:
-        """Return the number of patches."""
+        """Return the number of patches over time, height and width."""
         return math.prod(self.grid)
 
     @cached_property
@@ -169,7 +169,7 @@ class HFImageProcessor:
 
 
 class BlankProcessor(HFImageProcessor):
-    """Processor that replaces each image with a blank one of its size, for control experiments."""
+    """Processor that replaces each image with a blank image of the same size, as a control."""
 
     is_blank = True
 
@@ -192,7 +192,7 @@ class BlankProcessor(HFImageProcessor):
 
 
 def _load_processor(folder: str) -> Any:
-    """Load a checkpoint's image processor in transformers' variant without torch."""
+    """Load a checkpoint's image processor with transformers' PIL backend, which needs no torch."""
     file = Path(folder) / FILE
     if not file.is_file():
         raise ValueError(

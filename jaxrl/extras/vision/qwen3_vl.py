@@ -134,7 +134,7 @@ class Qwen3Vision(VisionTower):
         return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the terms of attention and an MLP, neither of which is split over devices."""
+        """Return the memory of attention and an MLP, neither of which is split over devices."""
         products = 4 * self.width + self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,

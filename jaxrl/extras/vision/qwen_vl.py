@@ -36,7 +36,7 @@ class QwenVLConfig(QwenConfig):
 
     Attributes:
         tower: Image encoder.
-        mrope_section: Number of a head's pairs that rotate by time, by height and by width.
+        mrope_section: Number of rotary pairs per head for time, height and width.
         video_id: Id of the video token; videos are not supported.
     """
 

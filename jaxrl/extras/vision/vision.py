@@ -109,7 +109,7 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the terms of attention and a gated MLP, neither of which is split over devices."""
+        """Return the memory of attention and a gated MLP; neither is split over devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,

@@ -2,7 +2,8 @@
 
 `play` runs one episode: verifiers renders the prompts, runs the environment's tools and computes
 the reward; its training client requests token ids from the endpoint. This file runs in the
-interpreter that has verifiers, without jaxrl. As a command, it writes an environment's tasks:
+Python environment where verifiers is installed and does not import jaxrl. As a command, it writes
+an environment's tasks:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
