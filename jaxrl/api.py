@@ -32,7 +32,7 @@ from jaxrl.builders import validation
 from jaxrl.logs.display import Display
 from jaxrl.logs.results import SUITE_LABELS, Scores, format_scores, read_scores
 from jaxrl.logs.writers import parse_record
-from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, read_value, sort_by_value
+from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_value
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
@@ -203,9 +203,7 @@ def load_run(workdir: str | Path) -> Run:
     columns = {name: [record.get(name) for record in records] for name in names}
     checkpoints = workdir / "checkpoints"
     steps = list_steps(checkpoints)
-    ranked = (
-        sort_by_value({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
-    )
+    ranked = rank_steps({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
     return Run(
         workdir=workdir,
         metrics=pa.table(columns),

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from jaxrl.utils.text import replace_unencodable
+from jaxrl.utils.text import replace_unencodable_output
 
 SUBCOMMANDS = {
     "train": ("jaxrl.launch",),
@@ -54,7 +54,7 @@ def find_bundle() -> Path:
 
 def main() -> None:
     """Run the command that the first argument names."""
-    replace_unencodable()
+    replace_unencodable_output()
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
         print(__doc__.partition("\n\n")[2], end="")

@@ -18,11 +18,11 @@ from jaxrl.runtime.preemption import (
     exit_on_signals,
 )
 from jaxrl.runtime.watchdog import dump_stacks_on_signal
-from jaxrl.utils.text import escape_control_chars, replace_unencodable
+from jaxrl.utils.text import escape_control_chars, replace_unencodable_output
 
 if __name__ == "__main__":
     exit_on_signals()  # before the slow imports below
-    replace_unencodable()
+    replace_unencodable_output()
     dump_stacks_on_signal()
 
 import contextlib

@@ -25,7 +25,7 @@ from jaxrl.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
     make_optimizer_items,
-    sort_by_value,
+    rank_steps,
 )
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.sharding import make_restore_target, param_shardings
@@ -338,7 +338,7 @@ def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> lis
     lines, error = distributed.broadcast((lines, error))
     if error is not None:
         raise CheckpointError(error)
-    newest = checkpointer.latest_position() if lines else None
+    newest = checkpointer.find_latest_position() if lines else None
     if newest is None:
         if lines and distributed.is_main():  # the checkpoints were deleted: start over
             (workdir / resume.ROLLBACKS_FILE).unlink()
@@ -364,7 +364,7 @@ def apply_rollback(
     progress.prefetched = None
     values = checkpointer.values()
     if values.get(progress.best.step) != progress.best.value:
-        best = sort_by_value(values)
+        best = rank_steps(values)
         best_fields = (
             {"value": values[best[0]], "step": best[0]} if best else {"value": None, "step": 0}
         )

@@ -105,7 +105,7 @@ def train(run_state: RunState, params: Params) -> Params:
         components.engine.set_weights(components.model.merge(state.params))
     # Evaluate first, or finish the step that the checkpoint left unfinished.
     if not is_resumed:
-        begin_training(run_state)
+        prepare_training(run_state)
     elif count := len(progress.in_flight_tasks):
         run_state.display.log(
             f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; their "
@@ -408,7 +408,7 @@ def make_sampler(
     )
 
 
-def begin_training(run_state: RunState) -> None:
+def prepare_training(run_state: RunState) -> None:
     """Evaluate the initial policy and set up the controllers."""
     progress = run_state.progress
     eval_metrics = run_state.evaluate(run_state.settings.evaluation.suites)

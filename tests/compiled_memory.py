@@ -39,7 +39,7 @@ from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime import sharding
-from jaxrl.sampling.buckets import append_sizes
+from jaxrl.sampling.buckets import prefill_sizes
 from jaxrl.sampling.decode import (
     DecodeRows,
     PrefillBlocks,
@@ -271,7 +271,7 @@ def sampler_programs(
         tables=on_all((num_rows, pages)),
         keys=on_all((num_rows, 2), jnp.uint32),
     )
-    read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
+    read = prefill_sizes(target.platform, rollout.max_total_tokens)[-1]
     num_blocks = shards * read // sampler.block_tokens
     blocks = PrefillBlocks(
         token_ids=on_all((num_blocks, sampler.block_tokens)),

@@ -265,7 +265,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
         return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), written
 
     layer_scan = SamplerLayerScan(attend, cache)
-    weights = prepare_sampler_weights(weights, scan=False, stacks=config.stacks)
+    weights = prepare_sampler_weights(weights, scan=False, stacks=config.partial_stacks)
     hidden = config.sampler_hidden_states(
         weights, token_ids.reshape(-1), positions.reshape(-1), layer_scan
     )

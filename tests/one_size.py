@@ -10,7 +10,7 @@ def take_the_largest(patch):
     from jaxrl.sampling import engine  # after the hook of `conftest.py`
     from jaxrl.training import packing
 
-    for name in ("row_sizes", "append_sizes"):
+    for name in ("row_sizes", "prefill_sizes"):
         sizes = getattr(engine, name)
         patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
     patch.setattr(packing, "LOGIT_CAPACITIES", packing.LOGIT_CAPACITIES[-1:])

@@ -70,7 +70,7 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
         **({"agents": c.env.agents.to_dict()} if "agents" in c.env else {}),
         max_turns=c.rollout.max_turns,
         max_calls=c.rollout.max_calls,
-        correct_by=c.correct_by,
+        correct_by=c.correctness_part,
         budget=Budget(prices=c.ledger.prices, max_cost=c.rollout.max_cost),
     )
     unknown_parts = {*c.reward_weights} - {*env.reward_parts, *c.reward_parts}

@@ -154,7 +154,7 @@ class ResolvedConfig:
         return get_stop_strings(self.protocol(names), names)
 
     @property
-    def correct_by(self) -> str:
+    def correctness_part(self) -> str:
         """Name of the environment's reward part that decides correctness.
 
         If `reward.correct` names a part of `reward_parts`, `RewardCombiner` overrides it.

@@ -162,7 +162,7 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
     resolved = resolve_names(config, needs_data=False)
     if has_overrides:
         check_rules(resolved, needs_data=False)
-    config.reward.correct = resolved.correct_by
+    config.reward.correct = resolved.correctness_part
     # Scoring an episode requires a reward part, although inference ignores the reward.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
 

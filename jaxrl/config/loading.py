@@ -78,7 +78,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"unexpected argument {argument}; {hint}.")
         check_keys([key])
         default = KEYS[key].default
-        value: Any = convert_like_default(text, default)
+        value: Any = coerce_to_default_type(text, default)
         if not equals and isinstance(default, bool):
             value = prefix.strip("-") != "no"
         elif not equals:
@@ -123,7 +123,7 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
         flat = {key: value for key, value in flat.items() if not find_missing_extra(key)}
     check_keys(flat, source=f"{path}: ")
     for key, value in flat.items():
-        flat[key] = convert_like_default(value, KEYS[key].default)
+        flat[key] = coerce_to_default_type(value, KEYS[key].default)
         try:
             KEYS[key].check(key, flat[key])
         except ValueError as error:
@@ -158,7 +158,7 @@ BOOL_WORDS |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
 """Boolean values by lower-case word."""
 
 
-def convert_like_default(value: Any, default: Any) -> Any:
+def coerce_to_default_type(value: Any, default: Any) -> Any:
     """Convert a string to the type of the default; return it unchanged if that fails.
 
     Accepts `yes` or `off` for a bool and `1e3` for an integer. YAML also needs this conversion: it

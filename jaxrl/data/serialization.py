@@ -52,7 +52,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         "turns": list(map(turn_to_json, trajectory.turns)),
         "reward_parts": dict(trajectory.reward_parts),
         "outcome": str(trajectory.outcome),
-        "reward_records": calls_to_json(trajectory),
+        "reward_records": reward_records_to_json(trajectory),
     }
 
 
@@ -147,7 +147,7 @@ def _records_from_json(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, 
     return tuple(CallRecord(**record) for record in saved)
 
 
-def calls_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
+def reward_records_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Convert the trajectory's judge calls to JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 

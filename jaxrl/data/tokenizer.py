@@ -113,7 +113,7 @@ class Tokenizer:
         # The chat template, with a fixed time so that all prompts of a run have the same date.
         arguments = dict(template_arguments or {})
         templates = _list_templates(hf_tokenizer)
-        _check_arguments(arguments, "\n".join(templates))
+        _check_template_arguments(arguments, "\n".join(templates))
         self.now = now or datetime.now()
         self.reads_clock = any(map(reads_clock, templates))
         self.template_arguments: Mapping[str, Any] = arguments
@@ -413,7 +413,7 @@ _RESERVED_ARGUMENTS = (
 """Arguments that `prompt.chat_template_kwargs` must not set, because the tokenizer does."""
 
 
-def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
+def _check_template_arguments(arguments: Mapping[str, Any], template: str) -> None:
     """Raise a ValueError if the chat template does not read an argument, or it is reserved."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.serialization import calls_to_json, turn_to_json
+from jaxrl.data.serialization import reward_records_to_json, turn_to_json
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 
@@ -37,7 +37,11 @@ def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
         "outcome": str(trajectory.outcome),
         "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
-        **({"reward_records": reward_calls} if (reward_calls := calls_to_json(trajectory)) else {}),
+        **(
+            {"reward_records": reward_calls}
+            if (reward_calls := reward_records_to_json(trajectory))
+            else {}
+        ),
         "final_answer": trajectory.final_answer,
         "is_correct": trajectory.is_correct,
         "advantage": trajectory.advantage,

@@ -179,7 +179,7 @@ class Architecture(ABC):
         return None
 
     @property
-    def stacks(self) -> Stacks:
+    def partial_stacks(self) -> Stacks:
         """Return the `blocks` entries that only some layers have, with those layers' indices."""
         return {}
 

@@ -202,9 +202,9 @@ def init_params(config: Decoder, seed: int) -> Params:
 
 
 def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
-    """Return the module's parameters; entries in `config.stacks` keep only their layers."""
+    """Return the module's parameters; entries in `config.partial_stacks` keep only their layers."""
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    for name, layers in config.stacks.items():
+    for name, layers in config.partial_stacks.items():
         selected = jax.tree.map(
             lambda leaf, count=len(layers): leaf[:count], params["blocks"][name]
         )
@@ -453,7 +453,7 @@ class Decoder(Architecture):
         """Return the `logical_axes` of `declare_feed_forward`'s parameters."""
 
     @abstractmethod
-    def feed_forward_names(self) -> dict[str, str]:
+    def feed_forward_hf_names(self) -> dict[str, str]:
         """Return the `hf_names` of `declare_feed_forward`'s parameters."""
 
     @property
@@ -630,7 +630,7 @@ class Decoder(Architecture):
             return (x, extra_state), layer_index
 
         carry = (x, self.init_extra_state(aux, len(x))), init_layer_index(features)
-        (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.stacks)
+        (x, extra_state), _ = layer_scan(layer, carry, params["blocks"], self.partial_stacks)
         self.store_extra_state(aux, extra_state)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
@@ -697,7 +697,7 @@ class Decoder(Architecture):
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor names, in the order of computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
-        names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
+        names = {**FIRST_HF_NAMES, **self.feed_forward_hf_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}
 
     def linear_layers(self) -> tuple[str, ...]:

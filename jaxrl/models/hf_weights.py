@@ -126,7 +126,7 @@ class HasWeights(Protocol):
         ...
 
     @property
-    def stacks(self) -> Stacks:
+    def partial_stacks(self) -> Stacks:
         """Return the entries of `blocks` that only some layers have."""
         ...
 
@@ -151,7 +151,7 @@ def locate_hf_tensors(config: HasWeights) -> dict[str, TensorLocation]:
 
 def _format_hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
     """Return the HF name of a parameter's slice; `index[0]` is the layer's index in its stack."""
-    layers = config.stacks.get(param.split("/")[1]) if index else None
+    layers = config.partial_stacks.get(param.split("/")[1]) if index else None
     return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
 
 
@@ -339,7 +339,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: The index or a safetensors file is corrupt.
     """
     if (folder / SINGLE_FILE).is_file():
-        return {tensor.name: tensor for tensor in open_file(folder / SINGLE_FILE)}
+        return {tensor.name: tensor for tensor in open_safetensors(folder / SINGLE_FILE)}
     index_file = folder / INDEX_FILE
     if not index_file.is_file():
         raise FileNotFoundError(
@@ -363,10 +363,10 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{index_file} names {outside[0]!r}; expected names of files in its folder, such as "
             "'model-00001-of-00002.safetensors'."
         )
-    return {tensor.name: tensor for file in files for tensor in open_file(file)}
+    return {tensor.name: tensor for file in files for tensor in open_safetensors(file)}
 
 
-def open_file(file: Path) -> list[StoredTensor]:
+def open_safetensors(file: Path) -> list[StoredTensor]:
     """Open the tensors of a safetensors file, reading only its header; see `open_tensors`."""
     if not file.is_file():
         raise FileNotFoundError(

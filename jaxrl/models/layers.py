@@ -210,7 +210,7 @@ LayerRun = tuple[tuple[str, int, int], ...]
 """Consecutive layers with the same entries: name, first index and end index in each stack."""
 
 
-def layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
+def select_layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
     """Filter `names` to the entries of `blocks` that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
@@ -218,7 +218,9 @@ def layer_entries(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str
 def _find_runs(blocks: Params, stacks: Stacks) -> tuple[LayerRun, ...]:
     common = next(blocks[name] for name in blocks if name not in stacks)
     count = len(jax.tree.leaves(common)[0])
-    layer_groups = groupby(range(count), lambda layer: layer_entries(layer, tuple(blocks), stacks))
+    layer_groups = groupby(
+        range(count), lambda layer: select_layer_entries(layer, tuple(blocks), stacks)
+    )
     runs = []
     for names, layers in layer_groups:
         first, *rest = layers

@@ -100,7 +100,7 @@ class QwenConfig(Decoder):
             }
         }
 
-    def feed_forward_names(self) -> dict[str, str]:
+    def feed_forward_hf_names(self) -> dict[str, str]:
         """Return the HF names of the MLP's kernels: `gate_proj`, `up_proj` and `down_proj`."""
         return {
             f"blocks/mlp/{name}/kernel": f"model.layers.{{}}.mlp.{name}_proj.weight"

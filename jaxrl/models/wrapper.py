@@ -44,7 +44,7 @@ class WrappedArchitecture(Architecture):
     kernel_summary: Any = _delegate("kernel_summary")
     kernel_checks: Any = _delegate("kernel_checks")
     tower: Tower | None = _delegate("tower")
-    stacks: Any = _delegate("stacks")
+    partial_stacks: Any = _delegate("partial_stacks")
     num_inactive_params: Any = _delegate("num_inactive_params")
     hf_config: Any = _delegate("hf_config")
     hf_names: Any = _delegate("hf_names")

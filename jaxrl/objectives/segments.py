@@ -26,7 +26,7 @@ def segment_sums(
     is_start = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
     is_end = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
     pair = (jnp.asarray(values), is_start)
-    running, _ = jax.lax.associative_scan(_add, pair, axis=1)
+    running, _ = jax.lax.associative_scan(_combine_segmented_sums, pair, axis=1)
     totals, _ = jax.lax.associative_scan(_propagate, (running, is_end), axis=1, reverse=True)
     return jnp.where(segment_ids != 0, totals, 0.0)
 
@@ -34,7 +34,7 @@ def segment_sums(
 Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
-def _add(left: Pair, right: Pair) -> Pair:
+def _combine_segmented_sums(left: Pair, right: Pair) -> Pair:
     """Combine adjacent spans: sum since the last segment start, and whether there is a start."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]

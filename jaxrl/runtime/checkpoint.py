@@ -176,7 +176,7 @@ class Checkpointer:
     def _read_values(self) -> dict[int, float | None]:
         return {step: read_value(self._folder / str(step)) for step in list_steps(self._folder)}
 
-    def latest_position(self) -> tuple[int, dict[str, Any]] | None:
+    def find_latest_position(self) -> tuple[int, dict[str, Any]] | None:
         """Return the step and position of the newest undamaged checkpoint; None if there is none.
 
         Raises:
@@ -237,7 +237,7 @@ class Checkpointer:
         Raises:
             CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
-        step = self._select(sort_by_value(self.values()))
+        step = self._select(rank_steps(self.values()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} holds no checkpoint with an evaluation's value, so there is no "
@@ -362,7 +362,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
         return step, checkpointer.restore(folder.absolute() / str(step) / "params", target)
 
 
-def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
+def rank_steps(values: Mapping[int, float | None]) -> list[int]:
     """Return the steps with a score, sorted by score (highest first) and then by step."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)
     return [step for _, step in ranked]
@@ -370,7 +370,7 @@ def sort_by_value(values: Mapping[int, float | None]) -> list[int]:
 
 def select_steps_to_keep(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """Return the newest `keep` steps (`keep` >= 1) and the `keep_best` with the highest scores."""
-    return {*sorted(values)[-keep:], *sort_by_value(values)[:keep_best]}
+    return {*sorted(values)[-keep:], *rank_steps(values)[:keep_best]}
 
 
 def write_manifest(folder: Path, step: int, value: float | None) -> None:

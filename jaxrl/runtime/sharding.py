@@ -286,7 +286,7 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     stacked = jax.eval_shape(
         lambda params: config.weights_for_decoding(params, jnp.float32), config.abstract_params()
     )
-    stacks = config.stacks
+    stacks = config.partial_stacks
     weights = jax.eval_shape(
         partial(prepare_sampler_weights, scan=scan_layers, stacks=stacks), stacked
     )

@@ -23,7 +23,7 @@ def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> l
     return sorted({max(-(-num_rows // divisor), min_rows) for divisor in divisors})
 
 
-def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
+def prefill_sizes(platform: str, max_total_tokens: int) -> list[int]:
     """Return the token counts to which a prefill is padded, in ascending order.
 
     On an accelerator, a small prefill takes as long as a large one; on a CPU, padding costs time.

@@ -143,7 +143,7 @@ class Programs:
         """Convert all of the policy's parameters to the layout and dtype used for decoding."""
         weights = self.architecture.weights_for_decoding(params, self.dtype)
         return prepare_sampler_weights(
-            weights, scan=self.scan_layers, stacks=self.architecture.stacks
+            weights, scan=self.scan_layers, stacks=self.architecture.partial_stacks
         )
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
@@ -209,7 +209,7 @@ class Programs:
         """Return the number of layers in each (keys, values) pair of the cache."""
         return self.architecture.num_layers if self.scan_layers else 1
 
-    def _make_page_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def _make_paged_attention(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return a function that attends to a layer's pages, with the layer as last argument."""
 
         def attend_layer(
@@ -271,7 +271,7 @@ class Programs:
         index = jnp.arange(self.block_tokens)
         positions = blocks.start[:, None] + index
         limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
-        tables, attend_layer = blocks.tables, self._make_page_attention()
+        tables, attend_layer = blocks.tables, self._make_paged_attention()
 
         def write_layer(pages: jax.Array, tables: jax.Array, layer: Any, *new: Any) -> jax.Array:
             layer_pages, layer_tables = kv_cache.view_layer(
@@ -518,12 +518,12 @@ class Programs:
         one for all layers.
         """
         if self.kernels.past is None or self.scan_layers:
-            page_attention = self._make_page_attention()
+            paged_attention = self._make_paged_attention()
 
             def attend_layer(
                 layer: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
             ) -> jax.Array:
-                past, lse = page_attention(q[:, None], *pages, tables, limits[:, None], layer)
+                past, lse = paged_attention(q[:, None], *pages, tables, limits[:, None], layer)
                 return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
             return attend_layer, cache

@@ -45,7 +45,7 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.blocks import count_pages
-from jaxrl.sampling.buckets import append_sizes, patch_sizes, row_sizes
+from jaxrl.sampling.buckets import patch_sizes, prefill_sizes, row_sizes
 from jaxrl.sampling.decode import DecodeRows, DecodeState, Programs, StopTables
 from jaxrl.sampling.interfaces import EngineCounts
 from jaxrl.sampling.prefill import PrefillBatcher, PrefillPiece
@@ -130,7 +130,7 @@ class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
     Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
-    `append_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists
+    `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists
     them. There are at most `MAX_PROGRAMS` programs. If chunks copy the past that they read, each
     decoding program is compiled once for each of `past_sizes`.
 
@@ -234,7 +234,7 @@ class Engine:
 
         # Bucket sizes, which keep the number of compiled programs small.
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard, dtype)
-        self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
+        self.prefill_sizes = prefill_sizes(self.device.platform, max_total_tokens)
         self.past_sizes = (
             past_boundaries(self._table_pages, self.page_tokens)
             if self.programs.copies_pages
@@ -257,7 +257,7 @@ class Engine:
         programs = self.programs
         define_program = partial(CompiledFunction, key=self._program_key)
         self._append = define_program(
-            programs.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
+            programs.append, name="append", variants=self.prefill_sizes, donate_argnums=(1,)
         )
         self._copy = define_program(programs.copy_pages, name="copy", donate_argnums=(0,))
         self._swap = define_program(programs.swap_pages, name="swap", donate_argnums=(0,))
@@ -334,7 +334,7 @@ class Engine:
                 self.programs.empty_embeds(self._max_units),
             )
         )
-        blocks, _ = self._prefill_batcher.make_blocks((), self.append_sizes[0], self._tables)
+        blocks, _ = self._prefill_batcher.make_blocks((), self.prefill_sizes[0], self._tables)
         jax.eval_shape(
             self.programs.append,
             self._weight_converter.abstract_weights(),
@@ -373,7 +373,7 @@ class Engine:
             jobs.append(
                 self._embed.make_compile_fn(weights, *patches, self._max_units, variant=size)
             )
-        for size in self.append_sizes:
+        for size in self.prefill_sizes:
             blocks, _ = self._prefill_batcher.make_blocks((), size, self._tables)
             jobs.append(
                 self._append.make_compile_fn(
@@ -397,7 +397,7 @@ class Engine:
     def _select_row_sizes(self, kind: str) -> list[int]:
         """Return the row buckets of a method: the largest, and others as `MAX_PROGRAMS` allows."""
         others = len(self.kinds) - 1
-        room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.patch_sizes)  # 2: copy, swap
+        room = MAX_PROGRAMS - 2 - len(self.prefill_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
         count = min(len(self.row_sizes), room - others)
         if kind != self.kinds[0]:  # the first method samples the most, so it gets more buckets
@@ -413,7 +413,7 @@ class Engine:
         """Describe the shapes that may be compiled, for display."""
         shard_items = [
             *map(self._select_row_sizes, self.kinds),
-            self.append_sizes,
+            self.prefill_sizes,
             self.patch_sizes,
         ]
         *rows, prefill_counts, patch_counts = (
@@ -890,7 +890,7 @@ class Engine:
         Attachments are embedded for as many rows at a time as fit. Text uses the same programs and
         ignores the embeddings of earlier attachments.
         """
-        small, large = self.append_sizes[0], self.append_sizes[-1]
+        small, large = self.prefill_sizes[0], self.prefill_sizes[-1]
         remaining = [deque(row for row in rows if row.prefill_ids) for rows in running]
         while any(remaining):
             # Embed the attachments of as many rows as fit, then prefill these rows.

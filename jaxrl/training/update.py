@@ -216,7 +216,7 @@ class ScoreStep:
         """Prepare scoring, with logits divided by `temperature`."""
         self._mesh, self.model, bare_model = model.mesh, model, model.without_base
 
-        def add(
+        def score_micro_batch(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, logit_capacity: int
         ) -> jax.Array:
             micro_logprobs, _ = bare_model.token_logprobs(
@@ -225,7 +225,7 @@ class ScoreStep:
             return logprobs.at[index].set(micro_logprobs)
 
         self.add = MicroBatchLoop(
-            model, "score", add, key=join_keys(model.program_key, temperature)
+            model, "score", score_micro_batch, key=join_keys(model.program_key, temperature)
         )
 
     @property

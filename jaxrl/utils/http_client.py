@@ -109,7 +109,7 @@ class JsonClient:
         async with self._semaphore:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._read_body(request)
+                    return await self._send(request)
             except ToolError as error:
                 return error
             except TimeoutError:
@@ -117,7 +117,7 @@ class JsonClient:
             except Exception as error:  # network, protocol or address
                 return self._make_error(request, f"failed: {format_error(error)}")
 
-    async def _read_body(self, request: HttpRequest) -> bytes:
+    async def _send(self, request: HttpRequest) -> bytes:
         """Send a request and return the body of the response.
 
         Raises:

@@ -60,7 +60,7 @@ def fold_case(text: str) -> str:
     return unicodedata.normalize("NFC", text.replace("i\u0307", "i"))
 
 
-def replace_unencodable() -> None:
+def replace_unencodable_output() -> None:
     """Configure stdout to replace characters that its encoding lacks.
 
     Every command calls this first, since output may contain arbitrary names and text.

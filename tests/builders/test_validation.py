@@ -433,7 +433,7 @@ def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):
     resolved = validate(config, needs_data=False)
     assert [*resolved.reward_parts] == ["math_verify"]
     assert resolved.reward_weights == {"exact_match": 1.0}
-    assert resolved.correct_by == "exact_match"  # of the environment
+    assert resolved.correctness_part == "exact_match"  # of the environment
     config.reward.weights = {"math_verfy": 1.0}
     with pytest.raises(ValueError, match="no reward part 'math_verfy'; did you mean 'math_verify'"):
         validate(config, needs_data=False)

@@ -261,7 +261,7 @@ def test_shapes_outside_the_set_are_errors():
     engine = player(4).engine
     engine.set_weights(OLD)
     assert engine.row_sizes == [1, 2, 4]
-    assert engine.append_sizes == [64]
+    assert engine.prefill_sizes == [64]
     parts = (
         "8 steps of [1, 2, 4] rows (greedy), [1, 4] rows (full); prefill [64] tokens; cache",
         "16 pages x 16 tokens",

@@ -130,7 +130,7 @@ def test_a_prompt_read_in_pieces_is_that_of_the_full_pass(name, monkeypatch):
     for start, count in zip(starts, units, strict=True):
         prompt[start : start + count] = IMAGE
     automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], ())
-    monkeypatch.setattr("jaxrl.sampling.engine.append_sizes", lambda *_: [64])
+    monkeypatch.setattr("jaxrl.sampling.engine.prefill_sizes", lambda *_: [64])
     played = Engine(
         config, one_device_mesh(), automaton, num_tokens=NUM_TOKENS, eos_ids=(), num_rows=1,
         num_pages=16, max_prompt_tokens=224, max_total_tokens=240, max_units=50,

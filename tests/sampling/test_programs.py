@@ -10,7 +10,7 @@ from jaxrl.builders.components import select_sampling_kinds
 from jaxrl.extras.kernels.attention_gpu import count_live_pages
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.sampling import engine, next_token
-from jaxrl.sampling.buckets import append_sizes, row_sizes
+from jaxrl.sampling.buckets import prefill_sizes, row_sizes
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import ROOT, resolved
@@ -30,7 +30,7 @@ MODELS = {"text": SMALL, "images": golden()[0]}
 @pytest.fixture(params=["gpu", "cpu"])
 def platform(request, monkeypatch):
     """For which engines take their sizes, wherever they are."""
-    for sizes in (row_sizes, append_sizes):
+    for sizes in (row_sizes, prefill_sizes):
         chosen = partial(sizes, request.param)
         monkeypatch.setattr(engine, sizes.__name__, lambda _, *rest, chosen=chosen: chosen(*rest))
     return request.param

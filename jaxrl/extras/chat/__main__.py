@@ -11,11 +11,11 @@ the folder in which the run was started; RUN, --model and --image at the current
 from __future__ import annotations
 
 from jaxrl.runtime.preemption import exit_on_signals
-from jaxrl.utils.text import escape_control_chars, replace_unencodable
+from jaxrl.utils.text import escape_control_chars, replace_unencodable_output
 
 if __name__ == "__main__":
     exit_on_signals("ended", code=None)  # the imports below take a moment
-    replace_unencodable()
+    replace_unencodable_output()
 
 import argparse
 import contextlib

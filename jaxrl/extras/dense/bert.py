@@ -50,7 +50,7 @@ class BertConfig:
     activation: str
 
     @property
-    def stacks(self) -> Stacks:
+    def partial_stacks(self) -> Stacks:
         """Parameter entries that only some layers have; none here."""
         return {}
 

@@ -118,7 +118,7 @@ def open_index(
     folder = spec.folder
     build_index_once(
         folder,
-        lambda: _build(spec, folder, make_reader, progress),
+        lambda: _build_index(spec, folder, make_reader, progress),
         lock=spec.index_dir / f".{folder.name}.lock",
         corpus=spec.corpus,
         section="search.dense",
@@ -171,7 +171,7 @@ def _hash_rows(rows: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows).view(np.uint8).data).hexdigest()
 
 
-def _build(
+def _build_index(
     spec: IndexSpec,
     folder: Path,
     make_reader: Callable[[CorpusDocuments], ReadRows],

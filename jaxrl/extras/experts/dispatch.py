@@ -174,7 +174,7 @@ class ExpertKernels:
         up_spec, down_spec = P("expert", None, width), P("expert", width, None)
         token_spec = P(self.batch)
         return jax.shard_map(
-            partial(self._on_device, sums_width=splits_width),
+            partial(self._apply_local_experts, sums_width=splits_width),
             mesh=self.mesh,
             in_specs=(token_spec, {"gate": up_spec, "up": up_spec, "down": down_spec})
             + (token_spec,) * 2,
@@ -182,7 +182,7 @@ class ExpertKernels:
             check_vma=False,
         )(x, {name: weights[name] for name in ("gate", "up", "down")}, topk_ids, topk_weights)
 
-    def _on_device(
+    def _apply_local_experts(
         self,
         x: jax.Array,
         weights: Weights,

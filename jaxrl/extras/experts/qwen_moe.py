@@ -176,7 +176,7 @@ class QwenMoeConfig(QwenConfig):
         return [layer for layer in range(self.num_layers) if layer not in self.expert_layers]
 
     @property
-    def stacks(self) -> Stacks:
+    def partial_stacks(self) -> Stacks:
         """Return the layers with an MLP and those with experts, or {} if all have experts."""
         dense = tuple(self._dense_layers)
         return {"mlp": dense, "moe": self.expert_layers} if dense else {}
@@ -278,9 +278,9 @@ class QwenMoeConfig(QwenConfig):
             routing.record_layer(aux, results, layer_index, layer_routing),
         )
 
-    def feed_forward_names(self) -> dict[str, str]:
+    def feed_forward_hf_names(self) -> dict[str, str]:
         """Return the HF names of the parameters of MLP, router and experts."""
-        return {**super().feed_forward_names(), **HF_NAMES}
+        return {**super().feed_forward_hf_names(), **HF_NAMES}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
         """Return the tensors into which transformers 5 fuses the experts of each layer."""

@@ -305,7 +305,7 @@ def hf_module_name(model: Architecture, layer: str) -> str:
 
 def hf_module_names(model: Architecture, layer: str) -> list[str]:
     """Return the HF modules of a stacked layer, in the order of its leading axis."""
-    numbers = model.stacks.get(layer.split("/")[1]) or range(model.num_layers)
+    numbers = model.partial_stacks.get(layer.split("/")[1]) or range(model.num_layers)
     return [hf_module_name(model, layer).format(number) for number in numbers]
 
 

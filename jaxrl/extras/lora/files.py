@@ -27,7 +27,7 @@ from jaxrl.models.hf_weights import (
     load_tensors,
     open_and_validate,
     open_canonical,
-    open_file,
+    open_safetensors,
     read_tensor_dtypes,
     write_hf,
     write_json,
@@ -109,7 +109,7 @@ def _shard(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
 
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     """Load the adapter in a validated folder onto the mesh."""
-    stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
+    stored = {tensor.name: tensor for tensor in open_safetensors(Path(path) / TENSORS_FILE)}
     shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
     params = {}
     for param, leaf_sharding in shardings.items():
@@ -184,7 +184,7 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
 
 
 def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
-    stored = {tensor.name: tensor for tensor in open_file(file)}
+    stored = {tensor.name: tensor for tensor in open_safetensors(file)}
     base_model = fields.get("base_model_name_or_path")
     # PEFT's name and shape of each tensor: one layer's [out, in] for our [L, in, out].
     shapes = {

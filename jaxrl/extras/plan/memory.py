@@ -52,7 +52,7 @@ from jaxrl.runtime.weight_memory import (
     count_weights,
     local_param_sizes,
 )
-from jaxrl.sampling.buckets import append_sizes, row_sizes
+from jaxrl.sampling.buckets import prefill_sizes, row_sizes
 
 USABLE_SHARE = 0.9
 """Fraction of a device's memory that a plan may fill. The rest is for what the plan omits."""
@@ -480,7 +480,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     }
 
     # Prefill of prompts and observations, with the keys and values of each loop step over pages.
-    prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
+    prefill_tokens = prefill_sizes(target.platform, config.context_tokens)[-1]
     values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
         sizes = mesh.shape["tensor"], mesh.shape["expert"]
@@ -755,7 +755,7 @@ def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        prefill_tokens = append_sizes(target.platform, config.context_tokens)[-1]
+        prefill_tokens = prefill_sizes(target.platform, config.context_tokens)[-1]
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.max_num_seqs} rows over up to "
             f"{config.context_tokens} tokens; prefill up to {prefill_tokens} tokens on a device; "

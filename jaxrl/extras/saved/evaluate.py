@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxrl.builders.saved_run import format_error_line
 from jaxrl.runtime.resume import read_launch_folder
-from jaxrl.utils.text import replace_unencodable
+from jaxrl.utils.text import replace_unencodable_output
 
 STAGES = "--config.stages=('evaluate',)"
 
@@ -48,5 +48,5 @@ def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    replace_unencodable()
+    replace_unencodable_output()
     main()

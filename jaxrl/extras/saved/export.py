@@ -22,7 +22,7 @@ from jaxrl.logs.display import Display
 from jaxrl.runtime.checkpoint import CheckpointError, list_steps
 from jaxrl.runtime.resume import check_checkpoint_exists, read_launch_folder
 from jaxrl.runtime.sharding import make_mesh
-from jaxrl.utils.text import replace_unencodable
+from jaxrl.utils.text import replace_unencodable_output
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -90,5 +90,5 @@ def export_run(run: Path, out: Path | None, display: Display, *, step: int | Non
 
 
 if __name__ == "__main__":
-    replace_unencodable()
+    replace_unencodable_output()
     main()

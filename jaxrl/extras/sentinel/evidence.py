@@ -35,10 +35,12 @@ _NUM_CHECKED_TOKENS = 128  # number of final sampled tokens to check for repetit
 _MIN_DISTINCT = 0.4  # fraction of distinct n-grams below which a response is repetitive
 
 StepStats = dict[str, Any]
-"""Statistics of a step by name, None where undefined; `measure_step` lists them."""
+"""Statistics of a step by name, None where undefined; `compute_step_stats` lists them."""
 
 
-def measure_step(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> StepStats:
+def compute_step_stats(
+    record: Mapping[str, Any], groups: Sequence[Group], method: Method
+) -> StepStats:
     """Compute the statistics of a step. Fractions are of the scored trajectories.
 
     Args:

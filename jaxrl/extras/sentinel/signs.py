@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from jaxrl.extras.sentinel.evidence import StepStats, measure_step
+from jaxrl.extras.sentinel.evidence import StepStats, compute_step_stats
 from jaxrl.training.method import Method
 from jaxrl.training.watch import Sign
 from jaxrl.types import Group
@@ -73,7 +73,7 @@ def detect_signs(
         gap: Mean gap between sampler and trainer, in nats per token, that is always too large.
     """
     # Samples that are identical by chance soon differ, which drops their pair from the sums.
-    now = measure_step(record, groups, method)
+    now = compute_step_stats(record, groups, method)
     past: list[StepStats] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
     duplicates = {

@@ -7,11 +7,11 @@ relative to the folder in which the run was started.
 from __future__ import annotations
 
 from jaxrl.runtime.preemption import exit_on_signals
-from jaxrl.utils.text import replace_unencodable
+from jaxrl.utils.text import replace_unencodable_output
 
 if __name__ == "__main__":
     exit_on_signals("ended", code=None)  # the imports below take a moment
-    replace_unencodable()
+    replace_unencodable_output()
 
 import argparse
 import contextlib

@@ -122,10 +122,10 @@ class ServedEngine(Engine):
     @property
     def is_out_of_pages(self) -> bool:
         """Return True if running, swapped-out or next requests need more pages than are free."""
-        return any(map(self._is_shard_out_of_pages, self._shards)) or self._is_out_of_pages_for_next
+        return any(map(self._is_shard_out_of_pages, self._shards)) or self._queue_exceeds_free_pages
 
     @property
-    def _is_out_of_pages_for_next(self) -> bool:
+    def _queue_exceeds_free_pages(self) -> bool:
         """Return True if the next requests to get a row need more pages than are free."""
         running = [
             shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows

@@ -180,13 +180,13 @@ class Endpoint:
             )
         if request.scope["path"] == "/health":
             return
-        if self._key and not any(map(self._is_key, get_client_keys(request))):
+        if self._key and not any(map(self._matches_api_key, get_client_keys(request))):
             message = "the key is missing or wrong; expected the server's as a bearer token."
             raise RequestError(401, message)
         if self.sessions is not None and self.hosts is None:
             self._find_session(request)
 
-    def _is_key(self, value: str) -> bool:
+    def _matches_api_key(self, value: str) -> bool:
         """Return True if a header value is the key, encoded as UTF-8 or latin-1."""
         encodings = (value.encode("latin-1"), value.encode("utf-8"))
         return any(hmac.compare_digest(encoding, self._key) for encoding in encodings)

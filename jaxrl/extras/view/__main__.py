@@ -17,14 +17,14 @@ from jaxrl.extras.view.report import write_report
 from jaxrl.extras.view.server import ViewServer
 from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.files import format_os_error
-from jaxrl.utils.text import escape_control_chars, replace_unencodable
+from jaxrl.utils.text import escape_control_chars, replace_unencodable_output
 
 PORT = 8780
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve the page until a signal arrives or, with `--static`, write it to a file."""
-    replace_unencodable()
+    replace_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="jaxrl view", description="Show runs in a browser on this machine, live."
     )

@@ -193,7 +193,7 @@ def _parse_brave_hit(result: Any) -> Hit:
 _SEARXNG_SYNTAX = re.compile(r"(?<!\S)[!?:<]+")
 
 
-def _searxng_request(url: str, query: str, topk: int) -> HttpRequest:
+def _build_searxng_request(url: str, query: str, topk: int) -> HttpRequest:
     plain = " ".join(_SEARXNG_SYNTAX.sub("", query).split())
     path = "" if url.endswith("/search") else "/search"
     return HttpRequest(url=url + path, params={"q": plain or "-", "format": "json"})
@@ -292,7 +292,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=300,
         max_topk=100,
         headers=lambda key: {"Authorization": f"Bearer {key}"} if key else {},
-        request=_searxng_request,
+        request=_build_searxng_request,
         results=_searxng_results,
         parse_hit=lambda result: _parse_hit(result, "url", "content"),
     ),

@@ -302,7 +302,7 @@ def attend_pages(
         gathered = pages.at[ids].get(mode="clip").swapaxes(1, 2)
         return gathered.reshape(B, K, width * page, H)
 
-    def read_step(index: jax.Array, acc: PartialSoftmax) -> PartialSoftmax:
+    def attend_step(index: jax.Array, acc: PartialSoftmax) -> PartialSoftmax:
         ids = jax.lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         product = jnp.einsum(
             "bkqh,bkth->bkqt", merged, gather_pages(keys, ids), preferred_element_type=jnp.float32
@@ -313,7 +313,7 @@ def attend_pages(
         return _update_softmax(acc, scores, gather_pages(values, ids))
 
     num_steps = -(-limits.max() // (width * page))
-    part = jax.lax.fori_loop(0, num_steps, read_step, _init_softmax(merged.shape))
+    part = jax.lax.fori_loop(0, num_steps, attend_step, _init_softmax(merged.shape))
     return ungroup_queries(*_normalize_softmax(part), q.shape)
 
 
@@ -365,7 +365,7 @@ def gather_past(
     B, M = tables.shape
     K, page, H = keys.shape[1:]
 
-    def piece(first: int, end: int) -> tuple[jax.Array, jax.Array]:
+    def gather_piece(first: int, end: int) -> tuple[jax.Array, jax.Array]:
         # [B, pages, K, page, H]
         k, v = (x.at[tables[:, first:end]].get(mode="clip") for x in (keys, values))
         return (
@@ -374,7 +374,7 @@ def gather_past(
         )
 
     ends = past_boundaries(M, page)
-    return tuple(piece(first, end) for first, end in zip([0, *ends], ends, strict=False))
+    return tuple(gather_piece(first, end) for first, end in zip([0, *ends], ends, strict=False))
 
 
 def past_boundaries(num_pages: int, page_tokens: int) -> list[int]:

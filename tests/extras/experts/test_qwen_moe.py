@@ -51,7 +51,7 @@ def test_the_layers_are_those_of_transformers():
     assert (mixed.expert_layers, mixed.renormalize) == ((0, 2, 3, 4), True)
     assert stepped.expert_layers == (1,)
     uniform = read_architecture(GOLDEN / NAMES[0])
-    assert (uniform.stacks, uniform.renormalize) == ({}, False)
+    assert (uniform.partial_stacks, uniform.renormalize) == ({}, False)
     for config in (mixed, stepped, uniform):
         assert type(config).from_dict(config.hf_config()) == config
     made = jax.tree.map(jnp.shape, init_params(stepped, seed=0))
@@ -95,7 +95,8 @@ def torch_gradients(wanted):
 
 def test_logits_losses_and_gradients_are_those_of_torch(golden):
     config, params, wanted = golden
-    scan = bool(config.stacks)  # runs of layers in loops; all layers alike one after another
+    # Runs of layers in loops; all layers alike one after another.
+    scan = bool(config.partial_stacks)
     differentiate = jax.value_and_grad(partial(loss_of, config, wanted, scan), has_aux=True)
     (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
     np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)

@@ -13,13 +13,13 @@ from jaxrl.envs.base import CallRecord, Outcome, Turn
 from jaxrl.extras.sentinel import signs
 from jaxrl.extras.sentinel.evidence import (
     advantage_imbalance,
+    compute_step_stats,
     find_duplicate_pairs,
     find_duplicates,
     found_answer,
     has_void_turn,
     is_repetitive,
     judge_approval_rates,
-    measure_step,
 )
 from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import WatchState, check_step
@@ -328,7 +328,7 @@ def test_small_measures_by_hand():
 
 def test_numbers_of_a_step_by_hand():
     groups = step_groups(3)
-    found = measure_step(RECORD, groups, METHOD)
+    found = compute_step_stats(RECORD, groups, METHOD)
     scored = flatten_groups(groups)
     right = [t for t in scored if t.advantage > 0]
     sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for t in right])
