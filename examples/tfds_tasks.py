@@ -26,12 +26,12 @@ from jaxrl.envs.base import Task
 
 def task_features() -> dict[str, Any]:
     """Return the TFDS features of a task. Empty texts and lists stand for missing fields."""
-    text = tfds.task_features.Text
+    text = tfds.features.Text
     return {
         "id": text(),
         "question": text(),
-        "messages": tfds.task_features.Sequence({"role": text(), "content": text()}),
-        "answers": tfds.task_features.Sequence(text()),
+        "messages": tfds.features.Sequence({"role": text(), "content": text()}),
+        "answers": tfds.features.Sequence(text()),
         "data_source": text(),
         "metadata": text(),
     }
@@ -66,9 +66,9 @@ def prepare(
         code_path = None
 
         def _info(self) -> tfds.core.DatasetInfo:
-            features_dict = tfds.task_features.FeaturesDict(dict(info))
+            features_dict = tfds.features.FeaturesDict(dict(info))
             return tfds.core.DatasetInfo(
-                builder=self, task_features=features_dict, disable_shuffling=True
+                builder=self, features=features_dict, disable_shuffling=True
             )
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, Any]]]:

@@ -140,7 +140,7 @@ class TestRecords:
             ({"images": [{"size": 3}]}, r"'images': image number 1: .*expected 'bytes' or"),
             ({"images": ["http://a/b.png"]}, "expected a file, since URLs are not downloaded"),
             ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
-            ({"images": 3}, "it is a int; expected a path, or bytes"),
+            ({"images": 3}, "it is a int; expected a path or bytes"),
             ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
         ],
@@ -399,7 +399,7 @@ class TestProcessor:
                     use(Picture(data=data))
 
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
-        with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):
+        with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which images"):
             HFImageProcessor(str(tmp_path))
         file = tmp_path / "preprocessor_config.json"
         file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
@@ -591,7 +591,10 @@ class TestEpisodes:
                 (Picture(data=b"no"),),
                 "a tool returned an invalid image: an image of 2 bytes cannot be read",
             ),
-            ((Picture(data=encoded(drawn(90, 90))),), r"images of \d+ tokens, which are not cut"),
+            (
+                (Picture(data=encoded(drawn(90, 90))),),
+                r"images of \d+ tokens, which cannot be truncated",
+            ),
             (("a.png",), "an observation has an image that is not a Picture"),
         ],
     )

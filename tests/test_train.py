@@ -116,7 +116,7 @@ def test_money_is_shown_where_there_are_prices():
         config = debug_tiny.get_config("data")
         config.ledger.prices = prices
         run_state = types.SimpleNamespace(
-            settings=settings_of(config), progress=Progress(), display=display
+            settings=settings_of(config), progress=Progress(), display=display, held_out=None
         )
         show_step(run_state, record)
     assert shown == [{"reward": 0.5}, {"reward": 0.5, "spent": 0.0}]

@@ -122,4 +122,4 @@ def test_a_divergence_in_all_and_by_token():
 
 
 def test_windows_count_what_is_high():
-    assert (wavering(0).count, wavering(7).count) == (0, 7)
+    assert (wavering(0).num_high, wavering(7).num_high) == (0, 7)

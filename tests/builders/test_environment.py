@@ -35,7 +35,7 @@ def test_a_key_in_the_address_of_a_server_is_refused():
     config = debug_tiny.get_config()
     config.env.search.mcp = ({"url": "http://localhost/mcp?api_key=abc123"},)
     with pytest.raises(
-        ValueError, match=r"env\.search\.mcp holds a parameter 'api_key'.*'headers'"
+        ValueError, match=r"env\.search\.mcp contains a parameter 'api_key'.*'headers'"
     ):
         validate(config)
 

@@ -105,7 +105,7 @@ def test_rules(config, key, value, expected):
 def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
     config.search.engine, config.search.replay = "http", "only"  # whoever asks
     config.search.http.url = f"http://127.0.0.1:8000/retrieve?index=wiki&{key}=abc123"
-    told = rf"config\.search\.http\.url holds a parameter '{key}'.*config\.search\.http\.key_env"
+    told = rf"config\.search\.http\.url contains a parameter '{key}'.*config\.search\.http\.key_env"
     with pytest.raises(ValueError, match=told) as raised:
         validate(config)
     assert "abc123" not in str(raised.value)

@@ -346,5 +346,5 @@ def test_there_is_something_to_call():
     with pytest.raises(ValueError, match="there is no tool to call"):
         SearchEnv(None, protocol=qwen, **settings)
     assert SearchEnv(None, tools=[Double()], protocol=qwen, **settings).chat_tools
-    with pytest.raises(ValueError, match="the search engine is called 'double'; expected 'search'"):
+    with pytest.raises(ValueError, match="the search engine's name is 'double'; expected 'search'"):
         SearchEnv(None, tools=[Double()], **settings)

@@ -76,7 +76,7 @@ def test_names_of_ours_and_unknown_ones_stay(installed):
 def test_two_names_of_one_thing_are_refused(installed):
     config = default_config()
     config.reward.weights = {"brevity": 0.5, "my_package:brevity": 0.25}
-    with pytest.raises(ValueError, match="one object twice"):
+    with pytest.raises(ValueError, match="the same object twice"):
         resolved(config)
 
 

@@ -174,7 +174,7 @@ def finished(answer, **reward):
 def test_the_part_pays_the_final_answer(math):
     answers = [r"\sqrt{4}", "3", ""]
     calls = math.requests([finished(answer) for answer in answers])
-    found = [one for call in calls for one in call.read(call.make())]
+    found = [one for call in calls for one in call.parse(call.invoke())]
     assert [one.score for one in found] == [1.0, 0.0, 0.0]
     assert [one.others["undecided"] for one in found] == [0.0, 0.0, 0.0]
     shy = math.measure(finished("2, but I don't know", is_abstention=True))

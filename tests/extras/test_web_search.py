@@ -279,7 +279,7 @@ def test_a_key_that_is_missing_is_named(provider, monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "another-0123")
     WebSearch(provider, key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", "schlüssel")
-    with pytest.raises(ValueError, match=r"OTHER_KEY, .* holds characters") as raised:
+    with pytest.raises(ValueError, match=r"OTHER_KEY, .* contains characters") as raised:
         WebSearch(provider, key_env="OTHER_KEY")
     assert "schl" not in str(raised.value)
 
@@ -320,7 +320,7 @@ def test_a_self_hosted_service_may_ask_for_a_key(monkeypatch):
         ({"provider": "brave", "topk": 21}, "config.search.web.topk is 21; brave gives at most 20"),
         ({"key_env": f"{KEY}-1"}, "the environment variable that config.search.web.key_env names"),
         ({"key_env": "abc"}, "the environment variable that config.search.web.key_env names is no"),
-        ({"url": "http://key@host"}, "config.search.web.url holds a user or a password"),
+        ({"url": "http://key@host"}, "config.search.web.url contains a user or a password"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, said):

@@ -57,7 +57,7 @@ def test_nothing_outside_the_room_knows_a_family_of_models():
     }
     found -= {key.meaning for key in KEYS.values()}  # which name models as examples
     protocol = {name for name in KEYS if name.startswith("env.search.qwen.")}
-    assert found == {"qwen", "qwen_format", *protocol}
+    assert found == {"qwen", "follows_qwen_format", *protocol}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -41,11 +41,11 @@ def engine_of(left):
         (lambda m: {}, "stores nothing as 'pair'"),
         (
             lambda m: {"pair": jnp.zeros((m, 2), jnp.int32)},
-            r"over \d+ tokens leaves int32 \[\d+, 2",
+            r"over \d+ tokens stores int32 \[\d+, 2",
         ),
         (
             lambda m: {"pair": jnp.zeros((m, 3), jnp.uint8)},
-            r"leaves uint8 \[\d+, 3\] as 'pair' .* expected uint8 \[\d+, 2",
+            r"stores uint8 \[\d+, 3\] as 'pair' .* expected uint8 \[\d+, 2",
         ),
     ],
 )

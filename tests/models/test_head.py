@@ -228,7 +228,7 @@ def test_an_architecture_without_it_is_refused_by_name():
     assert build_policy_architecture(config, pocket) is pocket
     config.model.head_dtype = "float32"
     with pytest.raises(
-        ValueError, match=r"model\.head_dtype is 'float32', .* Pocket computes .*''"
+        ValueError, match=r"model\.head_dtype is 'float32', .* Pocket supports .*''"
     ):
         build_policy_architecture(config, pocket)
 

@@ -207,7 +207,7 @@ class TestOlderRuns:
             assert changes_since(begun, config, CONTENTS) == []
             if not rank:
                 return check_fixed_keys(tmp_path, begun, flatten(config), ["model.lora.rank"])
-            told = r"model\.lora\.rank is 0, but .* began with 2; bring jaxrl/extras/lora back"
+            told = r"model\.lora\.rank is 0, but .* began with 2; put jaxrl/extras/lora back"
             with pytest.raises(ValueError, match=told):
                 check_fixed_keys(tmp_path, begun, flatten(config), ["model.lora.rank"])
 

@@ -191,7 +191,7 @@ def test_no_program_is_compiled_but_those_ahead():
 def test_text_is_read_as_by_a_program_that_sees_nothing(name):
     """Bit for bit, whatever was seen before: no token of text takes anything of it."""
     sampler = engine(name).programs
-    weights = jax.jit(sampler.weights)(golden(name)[1])
+    weights = jax.jit(sampler.convert_params)(golden(name)[1])
     ids = np.random.default_rng(2).integers(1, IMAGE, (4, sampler.block_tokens)).astype(np.int32)
     blocks = decode.PrefillBlocks(
         token_ids=ids,

@@ -244,7 +244,7 @@ def test_what_judges_took_stays_with_the_trajectory_also_where_they_failed(playe
     [record] = got.reward_records
     assert (record.tool, record.attempts) == ("helpful", 3)
     assert record.call.encode().endswith(b" good?")  # such as a file can hold
-    assert got.records == []  # those of its tools
+    assert got.call_records == []  # those of its tools
 
 
 def with_limits(**limits):

@@ -48,7 +48,7 @@ def part(function, answer_is_text=False, **settings):
 def measured(function, group=None, **settings):
     """What the calls about a group give, and how many there are."""
     calls = part(function, **settings).requests(group or [finished()])
-    return [one for call in calls for one in call.read(call.make())], len(calls)
+    return [one for call in calls for one in call.parse(call.invoke())], len(calls)
 
 
 def ours(response, answers):
@@ -87,7 +87,7 @@ def test_a_ground_truth_of_mathematics_is_a_text():
         return float(ground_truth == "Paris")
 
     [call] = part(compute_score, answer_is_text=True).requests([finished()])
-    assert call.make() == 1.0
+    assert call.invoke() == 1.0
 
 
 def test_verl_may_answer_with_further_numbers():

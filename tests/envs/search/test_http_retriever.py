@@ -401,7 +401,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         ({"url": ""}, "config.search.http.url is ''; expected the address of a server"),
         ({"url": "127.0.0.1:8000"}, "config.search.http.url is '127.0.0.1:8000'; expected"),
         ({"url": "ftp://x"}, "config.search.http.url is 'ftp://x'; expected the address"),
-        ({"url": "http://u:secret@x/"}, "config.search.http.url holds a user or a password"),
+        ({"url": "http://u:secret@x/"}, "config.search.http.url contains a user or a password"),
         ({"protocol": "bm25"}, "config.search.http.protocol is 'bm25'; expected one of search_r1"),
     ],
 )

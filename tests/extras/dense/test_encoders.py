@@ -34,13 +34,13 @@ def test_vectors_are_those_of_transformers(name, quick_compilation):
     wanted = np.load(GOLDEN / name / "golden.npz")
     made = encoder(name)
     for kind in ("queries", "passages"):
-        got = getattr(made, kind)(TEXTS[kind], batch_tokens=64)
+        got = getattr(made, f"encode_{kind}")(TEXTS[kind], batch_tokens=64)
         np.testing.assert_allclose(got, wanted[kind], atol=1e-4, rtol=0)
         # The texts differ, or any vector would do.
         assert np.abs(wanted[kind][0] - wanted[kind][1]).max() > 0.01
         # Whatever else is in a batch, and however many.
         for index, text in enumerate(TEXTS[kind]):
-            [alone] = getattr(made, kind)([text], batch_tokens=64)
+            [alone] = getattr(made, f"encode_{kind}")([text], batch_tokens=64)
             np.testing.assert_array_equal(alone, got[index])
 
 
@@ -129,7 +129,7 @@ def test_weights_and_tokenizer_are_those_of_the_model(tmp_path):
     with pytest.raises(ValueError, match=r"has shape \[96, 24\]; config.json requires \[96, 32\]"):
         Encoder(model, other, device, dtype="float32")
     shutil.copy(GOLDEN / "encoder_qwen3" / "tokenizer.json", other)
-    with pytest.raises(ValueError, match="has 257 ids, the model 96"):
+    with pytest.raises(ValueError, match="has 257 ids, but the model has 96"):
         Encoder(model, other, device, dtype="float32")
     (other / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json"):

@@ -143,13 +143,13 @@ def rows(start, stop):
     time.sleep(0.02)
     return np.full((stop - start, 3), start, np.float32)
 
-source = files.Source(
+source = files.IndexSpec(
     corpus=corpus, index_dir=corpus.parent / "index", settings={}, width=3, dtype="float32"
 )
 Path(f"{ready}/{sys.argv[3]}").touch()
 while len(list(ready.iterdir())) < 3:
     time.sleep(0.01)
-built = files.open_built(source, lambda documents: rows, lambda count: None)
+built = files.open_index(source, lambda documents: rows, lambda count: None)
 print(len(encoded), built.vectors.sum())
 """
 

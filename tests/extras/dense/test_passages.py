@@ -123,7 +123,7 @@ def test_values_that_are_not_finite_are_refused(value):
     vectors[70, 3] = value
     with pytest.raises(ValueError, match="a passage's vector has a value that is not"):
         PassageIndex(vectors, ONE)
-    with pytest.raises(ValueError, match=r"expected vectors \[N, D\]"):
+    with pytest.raises(ValueError, match=r"; expected \[N, D\]"):
         PassageIndex(np.zeros((0, 4), np.float32), ONE)
 
 

@@ -229,7 +229,7 @@ def test_calls_that_were_given_up_count_one_attempt_if_they_were_begun(server):
         ({"prompt": "Rate {answer}"}, r"expected \{response\} in it"),
         ({"pattern": "score: (\\d+"}, r"pattern is .*; expected a regular expression \(missing"),
         ({"pattern": "score"}, "expected one group"),
-        ({"url": "http://x/v1?api_key=abc"}, r"holds a parameter 'api_key'.*key_env"),
+        ({"url": "http://x/v1?api_key=abc"}, r"contains a parameter 'api_key'.*key_env"),
         ({"url": "judge:8000"}, "expected the address of a server"),
         ({"low": 5, "high": 5}, "low is 5; expected less than high=5"),
         ({"low": -math.inf}, "low is -inf; expected a finite number"),

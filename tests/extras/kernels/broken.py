@@ -55,9 +55,9 @@ def runs_out_of_memory(out):
 
 BREAKS = {
     "one_is_not_a_number": r"outputs: 1 of \d+ are not finite",
-    "off_by_a_hundredth": r"outputs: off by (0\.[7-9]|1\.)\d+%, where at most 0\.\d\d% is",
-    "one_vector_is_another": r"outputs: (one vector is )?off by \d+\.\d+%, where at most",
-    "gradient_is_off": r"gradient of \w+: off by (0\.[7-9]|1\.)\d+%, where at most 0\.\d\d% is",
+    "off_by_a_hundredth": r"outputs: off by (0\.[7-9]|1\.)\d+%; rounding explains",
+    "one_vector_is_another": r"outputs: (one vector is )?off by \d+\.\d+%; rounding",
+    "gradient_is_off": r"gradient of \w+: off by (0\.[7-9]|1\.)\d+%; rounding explains",
     "does_not_compile": "ValueError: Only interpret mode is supported on CPU backend.",
     "runs_out_of_memory": r"RESOURCE_EXHAUSTED: Out of memory",
 }

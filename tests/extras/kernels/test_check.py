@@ -62,7 +62,7 @@ def test_a_hundredth_is_no_rounding_of_float32(kind):
     found = check(kind, jnp.float32, ["off_by_a_hundredth", "nothing_is_wrong"])
     assert [one.is_sound for one in found.kernel_checks] == [False, True]
     assert re.search(
-        r"outputs: off by 1\.00%, where at most 0\.10% is", found.kernel_checks[0].finding
+        r"outputs: off by 1\.00%; rounding explains at most 0\.10%", found.kernel_checks[0].finding
     )
 
 
@@ -230,7 +230,7 @@ def test_what_is_wrong_with_a_part_alone_is_found(name):
     found = select_kernel(lambda _: [made], {"bad": lambda: kernel}, made.reference)
     assert found.name == "xla", found.kernel_checks
     finding = found.kernel_checks[0].finding
-    assert re.match(rf"{piece}: off by 1\.\d\d%, where at most", finding), finding
+    assert re.match(rf"{piece}: off by 1\.\d\d%; rounding explains at most", finding), finding
 
 
 def test_products_of_either_loop_pass():

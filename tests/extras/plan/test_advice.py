@@ -53,7 +53,9 @@ class TestMicroRows:
 
     def test_where_nothing_fits(self):
         small = replace(NODE, memory_bytes=16 * GIB)
-        with pytest.raises(ValueError, match=r"config.optimizer.micro_rows=0 asks .* 8 rows, one"):
+        with pytest.raises(
+            ValueError, match=r"config.optimizer.micro_rows=0 selects .* 8 rows, one"
+        ):
             advice.choose_micro_rows(large_run(**{"optimizer.micro_rows": 0}), QWEN_7B, small)
 
 

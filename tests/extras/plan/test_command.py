@@ -162,7 +162,7 @@ class TestRefusal:
     @pytest.mark.parametrize("platform", ["gpu", "tpu"])
     def test_an_accelerator_that_is_too_small(self, config, tmp_path, monkeypatch, platform):
         self.on(monkeypatch, platform=platform)
-        with pytest.raises(ValueError, match=r" GiB .*--plan suggests .*--ignore_memory_plan"):
+        with pytest.raises(ValueError, match=r" .iB; --plan suggests .*--ignore_memory_plan"):
             launch._fit_memory(config, tmp_path)
 
     def test_the_flag_goes_on(self, config, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ class TestCommand:
             (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
             (
                 ["--config.model.path=nowhere"],
-                "config.model.path is 'nowhere', which holds no config.json; a plan",
+                "config.model.path is 'nowhere', which has no config.json; a plan",
             ),
         ],
     )

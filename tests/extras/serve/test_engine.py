@@ -431,7 +431,10 @@ def test_an_engine_that_cannot_be_cleared_ends_and_all_who_wait_are_told(
         assert [finished(one)[1].finish_reason for one in outlets] == [FAILED] * 6
         asked.worker._thread.join(60)
         assert not asked.worker.is_alive
-        with pytest.raises(RequestError, match="the engine has ended; start the server again"):
+        with pytest.raises(
+            RequestError,
+            match="the engine has ended; see the server's log, then restart the server",
+        ):
             asked.worker.submit([asked.job(PROMPT, 2)[0]])
     assert "could not be cleared after its failure: RuntimeError" in capsys.readouterr().err
 

@@ -347,7 +347,7 @@ def test_a_server_whose_engine_has_ended_says_so(engine, monkeypatch):
         assert (status, json.loads(body)) == (503, {"status": "ended"})
         status, error = refusal(client, CHAT, LONG)
         assert (status, error["type"]) == (503, "overloaded_error")
-        assert "start the server again" in error["message"]
+        assert "restart the server" in error["message"]
 
 
 def test_a_fault_of_the_server_shows_no_paths(client, monkeypatch):

@@ -285,7 +285,7 @@ def test_agents_end_where_the_run_is_killed(tmp_path, where):
 import time
 from jaxrl.extras.serve.agents.processes import AgentProcesses, AgentSettings
 made = AgentProcesses(AgentSettings(**{agent!r}), print)
-made.play({program_episode("a")!r})
+made.start_episode({program_episode("a")!r})
 time.sleep(3600)
 """
     process = subprocess.Popen([sys.executable, "-c", run])
