@@ -108,8 +108,8 @@ class ResolvedConfig:
 
     @property
     def has_custom_rollout(self) -> bool:
-        """True if the environment implements `rollout` itself."""
-        return hasattr(self.env_class, "rollout")
+        """True if the environment implements `make_rollout`."""
+        return hasattr(self.env_class, "make_rollout")
 
     def env_accepts(self, name: str) -> bool:
         """Return True if the environment's constructor has a parameter `name`."""
