@@ -157,7 +157,7 @@ def test_an_outage_stops_the_run_and_it_goes_on_as_if_there_had_been_none(served
 
     server.faults = {}
     with server:
-        with pytest.raises(OutageError, match=r"has not answered for .* saved; once it answers"):
+        with pytest.raises(OutageError, match=r"has not answered for .* saved; once it responds"):
             play(config, stopped, should_stop=dies_after_the_first_step)
         assert server.did["dead"] > 0
         assert [record["step"] for record in records(stopped)] == [0, 1]

@@ -168,10 +168,19 @@ def test_the_export_is_the_last_checkpoint(base, tiny_world):
 def test_progress_is_told_line_by_line(base):
     lines = (base / "stdout").read_text().splitlines()
     [last] = [line for line in lines if line.startswith("train 4/4 ")]
-    for name in ("reward ", "exact match ", "searches ", "tokens/s ", " left"):
+    for name in (
+        "reward ",
+        "held-out ",
+        "KL ",
+        "entropy ",
+        "grad norm ",
+        "lr ",
+        "tokens/s ",
+        " left",
+    ):
         assert name in last
     assert all(len(line) < 250 and "\x1b" not in line for line in lines)
-    assert (base / "eval" / "evaluate_44.txt").read_text() in (base / "stdout").read_text()
+    assert any(line.startswith("evaluate sampled: reward ") for line in lines)
 
 
 def test_training_works(base):
