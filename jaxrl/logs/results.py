@@ -92,12 +92,16 @@ def _flatten(
 def format_scores(evaluations: Sequence[Scores]) -> list[str]:
     """Format a line of the first and last scores, and a line of the controls.
 
-    The reward comes first, unless it equals the exact match. Returns [] without evaluations.
+    The reward comes first, unless it always equals the exact match. Returns [] without evaluations.
     """
     first = evaluations[0] if len(evaluations) > 1 else {}
     last = evaluations[-1] if evaluations else {}
-    rewards = {name: value for name, value in last.items() if name.startswith("reward/")}
-    is_same = all(last.get(f"exact_match/{n.partition('/')[2]}") == v for n, v in rewards.items())
+    is_same = all(
+        scores.get(name.replace("reward/", "exact_match/")) == value
+        for scores in evaluations
+        for name, value in scores.items()
+        if name.startswith("reward/")
+    )
     lines = []
     suites = [*SUITE_LABELS]
     for prefix, group in (("", suites[:2]), ("controls, ", suites[2:])):

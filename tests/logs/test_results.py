@@ -60,3 +60,11 @@ def test_a_reward_that_is_the_exact_match_is_shown_once(tmp_path):
     write(tmp_path, "evaluate", 0, summary, {"greedy": {"exact_match": 1.0, "format": 0}})
     assert format_scores(read_scores(tmp_path, 0)) == ["exact match: greedy 0.500"]
     assert format_scores([]) == []
+
+
+def test_a_reward_that_equals_the_exact_match_once_is_shown(tmp_path):
+    for step, form in ((0, 0.5), (1, 0.0)):
+        summary = {"greedy": {"all": means(0.0, form)}}
+        write(tmp_path, "train", step, summary, {"greedy": BOTH})
+    [line] = format_scores(read_scores(tmp_path, 1))
+    assert line == "reward: greedy 0.100 -> 0.000; exact match: greedy 0.000 -> 0.000"
