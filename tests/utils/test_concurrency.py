@@ -1,4 +1,4 @@
-"""Code that fails in any way or never returns."""
+"""Calls that fail in any way or never return."""
 
 import subprocess
 import sys
@@ -10,29 +10,24 @@ import pytest
 from jaxrl.utils.concurrency import call_once, format_error, parallel_map, run_in_thread
 
 
-class UnspeakableError(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError("no text either")
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [
-        (ValueError("x"), "ValueError: x"),
-        (ValueError(), "ValueError"),
-        (SystemExit(3), "SystemExit: 3"),
-        (UnspeakableError(), "UnspeakableError"),
-    ],
+    [(ValueError("x"), "ValueError: x"), (UnprintableError(), "UnprintableError")],
 )
-def test_text_of_an_error(error, text):
+def test_errors_are_formatted_with_their_type(error, text):
     assert format_error(error) == text
 
 
-def test_items_are_worked_on_side_by_side_in_so_many_threads():
-    meeting = threading.Barrier(3, timeout=5)
+def test_items_are_processed_concurrently_in_a_bounded_number_of_threads():
+    barrier = threading.Barrier(3, timeout=5)
 
     def work(item):
-        meeting.wait()  # passes only when three are at it
+        barrier.wait()  # passes only with three threads
         return 10 * item
 
     assert parallel_map(work, range(6), max_threads=3) == [0, 10, 20, 30, 40, 50]
@@ -48,21 +43,19 @@ print("done")
 """
 
 
-def test_an_exit_does_not_wait_for_work_that_hangs():
-    started = time.monotonic()
+def test_the_interpreter_exits_while_calls_hang():
     command = [sys.executable, "-c", HANG]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert time.monotonic() - started < 60
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (0, "done\n")
 
 
-def test_what_is_made_once_is_made_once_for_threads_that_come_together():
-    """Two event loops, each with half of a client's connections, failed requests at random."""
+def test_call_once_makes_one_object_for_concurrent_threads():
+    """With two event loops for one HTTP client, requests fail at random."""
 
     @call_once
-    def thing():
+    def make_object():
         time.sleep(0.02)
         return object()
 
-    found = [future.result() for future in [run_in_thread(thing) for _ in range(8)]]
-    assert len(set(map(id, found))) == 1
+    results = [future.result() for future in [run_in_thread(make_object) for _ in range(8)]]
+    assert len(set(map(id, results))) == 1

@@ -32,20 +32,16 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def no_other_secrets(monkeypatch):
+def no_registered_secrets(monkeypatch):
     monkeypatch.setattr(secrets, "_patterns", {})
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_secret_is_redacted_in_each_form(form):
-    text = f"x{form}y {form}"
+def test_a_secret_is_redacted_in_each_form():
+    text = " ".join(FORMS.values())
     assert redact(text) == text
     register_secret(KEY)
-    assert redact(text) == "x***y ***"
-
-
-def test_the_forms_are_those_of_the_libraries():
-    register_secret(KEY)
+    assert redact(text) == " ".join(["***"] * len(FORMS))
+    # The forms are those that libraries write.
     assert redact(json.dumps([KEY])) == '["***"]'
     for quote in (urllib.parse.quote, urllib.parse.quote_plus):
         assert redact(quote(KEY)) == "***"
@@ -54,7 +50,7 @@ def test_the_forms_are_those_of_the_libraries():
         assert redact(text) == "***"
 
 
-def test_texts_in_json_are_redacted_and_nothing_else_changes():
+def test_only_texts_in_json_are_redacted():
     register_secret(KEY)
     value = {"a": [1, 2.5, None, True, KEY[:-1]], KEY: {"b": f"see {KEY}"}, "c": (KEY, "d")}
     assert redact(value) == {
@@ -72,7 +68,7 @@ def test_a_short_secret_is_redacted_only_as_a_whole_word():
     )
 
 
-def test_no_part_of_overlapping_secrets_is_left():
+def test_overlapping_secrets_are_redacted_completely():
     register_secret("abcdefgh")
     register_secret("fghijklm")
     register_secret("abcdefghxyz")
@@ -101,30 +97,30 @@ class Leaky(Tool):
 
 def test_answers_and_errors_of_a_tool_are_redacted():
     register_secret(KEY)
-    found = [run_call(Leaky(), call) for call in ("say", "raise", "fail", "out", "show")]
-    assert [str(answer) for answer in found] == [
+    results = [run_call(Leaky(), call) for call in ("say", "raise", "fail", "out", "show")]
+    assert [str(result) for result in results] == [
         "with ***",
         "RuntimeError: no access with ***",
         "no access with ***",
         "down: ***",
         "see ***",
     ]
-    assert found[2].status == 403
-    assert attached_images(found[4]) == (Picture(data=b"x"),)
+    assert results[2].status == 403
+    assert attached_images(results[4]) == (Picture(data=b"x"),)
     assert run_as_batch(Leaky(), ["say", "say"]) == ["with ***"] * 2
 
 
-@pytest.mark.parametrize("length", [1900, 1960])
-def test_errors_are_redacted_before_they_are_cut(length):
+def test_errors_are_redacted_before_they_are_truncated():
     key = "sk-live-" + "0123456789abcdef" * 8
     register_secret(key)
-    error = ValueError("x" * length + key)
-    error.add_note(key)
-    assert "012345" not in format_error_report(error)
+    for length in (1900, 1960):  # so that the key would be cut in two
+        error = ValueError("x" * length + key)
+        error.add_note(key)
+        assert "012345" not in format_error_report(error)
 
 
 def echo(request):
-    """Answer with the key that came with the request, in all forms, as results or errors."""
+    """Answer with the request's key in all forms, as results or errors."""
     key = request.headers["authorization"].removeprefix("Bearer ")
     echoed = " ".join(FORMS.values())
     assert key == KEY
@@ -143,7 +139,7 @@ def echo(request):
     return Reply(echoed, 500)
 
 
-def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
+def test_a_server_that_echoes_the_key_leaks_it_nowhere(monkeypatch, tmp_path, capfd, caplog):
     monkeypatch.setenv("A_KEY", KEY)
     quick = RetryConfig(
         cache_mib=1.0, cache_ttl_s=0.0, queries_per_second=0.0, max_concurrent=2, deadline_s=5.0,
@@ -155,9 +151,9 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
         for path in ("retrieve", "redirect", "broken", "long", "500"):
             engine = HttpRetriever(f"{server.url}/{path}", key_env="A_KEY")
             recording = Recording(tmp_path / path, {"url": path})
-            asked = ResilientSearch(engine, quick, recording=recording, log=texts.append)
-            found = run_call(asked, "q")
-            texts += [str(found), repr(found), repr(engine.retrieve(["q"], 3))]
+            search = ResilientSearch(engine, quick, recording=recording, log=texts.append)
+            result = run_call(search, "q")
+            texts += [str(result), repr(result), repr(engine.retrieve(["q"], 3))]
         for path in ("chat", "long"):
             settings = JudgeSettings(
                 url=f"{server.url}/{path}", model="m", prompt="{response}", key_env="A_KEY"
@@ -177,7 +173,7 @@ def test_a_server_that_echoes_the_key(monkeypatch, tmp_path, capfd, caplog):
         assert [text for text in texts if form in text] == []
 
 
-def test_what_stdout_cannot_encode_is_replaced(monkeypatch):
+def test_characters_that_stdout_cannot_encode_are_replaced(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", out)
     with redact_output():
@@ -185,7 +181,7 @@ def test_what_stdout_cannot_encode_is_replaced(monkeypatch):
         sys.stdout.writelines(["line \u00e9\n"])
     out.flush()
     assert out.buffer.getvalue() == b"run ?\nline ?\n"
-    assert out.errors == "strict"  # the user's stream stays as it is
+    assert out.errors == "strict"  # the user's stream is unchanged
 
 
 @redact_output()
@@ -196,7 +192,7 @@ def print_and_raise(error):
     raise error
 
 
-def test_what_is_printed_or_raised_is_redacted(monkeypatch):
+def test_output_and_exceptions_are_redacted(monkeypatch):
     register_secret(KEY)
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
