@@ -1,4 +1,4 @@
-"""What every environment keeps, ours and a user's: `check_env` tries it, without a model."""
+"""Contract of every environment, built-in or a user's. `check_env` checks it without a model."""
 
 import copy
 import dataclasses
@@ -17,25 +17,25 @@ from jaxrl.envs.base import (
 )
 
 HOSTILE = ("", " ", "\0", "<", "</", "<answer>", "é\u2028\ud83d\ude00", "(" * 1000, "x" * 10_000)
-"""What models write that nobody thought of; each also before every stop string."""
+"""Unexpected model output, tried alone and before every stop string."""
 
 
 def check_env(env, tasks, turns):
-    """Puts an environment through what the rollout relies on.
+    """Check everything that the rollout relies on.
 
     Args:
-        env: any `Env`.
-        tasks: two or more, with accepted answers.
-        turns: what a model may write in a turn; among them some that end an episode and some,
-            where there are tools, that go on.
+        env: Any `Env`.
+        tasks: Two or more tasks with accepted answers.
+        turns: Texts that a model may write in a turn. Some of them end an episode and, if there
+            are tools, some continue it.
     """
     check_declarations(env)
     check_start(env, tasks)
     texts = [*turns, *HOSTILE, *(h + s for h in HOSTILE for s in env.stop_strings)]
-    episodes = played(env, tasks, turns)
+    episodes = play_episodes(env, tasks, turns)
     for episode in [*episodes, *(Episode(task=task) for task in tasks)]:
         check_step(env, episode, texts)
-    ended = [episode for episode in played(env, tasks, texts) if episode.outcome is not None]
+    ended = [e for e in play_episodes(env, tasks, texts) if e.outcome is not None]
     assert ended, "none of these turns ends an episode"
     check_score(env, ended)
 
@@ -47,11 +47,11 @@ def check_declarations(env):
         assert isinstance(declared, tuple), f"{name} is {declared!r}; expected a tuple"
         assert all(isinstance(text, str) and text for text in declared), name
         assert len(set(declared)) == len(declared), name
-    assert env.reward_parts, "an environment that measures nothing can pay nothing"
+    assert env.reward_parts, "an environment without reward parts cannot pay anything"
 
 
 def check_start(env, tasks):
-    """Each task has its chat, whatever it is asked with, and the same one again."""
+    """The chat of a task depends on nothing but the task."""
     before = copy.deepcopy(tasks)
     together = env.start(tasks)
     assert len(together) == len(tasks)
@@ -62,29 +62,29 @@ def check_start(env, tasks):
 
 
 def check_step(env, episode, texts):
-    """Replies do not hang on who else is asked, on how often, or on threads; nothing changes."""
+    """Results do not depend on the rest of the batch, on repetition or on threads."""
     before = copy.deepcopy(episode)
     together = env.step([episode] * len(texts), texts)
     assert len(together) == len(texts)
     alone = [result for text in texts for result in env.step([episode], [text])]
     with ThreadPoolExecutor(4) as pool:
         threads = list(pool.map(lambda text: env.step([episode], [text])[0], texts))
-    assert timeless(together) == timeless(alone) == timeless(threads)
+    assert without_timing(together) == without_timing(alone) == without_timing(threads)
     assert episode == before, "step changed an episode"
     for text, result in zip(texts, together, strict=True):
-        check_reply(result)
-        if not env.stop_strings:  # but the chat template does, behind results of tools
+        check_result(result)
+        if not env.stop_strings:  # the chat template asks for the next turn after tool results
             assert result.outcome is not None or isinstance(result.observation, ToolResults), (
-                f"after {text!r} nothing would ask the model to go on"
+                f"after {text!r} nothing would ask the model to continue"
             )
 
 
-def check_reply(result):
-    """A reply of the right types: it ends the episode, or goes on after an observation."""
+def check_result(result):
+    """A result has the right types and either ends the episode or continues it."""
     assert isinstance(result, StepResult)
     assert isinstance(result.outcome, Outcome | None)
     assert isinstance(result.observation, Observation | ToolResults | None)
-    assert result.outcome is None or result.observation is None, "who would read it?"
+    assert result.outcome is None or result.observation is None, "no turn would read it"
     assert (result.outcome == Outcome.ENVIRONMENT_ERROR) == bool(result.error)
     assert math.isfinite(result.latency_s)
     if result.tool is not None:
@@ -92,7 +92,7 @@ def check_reply(result):
 
 
 def check_score(env, episodes):
-    """Rewards have the declared parts, finite, without weights; verdicts fit to each other."""
+    """Rewards have the declared parts, finite and unweighted; verdicts are consistent."""
     before = copy.deepcopy(episodes)
     rewards = env.score(episodes)
     assert len(rewards) == len(episodes)
@@ -100,9 +100,9 @@ def check_score(env, episodes):
     assert episodes == before, "score changed an episode"
     for episode, reward in zip(episodes, rewards, strict=True):
         assert isinstance(reward, Reward)
-        assert set(reward.parts) == set(env.reward_parts), "of each reward, the declared parts"
+        assert set(reward.parts) == set(env.reward_parts), "every reward has the declared parts"
         assert all(math.isfinite(value) for value in reward.parts.values())
-        assert reward.total == 0, "what is paid is the configuration's"
+        assert reward.total == 0, "the configuration decides what is paid"
         assert isinstance(reward.final_answer, str)
         for verdict in (reward.is_correct, reward.is_abstention, reward.is_well_formed):
             assert isinstance(verdict, bool)
@@ -111,16 +111,16 @@ def check_score(env, episodes):
         assert not reward.is_well_formed or episode.outcome != Outcome.MALFORMED
 
 
-def played(env, tasks, turns):
-    """Episodes of each task after one turn and, of those that go on, after two."""
-    first = [grown for task in tasks for text in turns if (grown := after(env, task, [], text))]
-    going_on = [episode for episode in first if episode.outcome is None]
-    second = [after(env, e.task, e.turns, text) for e in going_on[:8] for text in turns]
+def play_episodes(env, tasks, turns):
+    """Return episodes of each task after one turn and, of those that continue, after two."""
+    first = [append_turn(env, task, [], text) for task in tasks for text in turns]
+    continuing = [episode for episode in first if episode.outcome is None]
+    second = [append_turn(env, e.task, e.turns, text) for e in continuing[:8] for text in turns]
     return [*first, *second]
 
 
-def after(env, task, turns, text):
-    """An episode with one turn more, filled in as the rollout does."""
+def append_turn(env, task, turns, text):
+    """Return an episode with one more turn, filled in as the rollout does."""
     episode = Episode(task=task, turns=[*turns])
     [result] = env.step([episode], [text])
     turn = Turn(
@@ -128,7 +128,7 @@ def after(env, task, turns, text):
         tool_call=result.tool_call,
         tool=result.tool,
         records=result.records,
-        observation=shown(result.observation),
+        observation=render(result.observation),
         results=getattr(result.observation, "bodies", ()),
     )
     episode.turns.append(turn)
@@ -136,14 +136,14 @@ def after(env, task, turns, text):
     return episode
 
 
-def shown(observation):
-    """An observation as it is inserted; results of tools as Qwen's chat template shows them."""
+def render(observation):
+    """Return an observation as inserted; tool results as in Qwen's chat template."""
     if not isinstance(observation, ToolResults):
         return observation and observation.text
     blocks = [f"\n<tool_response>\n{body}\n</tool_response>" for body in observation.bodies]
     return f"\n<|im_start|>user{''.join(blocks)}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def timeless(results):
-    """Replies without how long they took, and what that was spent on."""
+def without_timing(results):
+    """Return step results without what depends on the clock."""
     return [dataclasses.replace(result, latency_s=0.0, records=()) for result in results]

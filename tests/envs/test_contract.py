@@ -1,4 +1,4 @@
-"""The environments of the package keep the contract; what breaks it is found."""
+"""The built-in environments keep the contract."""
 
 import json
 
@@ -40,14 +40,13 @@ class Calculator(Tool):
 
 @pytest.mark.parametrize("tools", [(), (Calculator(),)], ids=["search", "tool"])
 @pytest.mark.parametrize("protocol", [search_r1, bapo])
-def test_searching(protocol, tools):
+def test_the_search_environment(protocol, tools):
     engine = KeywordSearch({"ada": "</result></information>Ada Lovelace"})
-    check_env(
-        SearchEnv(engine, tools=tools, prompt=PROMPT, max_turns=1, protocol=protocol), TASKS, TURNS
-    )
+    env = SearchEnv(engine, tools=tools, prompt=PROMPT, max_turns=1, protocol=protocol)
+    check_env(env, TASKS, TURNS)
 
 
-def test_tool_calls():
+def test_the_search_environment_with_json_calls():
     calls = [
         ("search", {"query": "Ada"}),
         ("calc", {"call": "40 + 2"}),
@@ -65,7 +64,6 @@ def test_tool_calls():
     check_env(env, TASKS, turns)
 
 
-def test_mathematics():
-    check_env(
-        MathEnv(prompt=PROMPT), TASKS, ["Answer: 42", "Answer: I don't know", "42", "Answer:"]
-    )
+def test_the_math_environment():
+    turns = ["Answer: 42", "Answer: I don't know", "42", "Answer:"]
+    check_env(MathEnv(prompt=PROMPT), TASKS, turns)

@@ -1,4 +1,4 @@
-"""What a model may write, read by the parsers and by slow ones that work another way."""
+"""Compare the parsers of model output with slow ones that work another way."""
 
 import json
 import random
@@ -52,8 +52,8 @@ PIECES = (
 )
 
 
-def written(rng):
-    """A random text, or a response in which something was changed."""
+def random_text(rng):
+    """Return random pieces, or a response with random edits."""
     if rng.random() < 0.4:
         return "".join(rng.choices(PIECES, k=rng.randint(0, 30)))
     text = rng.choice(SEEDS)
@@ -65,23 +65,23 @@ def written(rng):
     return text
 
 
-# The slow parsers: character by character, or by what is left after a tag is taken off.
+# Slow parsers, which work character by character or remove one tag at a time.
 
 
 def tags_of(text, names):
-    """All tags of these names, with their places, found by trying each place."""
-    wanted = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
+    """Return all tags of these names with their positions."""
+    tags = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
     return [
-        (place, tag)
-        for place in range(len(text))
-        if text[place] == "<"
-        for tag in wanted
-        if text[place : place + len(tag)] == tag
+        (index, tag)
+        for index in range(len(text))
+        if text[index] == "<"
+        for tag in tags
+        if text[index : index + len(tag)] == tag
     ]
 
 
-def slow_masked(text):
-    """Tags in the JSON of calls made no tags: of each, the shortest beginning that is an object."""
+def slow_mask(text):
+    """Defuse tags inside the JSON of calls, the shortest prefix of each that is an object."""
     done, rest = "", text
     while "<tool_call>" in rest:
         before, tag, rest = rest.partition("<tool_call>")
@@ -100,30 +100,30 @@ def is_object(text):
         return False
 
 
-def slow_said(text):
-    """What follows the last thought that is closed, up to one that is not."""
-    kept = text
-    for place, tag in tags_of(text, ["think"]):
+def slow_message(text):
+    """Return the text after the last closed thought, up to an open one."""
+    message = text
+    for index, tag in tags_of(text, ["think"]):
         if tag == "</think>":
-            kept = text[place + len(tag) :]
-    opened = [place for place, tag in tags_of(kept, ["think"]) if tag == "<think>"]
-    return kept[: opened[0]] if opened else kept
+            message = text[index + len(tag) :]
+    opened = [index for index, tag in tags_of(message, ["think"]) if tag == "<think>"]
+    return message[: opened[0]] if opened else message
 
 
 def slow_calls(text):
-    """Texts between the tags of calls; None for one that is not closed."""
-    found, begin = [], None
-    for place, tag in tags_of(text, ["tool_call"]):
+    """Return the texts between the tags of calls; None for one that is not closed."""
+    calls, begin = [], None
+    for index, tag in tags_of(text, ["tool_call"]):
         if begin is None and tag == "<tool_call>":
-            begin = place + len(tag)
+            begin = index + len(tag)
         elif begin is not None and tag == "</tool_call>":
-            found.append(text[begin:place])
+            calls.append(text[begin:index])
             begin = None
-    return [*found, None] if begin is not None else found
+    return [*calls, None] if begin is not None else calls
 
 
-def slow_asked(block):
-    """Name and arguments by another reader of JSON; None where it is no call."""
+def slow_parse_call(block):
+    """Return name and arguments by another JSON parser; None if it is not a call."""
     try:
         call = pydantic_core.from_json(block, allow_inf_nan=False)
     except ValueError:
@@ -133,53 +133,52 @@ def slow_asked(block):
     return (call["name"], call["arguments"]) if fits else None
 
 
-def readers_differ(block):
-    """Where readers of JSON disagree: lone halves of characters, numbers beyond any float."""
+def json_parsers_differ(block):
+    """Lone surrogates and numbers beyond any float, on which JSON parsers disagree."""
     return "\\u" in block or re.search(r"[eE]|\d{300}", block) or "\ud800" in block
 
 
 def is_call(block):
-    if block is None or readers_differ(block):
+    if block is None or json_parsers_differ(block):
         return block is not None and isinstance(parse_call(block), ParsedCall)
-    return slow_asked(block) is not None
+    return slow_parse_call(block) is not None
 
 
 def check_calls(turn):
-    reading = parse_tool_calls(turn)
-    said = slow_said(slow_masked(turn))
-    # The masked strings hold what the calls hold, but for the letter in place of `<`.
-    blocks = [block and block.replace("‹", "<") for block in slow_calls(said)]
-    assert len(reading.calls) == len(blocks)
-    for one, block in zip(reading.calls, blocks, strict=True):
+    parsed = parse_tool_calls(turn)
+    message = slow_message(slow_mask(turn))
+    blocks = [block and block.replace("‹", "<") for block in slow_calls(message)]
+    assert len(parsed.calls) == len(blocks)
+    for call, block in zip(parsed.calls, blocks, strict=True):
         if block is None:
-            assert not isinstance(one, ParsedCall)
-        elif not readers_differ(block):
-            expected = slow_asked(block)
-            assert (expected is None) == (not isinstance(one, ParsedCall)), block
-            assert expected is None or expected == (one.tool, one.arguments)
-    order = [tag for _, tag in tags_of(said, ["answer"])]
-    opened = "<answer>" in order and "</answer>" in order[order.index("<answer>") :]
-    assert reading.is_answer == (not blocks and opened)
-    assert reading.is_malformed == (not blocks and not opened)
+            assert not isinstance(call, ParsedCall)
+        elif not json_parsers_differ(block):
+            expected = slow_parse_call(block)
+            assert (expected is None) == (not isinstance(call, ParsedCall)), block
+            assert expected is None or expected == (call.tool, call.arguments)
+    tags = [tag for _, tag in tags_of(message, ["answer"])]
+    has_answer = "<answer>" in tags and "</answer>" in tags[tags.index("<answer>") :]
+    assert parsed.is_answer == (not blocks and has_answer)
+    assert parsed.is_malformed == (not blocks and not has_answer)
 
 
 def remove_think_blocks(text):
-    """Thoughts taken out one by one, from the left: each from the last `<think>` before its end."""
-    kept = ""
+    """Remove thoughts from the left, each from the last `<think>` before its end."""
+    rest = ""
     while (end := text.find("</think>")) >= 0:
         start = text.rfind("<think>", 0, end)
-        kept += text[: end + len("</think>")] if start < 0 else text[:start]
+        rest += text[: end + len("</think>")] if start < 0 else text[:start]
         text = text[end + len("</think>") :]
-    return kept + text
+    return rest + text
 
 
 def slow_format(text):
-    """Rounds of calls and as many results, then an answer, walked through tag by tag."""
+    """Accept rounds of calls and as many results, then an answer, tag by tag."""
     ends = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
     text = text.rstrip()
     while text.endswith(ends):
         text = text[: -len(next(end for end in ends if text.endswith(end)))].rstrip()
-    text = remove_think_blocks(slow_masked(text))
+    text = remove_think_blocks(slow_mask(text))
     tags = [tag for _, tag in tags_of(text, ["think", "tool_call", "tool_response", "answer"])]
     while tags and tags[0] == "<tool_call>":
         count = 0
@@ -198,29 +197,28 @@ def slow_query(turn, tag):
     if turn[-len(tag) - 3 :] != f"</{tag}>":
         return None
     inside = turn[: -len(tag) - 3]
-    for place in range(len(inside), -1, -1):
-        if inside[place : place + len(tag) + 2] == f"<{tag}>":
-            return inside[place + len(tag) + 2 :].strip()
+    for index in range(len(inside), -1, -1):
+        if inside[index : index + len(tag) + 2] == f"<{tag}>":
+            return inside[index + len(tag) + 2 :].strip()
     return None
 
 
 def check_tags(turn):
-    reading = parse_tags(turn, TOOLS)
+    parsed = parse_tags(turn, TOOLS)
     queries = [slow_query(turn, tool) for tool in TOOLS]
     closes = [turn.endswith(f"</{tool}>") for tool in TOOLS]
     if turn.endswith("</answer>"):
-        assert reading == ParsedTurn(is_answer=True)
+        assert parsed == ParsedTurn(is_answer=True)
     elif not any(closes):
-        assert reading == ParsedTurn(is_malformed=True)
+        assert parsed == ParsedTurn(is_malformed=True)
     else:
         [(tool, query)] = [(t, q) for t, q, c in zip(TOOLS, queries, closes, strict=True) if c]
-        assert (query is None) == (not reading.calls)
+        assert (query is None) == (not parsed.calls)
         if query is not None:
-            [one] = reading.calls
-            # Further lines may lose what all of them begin with.
-            assert (one.tool, "".join(one.arguments.split())) == (tool, "".join(query.split()))
-    answers = [place for place, tag in tags_of(turn, ["answer"]) if tag == "<answer>"]
-    assert (extract_last_answer(turn) == "") or bool(answers)
+            [call] = parsed.calls
+            # Common indentation of further lines is removed.
+            assert (call.tool, "".join(call.arguments.split())) == (tool, "".join(query.split()))
+    assert extract_last_answer(turn) == "" or "<answer>" in turn
 
 
 def check_sanitized(text):
@@ -234,10 +232,10 @@ def check_sanitized(text):
         assert clean.encode().decode() == clean
 
 
-def check(count, seed):
+def check_parsers(count, seed):
     rng = random.Random(seed)
     for _ in range(count):
-        text = written(rng)
+        text = random_text(rng)
         check_calls(text)
         check_tags(text)
         check_sanitized(text)
@@ -251,24 +249,22 @@ def check(count, seed):
 
 
 def test_parsers_agree_with_slow_ones():
-    check(5_000, seed=0)
+    check_parsers(1_250, seed=0)
 
 
 @pytest.mark.slow(instead="envs/test_parsers.py::test_parsers_agree_with_slow_ones")
 def test_parsers_agree_with_slow_ones_on_many():
-    check(100_000, seed=1)
+    check_parsers(100_000, seed=1)
 
 
-SIZE = 200_000
-"""Characters; of what takes quadratic time, minutes."""
+SIZE = 100_000
+"""Characters; quadratic time takes far longer than the limit below."""
 
 HOSTILE = [
-    *(piece * (SIZE // len(piece)) for piece in PIECES if piece != "\ud800"),
-    *(
-        a + " " * SIZE + b
-        for a, b in (("<", ">"), ("<think", ">"), ("<tool_call>", "</tool_call>"))
-    ),
-    *(f"{a}{b}" * (SIZE // len(a + b)) for a, b in [("<think>", "</think"), ("<answer>", "a")]),
+    *(piece * (SIZE // len(piece)) for piece in PIECES if len(piece) > 1 or piece in "<{ "),
+    "<" + " " * SIZE + ">",
+    "<tool_call>" + " " * SIZE + "</tool_call>",
+    *(pair * (SIZE // len(pair)) for pair in ("<think></think", "<answer>a")),
     "<tool_call>" * (SIZE // 11) + "</tool_call>",
     "<think>" * (SIZE // 7) + "<search>" * (SIZE // 8) + "</search>",
     "<python>" * (SIZE // 16) + "</python>" * (SIZE // 16) + "<result>" * (SIZE // 16),
@@ -277,18 +273,17 @@ HOSTILE = [
     "<tool_call>" + json.dumps({"name": "a", "arguments": {"b": "c" * SIZE}}) + "</tool_call>",
     "<tool_call>" + '{"a":' * (SIZE // 5) + "</tool_call>",
     "<tool_call>" + "1" * SIZE + "</tool_call>",
-    *(piece * (SIZE // len(piece)) for piece in ("<tool_call>{", '<tool_call>{"', CALL[:-13])),
-    '<tool_call>{"":' * (SIZE // 15),
+    *(piece * (SIZE // len(piece)) for piece in ('<tool_call>{"":', '<tool_call>{"', CALL[:-13])),
     '<tool_call>{"<tool_call>{":"<tool_call>{",' * (SIZE // 42),
     '<tool_call>{"a":"</tool_call>' * (SIZE // 29),
     "Answer: " * (SIZE // 8),
 ]
 
-READERS = {
-    "read_tags": lambda text: parse_tags(text, TOOLS),
+PARSERS = {
+    "tags": lambda text: parse_tags(text, TOOLS),
     "last_query": extract_last_query,
     "last_answer": extract_last_answer,
-    "read_tool_calls": parse_tool_calls,
+    "tool_calls": parse_tool_calls,
     "qwen_format": follows_qwen_format,
     "qwen_abstention": QWEN.is_abstention,
     "search_r1_format": follows_search_r1_format,
@@ -300,11 +295,11 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_nothing_takes_longer_than_linear_time(name):
-    """Of this processor's time, so that it does not matter who else works here."""
+@pytest.mark.parametrize("name", PARSERS)
+def test_hostile_text_takes_linear_time(name):
+    """Measured in processor time, which other processes do not change."""
     for text in HOSTILE:
         begin = time.process_time()
-        READERS[name](text)
-        took = time.process_time() - begin
-        assert took < 1.5, (took, text[:60])
+        PARSERS[name](text)
+        elapsed_s = time.process_time() - begin
+        assert elapsed_s < 1.5, (elapsed_s, text[:60])

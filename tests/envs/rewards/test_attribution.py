@@ -1,10 +1,10 @@
-"""Evidence and repetition in episodes written by hand."""
+"""Evidence and redundant searches in episodes written by hand."""
 
 import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import NO_INFORMATION, CallRecord, Episode, Prompt, Task, Turn
@@ -20,7 +20,7 @@ from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.sentinel.evidence import found_answer
 from jaxrl.extras.stability.first_occurrence import first_occurrence
-from tests.envs.contract import after
+from tests.envs.contract import append_turn
 from tests.episodes import make_trajectory
 from tests.servers import KeywordSearch
 
@@ -38,62 +38,35 @@ ANSWER = Turn(text="<answer>x</answer>")
 
 
 @pytest.mark.parametrize(
-    ("answer", "is_there"),
+    ("answer", "occurs"),
     [
-        ("Ada Kerr", True),
         ("the ADA  Kerr!", True),  # as exact match compares
         ("Ada", True),
-        ("da Kerr", False),  # whole words
+        ("da Kerr", False),  # not whole words
         ("1914", True),
-        ("1914-1918", True),
         ("US", True),
         ("U.S.", True),
-        ("Avington Bridge", True),  # titles are read too
+        ("Avington Bridge", True),  # in a title
         ("information", False),  # a tag
-        ("Doc", False),
         ("2", False),  # the number of a document
-        ("title", False),
-        ("", False),
-        ("the", False),  # an article is no answer
+        ("the", False),  # an article
     ],
 )
-def test_an_answer_in_results(answer, is_there):
+def test_answers_in_results_are_evidence(answer, occurs):
     for protocol in PROTOCOLS:
         turn = search("q", KERR, MILL, DALE, protocol=protocol)
-        assert occurs_in(answer, turn.observation) == is_there
-        assert attribute_answers([turn, ANSWER], ["no such", answer]).has_evidence == is_there
-
-
-def test_results_that_were_cut_hold_what_is_left():
-    whole = search("q", KERR).observation
-    cut = whole[: whole.index("Kerr")] + "</information>"
-    turn = Turn(text="", tool_call="q", observation=cut)
-    assert attribute_answers([turn], ["Ada"]).has_evidence
-    assert not attribute_answers([turn], ["Ada Kerr"]).has_evidence
-
-
-def test_the_results_of_an_observation():
-    titles = [
-        result.partition(")")[0] for result in split_documents(search("q", KERR, MILL).observation)
-    ]
-    assert titles == ["Avington Bridge", "Mill"]
-    assert split_documents("<information>27 degrees\nand rain</information>") == [
-        "27 degrees and rain"
-    ]
-    assert split_documents(f"<result>{NO_INFORMATION}</result>") == []
-    assert split_documents("") == []
+        assert occurs_in(answer, turn.observation) == occurs
+        assert attribute_answers([turn, ANSWER], ["no such", answer]).has_evidence == occurs
 
 
 @pytest.mark.parametrize(
     ("turns", "count"),
     [
         ([search("a", KERR), search("b", MILL)], 0),
-        ([search("Who built", KERR), search(" who  BUILT ", MILL)], 1),  # the same question
-        ([search("a", KERR, MILL), search("b", MILL)], 1),  # another one, nothing new
+        ([search("Who built", KERR), search(" who  BUILT ", MILL)], 1),  # the same query
+        ([search("a", KERR, MILL), search("b", MILL)], 1),  # another query, nothing new
         ([search("a", KERR), search("b", KERR, MILL)], 0),  # one of two is new
-        ([search("a", KERR), search("b", MILL), search("c", MILL, KERR)], 1),
-        ([search("a"), search("b")], 0),  # nothing was found, so nothing twice
-        ([search("a"), search("a")], 1),
+        ([search("a"), search("b")], 0),  # nothing was found, so nothing is repeated
         ([search("a", KERR), search("a", KERR), search("b", KERR)], 2),
         ([ANSWER], 0),
     ],
@@ -102,22 +75,21 @@ def test_redundant_searches(turns, count):
     assert attribute_answers(turns, []).num_redundant == count
 
 
-def test_a_result_seen_whole_before_is_known_when_it_is_cut():
+def test_a_truncated_copy_of_an_earlier_result_is_redundant():
     whole, longer = search("a", KERR, MILL).observation, search("b", MILL, KERR).observation
     cut = longer[: longer.index("Ada")] + "</information>"
-    first, second = (
-        Turn(text="", tool_call=q, observation=o) for q, o in (("a", whole), ("b", cut))
-    )
+    first = Turn(text="", tool_call="a", observation=whole)
+    second = Turn(text="", tool_call="b", observation=cut)
     assert attribute_answers([first, second], []).num_redundant == 1
     assert attribute_answers([second, first], []).num_redundant == 0  # the rest is new
 
 
-def test_calls_of_other_tools_are_no_searches():
+def test_calls_of_other_tools_are_not_searches():
     calls = [Turn(text="", tool_call="2-1", tool="python", observation="<result>1</result>")] * 2
     assert attribute_answers(calls, ["1"]) == Attribution(has_evidence=False, num_redundant=0)
 
 
-def test_several_searches_of_a_turn():
+def test_each_search_of_a_turn_counts():
     records = tuple(CallRecord(call=query) for query in ("a", "b", "A"))
     turn = Turn(text="", tool_call="a", records=records, observation=search("", KERR).observation)
     assert attribute_answers([turn], []).num_redundant == 1
@@ -125,29 +97,31 @@ def test_several_searches_of_a_turn():
     assert attribute_answers([turn, again], []).num_redundant == 3
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(max_size=20), max_size=4), st.text(max_size=60))
 def test_any_text_can_be_read(answers, text):
     turn = Turn(text=text, tool_call="", observation=text)
-    found = attribute_answers([turn, turn], answers)
-    assert 1 <= found.num_redundant <= 2
+    attribution = attribute_answers([turn, turn], answers)
+    assert 1 <= attribution.num_redundant <= 2
     is_shown = bool(split_documents(text)) and any(occurs_in(answer, text) for answer in answers)
-    assert found.has_evidence == is_shown
+    assert attribution.has_evidence == is_shown
     echo = Turn(text=text, tool_call=text, observation=text)
     assert not attribute_answers([echo], answers).has_evidence
 
 
 class Echo(SearchEngine):
-    """Says what it was asked, in some other form, and may show a document."""
+    """Repeats the query in another form, and may append documents."""
 
-    def __init__(self, form, *documents):
-        self._form, self._documents = form, render_documents(documents) if documents else ""
+    def __init__(self, rewrite, *documents):
+        self._rewrite = rewrite
+        self._documents = render_documents(documents) if documents else ""
 
     def run(self, query, /):
-        return self._form(query) + self._documents
+        return self._rewrite(query) + self._documents
 
 
 class Python(Tool):
-    """Prints what it is told to."""
+    """Prints the argument of a print statement."""
 
     name, blank = "python", "nothing"
 
@@ -155,28 +129,23 @@ class Python(Tool):
         return call.removeprefix("print ")
 
 
-PROMPT = Prompt(system="", template="{question}")
-FORMS = {
-    "as it is": lambda query: query,
+REWRITES = {
+    "unchanged": lambda query: query,
     "not found": lambda query: f"{NO_INFORMATION} for: {query}",
     "error": lambda query: f"error: nothing fits '{query}'; try other words than {query!r}",
-    "upper": lambda query: f"Results for <b>{query.upper()}</b>",
     "sorted": lambda query: " ".join(sorted(query.replace(",", "").split())),
-    "reversed": lambda query: " ".join(reversed(query.replace(",", "").split())),
     "document": lambda query: f"Doc 1(Title: {query}) {query}",
 }
 GUESSES = [
-    "Oslo Ada Kerr Rome",
     "Oslo, Kerr, Ada, Rome",
     "who is ada kerr?",
-    "Ada-Kerr's bridge",
     '"Ada Kerr" OR "Eve Kerr"',
     "A\nAda\nKerr",
 ]
 
 
 def has_evidence(turns, answers=("Ada Kerr",)):
-    """Whether turns show an answer, which all that reads results agrees on."""
+    """Whether turns show an answer, on which every reader of results agrees."""
     evidence = attribute_answers(turns, answers).has_evidence
     assert sum(first_occurrence(turns, answers)) == evidence
     task = Task(id="t", question="Who?", answers=answers)
@@ -185,13 +154,19 @@ def has_evidence(turns, answers=("Ada Kerr",)):
     return evidence
 
 
-def played(engine, *texts, protocol="qwen", tools=(), **settings):
-    """The turns of an episode in which a model writes these texts."""
-    settings = {"max_turns": 9, "prompt": PROMPT, "protocol": PROTOCOLS[protocol], **settings}
-    env = SearchEnv(engine, tools=tools, **settings)
+def play(engine, *texts, protocol="qwen", tools=(), **settings):
+    """Return the turns of an episode in which a model writes these texts."""
+    env = SearchEnv(
+        engine,
+        tools=tools,
+        max_turns=9,
+        prompt=Prompt(system="", template="{question}"),
+        protocol=PROTOCOLS[protocol],
+        **settings,
+    )
     episode = Episode(task=Task(id="t", question="Who?", answers=("Ada Kerr",)))
     for text in texts:
-        episode = after(env, episode.task, episode.turns, text)
+        episode = append_turn(env, episode.task, episode.turns, text)
     return episode.turns
 
 
@@ -199,35 +174,35 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def asked(protocol, query):
+def search_text(query, protocol="qwen"):
     return call("search", query=query) if protocol == "qwen" else f"<search>{query}</search>"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_guess_in_the_query_is_no_evidence(protocol, form):
-    for query in GUESSES:
+@pytest.mark.parametrize("name", REWRITES)
+def test_a_guess_in_the_query_is_no_evidence(protocol, name):
+    # The protocols differ in their tags alone, so one of them sees every guess.
+    for query in GUESSES if protocol == "qwen" else GUESSES[:1]:
         for documents in ((), (KERR,)):
-            engine = Echo(FORMS[form], *documents)
-            assert not has_evidence(played(engine, asked(protocol, query), protocol=protocol))
-            # A result of another query is, also behind a guess.
-            texts = (asked(protocol, query), asked(protocol, "the bridge"))
-            turns = played(engine, *texts, protocol=protocol)
-            is_shown = bool(documents) and form != "not found"
+            engine = Echo(REWRITES[name], *documents)
+            guess = search_text(query, protocol)
+            assert not has_evidence(play(engine, guess, protocol=protocol))
+            # The result of another query is evidence, even after a guess.
+            turns = play(engine, guess, search_text("the bridge", protocol), protocol=protocol)
+            is_shown = bool(documents) and name != "not found"
             assert has_evidence(turns) == is_shown
             assert first_occurrence(turns, ["Ada Kerr"]) == [0.0, float(is_shown)]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("query", ["bridge", "Kerr bridge", "Ada", "Eve Kerr"])
-def test_a_query_without_all_words_of_the_answer_may_find_it(protocol, query):
+@pytest.mark.parametrize("query", ["bridge", "Kerr bridge", "Eve Kerr"])
+def test_a_query_with_some_words_of_the_answer_may_find_it(query):
     engine = Echo(lambda query: f"For {query}: ", KERR)
-    assert has_evidence(played(engine, asked(protocol, query), protocol=protocol))
-    assert not has_evidence(played(Echo(str), asked(protocol, query), protocol=protocol))
+    assert has_evidence(play(engine, search_text(query)))
+    assert not has_evidence(play(Echo(str), search_text(query)))
 
 
 def test_another_answer_than_the_guess_is_evidence():
-    turns = played(Echo(str, KERR), asked("qwen", "Kerr"))
+    turns = play(Echo(str, KERR), search_text("Kerr"))
     assert has_evidence(turns, ("Kerr", "Ada Kerr"))
     assert not has_evidence(turns, ("Kerr",))
 
@@ -236,43 +211,36 @@ def test_another_answer_than_the_guess_is_evidence():
     "text",
     [
         call("Rome Ada Kerr Oslo"),
-        call("Ada Kerr", query="bridge"),
         call("search", **{"Ada Kerr": "bridge"}),
         call("search", query=["Ada Kerr"]),
         call("python", call="print Ada Kerr"),
-        call("python", code="Ada Kerr"),
-        call("search", query=" ") + call("python", call="print Ada Kerr"),
         '<tool_call>{"name": "search", Ada Kerr}</tool_call>',
-        # The results of one turn stand in one observation.
+        # The results of one turn share one observation.
         call("search", query="river") + call("python", call="print Ada Kerr"),
-        call("python", call="print Ada Kerr") + call("search", query="river"),
         call("Ada Kerr") + call("search", query="river") + call("Ada Kerr"),
     ],
 )
 def test_only_results_of_searches_are_evidence(text):
     engine = KeywordSearch({"bridge": "By Ada Kerr.", "river": "A river."})
-    turns = played(engine, text, tools=[Python()])
+    turns = play(engine, text, tools=[Python()])
     assert turns[0].observation is not None
     assert not has_evidence(turns)
-    assert has_evidence(played(engine, text + asked("qwen", "bridge"), tools=[Python()]))
-    assert has_evidence(played(engine, asked("qwen", "bridge") + text, tools=[Python()]))
+    assert has_evidence(play(engine, text + search_text("bridge"), tools=[Python()]))
+    assert has_evidence(play(engine, search_text("bridge") + text, tools=[Python()]))
 
 
-def test_a_call_that_was_not_made_is_no_evidence():
+def test_calls_beyond_the_limit_and_failed_calls_are_no_evidence():
     engine = KeywordSearch({"bridge": "By Ada Kerr."})
-    text = asked("qwen", "river") + asked("qwen", "bridge")
-    assert not has_evidence(played(engine, text, max_calls=1))
-    assert has_evidence(played(engine, text, max_calls=2))
-
-
-def test_a_search_that_failed_is_no_evidence():
+    text = search_text("river") + search_text("bridge")
+    assert not has_evidence(play(engine, text, max_calls=1))
+    assert has_evidence(play(engine, text, max_calls=2))
     record = CallRecord(call="bridge", error="the server is down")
     assert not has_evidence([Turn(text="", records=(record,), observation="Ada Kerr is away.")])
 
 
-def test_words_that_the_result_joins_are_the_query_s():
-    for query in ("Ada Kerr", "ada-kerr", "Ad Ada Ker r, AdaKerr?"):
-        for result in ("Ada+Kerr", "ada-kerr", "AdaKerr", "A.d.a.K.e.r.r"):
+def test_a_result_that_joins_words_of_the_query_is_no_evidence():
+    for query in ("ada-kerr", "Ad Ada Ker r, AdaKerr?"):
+        for result in ("Ada+Kerr", "AdaKerr", "A.d.a.K.e.r.r"):
             turn = Turn(text="", tool_call=query, observation=f"Nothing for {result} here.")
             assert not has_evidence([turn], ("AdaKerr",))
     turn = Turn(text="", tool_call="Ada", observation="AdaKerr")
@@ -283,40 +251,34 @@ def test_words_that_the_result_joins_are_the_query_s():
     ("query", "answer"),
     [
         ("\uff41\uff44\uff41 kerr", "Ada Kerr"),  # full width
-        ("\u200b".join("Washington"), "Washington"),
         ("\ufb01nland", "Finland"),  # a ligature
-        ("mc\u00b2", "mc2"),
         ("\u0130stanbul", "Istanbul"),
-        ("A d a K e r r", "AdaKerr"),  # the letters are no articles
+        ("A d a K e r r", "AdaKerr"),  # the letters are not articles
         ("北京是首都吗", "北京"),
-        ("서울은?", "서울"),
     ],
 )
-def test_spellings_of_an_answer_in_the_query_are_the_answer(query, answer):
+def test_every_spelling_of_an_answer_in_the_query_is_the_answer(query, answer):
     turn = Turn(text="", tool_call=query, observation=f"Nothing for {answer} here.")
     assert not has_evidence([turn], (answer,))
     assert has_evidence([dataclasses.replace(turn, tool_call="x")], (answer,))
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "is_there"),
+    ("answer", "text", "occurs"),
     [
         ("Washington", "Wash\u00adington", True),
         ("Tokyo", "\uff34\uff4f\uff4b\uff59\uff4f", True),
         ("北京", "中国的首都是北京。", True),
-        ("서울", "서울은 수도다", True),
         ("กรุงเทพ", "เมืองหลวงคือกรุงเทพ", True),
         ("北京", "北 aa 京", False),
-        ("दिल", "यह दिल है", True),
         ("दिल", "दूल", False),  # another vowel, which is a mark
     ],
 )
-def test_an_answer_in_results_of_any_script(answer, text, is_there):
-    assert occurs_in(answer, text) == is_there
+def test_answers_of_any_script_are_found(answer, text, occurs):
+    assert occurs_in(answer, text) == occurs
 
 
-def test_a_call_of_several_arguments_is_read_whole():
-    """As of a search tool of one's own, whose calls are JSON."""
+def test_every_argument_of_a_json_call_is_part_of_the_query():
     for query in ("Ada Kerr", "\nAda\tKerr", "\u2028Ada\u00a0Kerr"):
-        sent = json.dumps({"query": query, "topk": 3})
-        assert not has_evidence([Turn(text="", tool_call=sent, observation=f"For {query}.")])
+        arguments = json.dumps({"query": query, "topk": 3})
+        assert not has_evidence([Turn(text="", tool_call=arguments, observation=f"For {query}.")])

@@ -1,4 +1,4 @@
-"""What is paid: parts side by side, weighed; errors and deadlines, which never become a score."""
+"""Weighted sums of reward parts; errors and deadlines, which never become a score."""
 
 import asyncio
 import sys
@@ -10,62 +10,64 @@ import pytest
 from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
-from jaxrl.utils.concurrency import MAX_ERROR_CHARS, DeadlineError, format_error_report
+from jaxrl.utils.concurrency import DeadlineError, format_error_report
 
-TASKS = [Task(id=f"t{i}", question="?", answers=("Paris",)) for i in range(2)]
-MEASURED = Reward(
+TASK = Task(id="t0", question="?", answers=("Paris",))
+ENV_REWARD = Reward(
     parts={"f1": 0.5, "format": -1.0, "exact_match": 1.0}, final_answer="Paris", is_correct=True
 )
 
 
-def finished(text, task=TASKS[0], reward=MEASURED):
+def make_episode(text, reward=ENV_REWARD):
+    """Return a scored episode with a turn for each piece between bars."""
     turns = [Turn(text=piece) for piece in text.split("|")]
-    return ScoredEpisode(episode=Episode(task=task, turns=turns), reward=reward)
+    return ScoredEpisode(episode=Episode(task=TASK, turns=turns), reward=reward)
 
 
-def payment(weights, *functions, **settings):
-    names = [function.__name__ for function in functions]
+def make_combiner(weights, *functions, **settings):
     parts = {
-        name: RewardFunction(name=name, function=function, kind=detect_kind(function))
-        for name, function in zip(names, functions, strict=True)
+        function.__name__: RewardFunction(
+            name=function.__name__, function=function, kind=detect_kind(function)
+        )
+        for function in functions
     }
     return RewardCombiner(weights=weights, custom_parts=parts, **settings)
 
 
-def paid(pay, *groups):
-    return pay([[finished(text) for text in group] for group in groups])
+def score(combiner, *groups):
+    return combiner([[make_episode(text) for text in group] for group in groups])
 
 
 def brevity(response, answers):
     return float(len(response) <= len(answers[0]))
 
 
-def test_a_run_pays_the_weighted_sum_of_the_parts_and_of_its_own():
-    pay = payment({"format": 0.1, "f1": 3.0, "brevity": 0.5}, brevity)
-    [[short, long]] = paid(pay, ["Paris", "It is Paris."])
+def test_the_reward_is_the_weighted_sum_of_all_parts():
+    combiner = make_combiner({"format": 0.1, "f1": 3.0, "brevity": 0.5}, brevity)
+    [[short, long]] = score(combiner, ["Paris", "It is Paris."])
     for reward, brief in ((short, 1.0), (long, 0.0)):
-        assert reward.parts == {**MEASURED.parts, "brevity": brief}
+        assert reward.parts == {**ENV_REWARD.parts, "brevity": brief}
         assert reward.total == pytest.approx(3.0 * 0.5 - 0.1 + 0.5 * brief)
         assert reward.rest == reward.total
         assert (reward.final_answer, reward.turn_totals, reward.is_correct) == ("Paris", (), True)
-    assert MEASURED.total == 0.0
+    assert ENV_REWARD.total == 0.0
 
 
 async def skips(completions, **kwargs):
     await asyncio.sleep(0)
-    return [None if "skip" in one else float(len(one)) for one in completions]
+    return [None if "skip" in text else float(len(text)) for text in completions]
 
 
 def test_a_part_that_does_not_apply_is_left_out_of_the_sum():
-    pay = payment({"f1": 1.0, "skips": 1.0}, skips)
-    [[reward, skipped], [other]] = paid(pay, ["abc", "skip"], ["abcd"])
+    combiner = make_combiner({"f1": 1.0, "skips": 1.0}, skips)
+    [[reward, skipped], [other]] = score(combiner, ["abc", "skip"], ["abcd"])
     assert [r.total for r in (reward, skipped, other)] == [3.5, 0.5, 4.5]
     assert "skips" not in skipped.parts
-    [[reward, nothing]] = paid(payment({"skips": 1.0}, skips), ["abc", "skip"])
+    [[reward, nothing]] = score(make_combiner({"skips": 1.0}, skips), ["abc", "skip"])
     assert reward.total == 3.0
     assert "'skips' have a weight but no value" in str(nothing)
-    [[missing]] = paid(payment({"bleu": 1.0}, skips), ["abc"])
-    assert "'bleu' have a weight" in str(missing)
+    [[missing]] = score(make_combiner({"bleu": 1.0}, skips), ["abc"])
+    assert isinstance(missing, ValueError)
 
 
 def steps(turns, answers):
@@ -73,14 +75,14 @@ def steps(turns, answers):
 
 
 def test_turns_earn_their_weighted_amounts():
-    by_env = Reward(parts={"f1": 0.5}, turn_parts={"tools": (1.0, 0.0)}, final_answer="")
-    pay = payment({"f1": 1.0, "tools": 2.0, "steps": 0.5}, steps)
-    [[reward]] = pay([[finished("4|8", reward=by_env)]])
+    env_reward = Reward(parts={"f1": 0.5}, turn_parts={"tools": (1.0, 0.0)}, final_answer="")
+    combiner = make_combiner({"f1": 1.0, "tools": 2.0, "steps": 0.5}, steps)
+    [[reward]] = combiner([[make_episode("4|8", env_reward)]])
     assert reward.parts == {"f1": 0.5, "tools": 1.0, "steps": 12.0}
     assert reward.turn_totals == (2.0 + 2.0, 0.0 + 4.0)
     assert (reward.total, reward.rest) == (8.5, 0.5)
     wrong = Reward(parts={"f1": 0.5}, turn_parts={"tools": (1.0,)}, final_answer="")
-    [[error]] = pay([[finished("4|8", reward=wrong)]])
+    [[error]] = combiner([[make_episode("4|8", wrong)]])
     assert "1 values of 'tools' for 2 turns" in str(error)
 
 
@@ -88,22 +90,20 @@ def large(response, answers):
     return -1e300
 
 
-def test_a_sum_that_float32_cannot_hold_names_its_largest_part_and_the_task():
-    [[error]] = paid(payment({"f1": 1.0, "large": 2.0}, large), ["a"])
-    told = format_error_report(error).splitlines()[0]
-    assert "'large' is -1e+300, which its weight 2 in config.reward.weights makes -2e+300" in told
-    assert told.endswith("expected a sum of at most 3.4e+38 of the task 't0'")
-    [[reward]] = paid(payment({"f1": 1.0, "large": 0.0}, large), ["a"])  # measured, not paid
+def test_a_sum_beyond_float32_is_an_error():
+    [[error]] = score(make_combiner({"f1": 1.0, "large": 2.0}, large), ["a"])
+    assert "'large' is -1e+300, which its weight 2" in str(error)
+    [[reward]] = score(make_combiner({"f1": 1.0, "large": 0.0}, large), ["a"])  # only logged
     assert reward.parts["large"] == -1e300
-    [[reward]] = paid(payment({"f1": 1.0, "large": 1e-300}, large), ["a"])
+    [[reward]] = score(make_combiner({"f1": 1.0, "large": 1e-300}, large), ["a"])
     assert reward.total == pytest.approx(0.5 - 1.0)
 
 
-def test_one_of_ones_own_may_say_what_is_correct():
-    pay = payment({"f1": 1.0, "brevity": 0.0}, brevity, correct="brevity")
-    assert [r.is_correct for r in paid(pay, ["Paris", "It is Paris."])[0]] == [True, False]
-    shy = Reward(parts={"f1": 0.0}, final_answer="", is_abstention=True)
-    assert not pay([[finished("no", reward=shy)]])[0][0].is_correct
+def test_a_custom_part_may_decide_correctness():
+    combiner = make_combiner({"f1": 1.0, "brevity": 0.0}, brevity, correct="brevity")
+    assert [r.is_correct for r in score(combiner, ["Paris", "It is Paris."])[0]] == [True, False]
+    abstention = Reward(parts={"f1": 0.0}, final_answer="", is_abstention=True)
+    assert not combiner([[make_episode("no", abstention)]])[0][0].is_correct
 
 
 def raises(response, answers):
@@ -112,59 +112,56 @@ def raises(response, answers):
     return 1.0
 
 
-def ends(response, answers):
-    raise SystemExit(3)
-
-
 def refuses(completions, **kwargs):
-    if any("bad" in one for one in completions):
+    if any("bad" in text for text in completions):
         raise OSError("the server is down")
     return [1.0] * len(completions)
 
 
-def test_an_error_is_of_its_episode_alone_with_its_place():
-    for function, told in ((raises, "ZeroDivisionError: no divisor"), (refuses, "OSError: the s")):
-        pay = payment({function.__name__: 1.0}, function)
-        [[good, bad], [other]] = paid(pay, ["a", "bad"], ["b"])
-        assert (good.total, other.total) == (1.0, 1.0)
-        report = format_error_report(bad)
-        assert report.startswith(told)
-        told = f"in the reward part '{function.__name__}' of the task 't0'"
-        assert report.splitlines()[0].endswith(told)
-        assert f"in {function.__name__}" in report
-        assert "test_combiner.py" in report
-    [[error]] = paid(payment({"ends": 1.0}, ends), ["a"])
-    assert isinstance(error, SystemExit)
+def exits(response, answers):
+    if "bad" in response:
+        sys.exit(3)
+    return 1.0
 
 
-def deep(response, answers, depth=100):
-    return deeper(response, answers, depth - 1) if depth else 1 / 0
+async def exits_async(response, answers):
+    if "bad" in response:
+        sys.exit(3)
+    await asyncio.sleep(0.05)
+    return 1.0
 
 
-def deeper(response, answers, depth):
-    return deep(response, answers, depth)  # so that no two frames in a row are alike
-
-
-def test_a_report_is_bounded_and_keeps_the_innermost_frames():
-    [[error]] = paid(payment({"deep": 1.0}, deep), ["a"])
-    report = format_error_report(error)
-    assert len(report) <= MAX_ERROR_CHARS
-    assert report.startswith("ZeroDivisionError: division by zero")
-    assert "1 / 0" in report.splitlines()[-2]
-    assert (
-        format_error_report(ValueError("x" * 9999)) == f"ValueError: {'x' * 9999}"[:MAX_ERROR_CHARS]
-    )
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "ZeroDivisionError: no divisor"),
+        (refuses, "OSError: the server is down"),
+        (exits, "SystemExit: 3"),
+        (exits_async, "SystemExit: 3"),
+    ],
+)
+def test_an_error_affects_its_episode_alone_and_names_its_origin(function, message):
+    combiner = make_combiner({function.__name__: 1.0}, function, deadline_s=20)
+    start = time.monotonic()
+    [[good, bad], [other]] = score(combiner, ["a", "bad"], ["b"])
+    assert time.monotonic() - start < 5
+    assert (good.total, other.total) == (1.0, 1.0)
+    report = format_error_report(bad)
+    assert report.startswith(message)
+    origin = f"in the reward part '{function.__name__}' of the task 't0'"
+    assert report.splitlines()[0].endswith(origin)
+    assert f"in {function.__name__}" in report
 
 
 def is_down(response, answers):
-    raise OutageError("nobody answers", fallback="" if "go on" in response else None)
+    raise OutageError("no response", fallback="" if "continue" in response else None)
 
 
-def test_an_outage_ends_the_run_unless_it_may_go_on():
-    [[error]] = paid(payment({"is_down": 1.0}, is_down), ["go on"])
+def test_an_outage_without_a_fallback_ends_the_run():
+    [[error]] = score(make_combiner({"is_down": 1.0}, is_down), ["continue"])
     assert isinstance(error, OutageError)
-    with pytest.raises(OutageError, match="nobody answers"):
-        paid(payment({"is_down": 1.0}, is_down), ["stop"])
+    with pytest.raises(OutageError, match="no response"):
+        score(make_combiner({"is_down": 1.0}, is_down), ["stop"])
 
 
 RELEASE = threading.Event()
@@ -188,65 +185,39 @@ async def blocks(response, answers):
 
 
 @pytest.mark.parametrize("function", [hangs, awaits, blocks])
-def test_what_hangs_is_given_up_at_the_deadline_and_the_rest_goes_on(function):
+def test_a_call_that_hangs_is_abandoned_at_the_deadline(function):
     RELEASE.clear()
-    pay = payment({function.__name__: 1.0}, function, deadline_s=0.3)
+    combiner = make_combiner({function.__name__: 1.0}, function, deadline_s=0.3)
     start = time.monotonic()
-    [[good], [late]] = paid(pay, ["a"], ["hang"])
+    [[good], [late]] = score(combiner, ["a"], ["hang"])
     assert time.monotonic() - start < 5
     assert isinstance(late, DeadlineError)
     assert "within 0.3 s (config.reward.deadline_s)" in str(late)
-    assert function is blocks or good.total == 1.0  # what blocks the loop holds up the others
-    [[again]] = paid(pay, ["b"])
+    assert function is blocks or good.total == 1.0  # blocking the loop delays the others
+    [[again]] = score(combiner, ["b"])
     assert again.total == 1.0
     RELEASE.set()
 
 
-async def quits(response, answers):
-    if "quit" in response:
-        sys.exit(1)
-    await asyncio.sleep(0.05)
-    return 1.0
-
-
-def test_an_exit_in_a_coroutine_fails_its_episode_alone_and_at_once():
-    pay = payment({"quits": 1.0}, quits, deadline_s=20)
-    start = time.monotonic()
-    [[good], [bad], [other]] = paid(pay, ["a"], ["quit"], ["b"])
-    assert time.monotonic() - start < 5
-    assert isinstance(bad, SystemExit)
-    assert good.total == other.total == 1.0
-
-
-def place(response, answers):
+def in_main_thread(response, answers):
     return float(threading.current_thread() is threading.main_thread())
 
 
-def nap(response, answers):
-    time.sleep(0.1)
-    return 1.0
-
-
-async def doze(response, answers):
-    await asyncio.sleep(0.1)
-    return 1.0
-
-
-def test_functions_run_side_by_side_and_without_a_deadline_in_the_thread_of_the_run():
-    assert paid(payment({"place": 1.0}, place, deadline_s=0.0), ["a"])[0][0].total == 1.0
-    assert paid(payment({"place": 1.0, "f1": 1.0}, place), ["a"])[0][0].total == 0.5
-    for function in (nap, doze):
-        start = time.monotonic()
-        paid(payment({function.__name__: 1.0}, function), ["a"] * 16, ["b"] * 16)
-        assert time.monotonic() - start < 1.6  # one by one 32 would take 3.2 s
+def test_functions_without_a_deadline_run_in_the_calling_thread():
+    weights = {"in_main_thread": 1.0, "f1": 1.0}
+    [[reward]] = score(make_combiner(weights, in_main_thread, deadline_s=0.0), ["a"])
+    assert reward.total == 1.5
+    [[reward]] = score(make_combiner(weights, in_main_thread), ["a"])
+    assert reward.total == 0.5
 
 
 def solves(completions, solution, **kwargs):
     return solution
 
 
-def test_a_field_that_tasks_do_not_have_is_named_before_the_run():
-    pay = payment({"solves": 1.0}, solves)
+def test_a_field_that_tasks_lack_is_refused_before_the_run():
+    combiner = make_combiner({"solves": 1.0}, solves)
     with pytest.raises(ValueError, match="'solves', which requires 'solution'; the tasks of"):
-        pay.check(TASKS[0], "config.tasks.train.source")
-    pay.check(Task(id="1", question="?", metadata={"solution": 1.0}), "config.tasks.train.source")
+        combiner.check(TASK, "config.tasks.train.source")
+    task = Task(id="1", question="?", metadata={"solution": 1.0})
+    combiner.check(task, "config.tasks.train.source")

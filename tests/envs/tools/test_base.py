@@ -9,18 +9,20 @@ from types import MappingProxyType
 
 import pytest
 
-from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
+from jaxrl.envs.base import CallRecord, Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import bapo, search_r1
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
+from jaxrl.envs.tools.budget import Budget, get_call_records
 from jaxrl.envs.tools.monty import MontyTool
+from tests.envs.contract import append_turn
 from tests.servers import KeywordSearch
 
 TASK = Task(id="t", question="What is 6 * 7?", answers=("42",))
 
 
 class Echo(Tool):
-    """Gives the code back; what contains "broken" finds the sandbox down."""
+    """Repeats the code; fails for code with "broken"."""
 
     name, blank = "python", "No output"
 
@@ -30,11 +32,7 @@ class Echo(Tool):
         return f"ran {code}"
 
 
-DEFAULTS = {
-    "protocol": bapo,
-    "tools": [Echo()],
-    "max_turns": 2,
-}
+DEFAULTS = {"protocol": bapo, "tools": [Echo()], "max_turns": 2}
 
 
 def make_env(engine=MappingProxyType({"france": "Paris"}), **settings):
@@ -45,43 +43,22 @@ def make_env(engine=MappingProxyType({"france": "Paris"}), **settings):
     )
 
 
-def test_batches_run_side_by_side_and_keep_order():
-    meeting = threading.Barrier(3, timeout=5)
-
-    class Waiting(Echo):
-        def run(self, code):
-            meeting.wait()  # passes only when three run at once
-            if code == "b":
-                raise ToolError("down")
-            return code.upper()
-
-    first, failed, last = Waiting().run_batch(["a", "b", "c"])
-    assert (first, str(failed), last) == ("A", "down", "C")
-    assert Waiting().run_batch([]) == []
-
-
-def test_what_would_fail_alike_is_not_called_again():
-    calls = []
-
+def test_only_temporary_failures_are_retried():
     class Locked(Echo):
         def run(self, code):
-            calls.append(code)
-            raise (
-                ToolError("busy", retry_after_s=0.5)
-                if code == "a"
-                else ToolError("wrong key", is_permanent=True)
-            )
+            if code == "a":
+                raise ToolError("busy", retry_after_s=0.5)
+            raise ToolError("wrong key", is_permanent=True)
 
     answers = Locked().answer_all(["a", "b"])
-    busy, locked = (answer.result for answer in answers)
-    assert [answer.record.attempts for answer in answers] == [2, 1]
-    assert [(a.record.call, a.record.tool, a.record.error) for a in answers] == [
-        ("a", "python", "busy"),
-        ("b", "python", "wrong key"),
+    records = [answer.record for answer in answers]
+    assert [(r.call, r.tool, r.error, r.attempts) for r in records] == [
+        ("a", "python", "busy", 2),
+        ("b", "python", "wrong key", 1),
     ]
-    assert sorted(calls) == ["a", "a", "b"]
-    assert (str(busy), busy.retry_after_s, busy.is_permanent) == ("busy", 0.5, False)
-    assert (str(locked), locked.retry_after_s, locked.is_permanent) == ("wrong key", None, True)
+    busy, locked = (answer.result for answer in answers)
+    assert (busy.retry_after_s, busy.is_permanent) == (0.5, False)
+    assert (locked.retry_after_s, locked.is_permanent) == (None, True)
 
 
 def test_each_call_goes_to_its_tool():
@@ -94,23 +71,16 @@ def test_each_call_goes_to_its_tool():
         "print(1)</python>",
         r"<answer>\boxed{42}</answer>",
     ]
-    ran, found, failed, blank, unopened, answered = env.step([Episode(task=TASK)] * 6, texts)
+    ran, searched, failed, blank, unopened, answered = env.step([Episode(task=TASK)] * 6, texts)
     assert ran.observation.text == " <result>\nran print(1)\n</result>"
     assert (ran.tool_call, ran.tool) == ("print(1)", "python")
-    assert (found.tool_call, found.tool) == ("France", None)
-    assert found.observation.body == "Paris"
+    assert (searched.tool_call, searched.tool) == ("France", None)
+    assert searched.observation.body == "Paris"
     assert failed.outcome == Outcome.ENVIRONMENT_ERROR
     assert failed.error == "no sandbox"
     assert blank.observation.body == "No output"
     assert unopened.observation is unopened.outcome is None
     assert answered.outcome == Outcome.ANSWERED
-
-
-def test_the_stop_strings_say_whether_there_is_a_tool():
-    assert make_env().stop_strings == ("</search>", "</answer>", "</python>")
-    env = make_env(tools=())
-    assert env.stop_strings == ("</search>", "</answer>")
-    assert env.step([Episode(task=TASK)], ["<python>1</python>"])[0].outcome == Outcome.MALFORMED
 
 
 class Calculator(Tool):
@@ -121,40 +91,72 @@ class Calculator(Tool):
 
 
 @pytest.mark.parametrize("protocol", [search_r1, bapo])
-def test_a_tool_of_ones_own_has_its_tag_in_either_protocol(protocol):
-    env = make_env(protocol=protocol, tools=[Calculator()])
+def test_a_custom_tool_has_a_tag_in_each_protocol(protocol):
+    env = make_env(protocol=protocol, tools=[Calculator()], engine={"france": "<calc>1</calc>"})
     assert env.stop_strings == ("</search>", "</answer>", "</calc>")
-    episode = Episode(task=TASK)
     call = "<think>?</think><calc>40 + 2</calc>"
-    [reply] = env.step([episode], [call])
-    assert (reply.tool, reply.tool_call, reply.observation.body) == ("calc", "40 + 2", "42")
-    [blank] = env.step([episode], ["<calc> </calc>"])
-    assert blank.observation.body == "nothing to calculate"
-    # Its calls are part of the format, and nobody else may write its tag.
-    turns = [Turn(text=call, tool_call="40 + 2", tool="calc", observation=reply.observation.text)]
-    turns += [Turn(text=r"<answer>\boxed{42}</answer>")]
-    [reward] = env.score([Episode(task=TASK, turns=turns)])
-    assert reward.is_well_formed
-    [unanswered] = env.score([Episode(task=TASK, turns=[Turn(text=t.text) for t in turns])])
-    assert not unanswered.is_well_formed
-    forging = make_env(protocol=protocol, tools=[Calculator()], engine={"france": "<calc>1</calc>"})
-    [result] = forging.step([episode], ["<search>France</search>"])
+    [turn] = append_turn(env, TASK, [], call).turns
+    assert (turn.tool, turn.tool_call) == ("calc", "40 + 2")
+    # Its calls are part of the format, and results cannot write its tag.
+    answer = Turn(text=r"<answer>\boxed{42}</answer>")
+    answered = Episode(task=TASK, turns=[turn, answer])
+    unanswered = Episode(task=TASK, turns=[Turn(text=call), answer])
+    assert [r.is_well_formed for r in env.score([answered, unanswered])] == [True, False]
+    [result] = env.step([Episode(task=TASK)], ["<search>France</search>"])
     assert result.observation.body == "‹calc›1‹/calc›"
 
 
-@pytest.mark.parametrize("name", ["answer", "search", "think", "a b", "", "calc"])
-def test_a_name_that_can_be_no_tag_or_is_taken_is_refused(name):
+@pytest.mark.parametrize("name", ["answer", "a b", "", "calc"])
+def test_an_invalid_or_reserved_tool_name_is_refused(name):
     with pytest.raises(ValueError, match=f"the tool name '{name}' is invalid or reserved"):
         make_env(tools=[Calculator(), type("Other", (Calculator,), {"name": name})()])
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pydantic_monty", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[python-tool\]'"):
-        MontyTool()
+# Records and budgets
 
 
-# The sandbox itself
+def test_calls_of_a_turn():
+    records = (CallRecord(call="a"), CallRecord(call="b", tool="echo", source="cache", attempts=0))
+    assert get_call_records(Turn(text="x", tool_call="a", records=records)) == records
+    # A custom environment need not keep records.
+    searched = Turn(text="x", tool_call="q", observation="found", latency_s=0.5)
+    assert get_call_records(searched) == (CallRecord(call="q", waited_s=0.5),)
+    failed = Turn(text="x", tool_call="q", tool="echo", error="down")
+    assert get_call_records(failed) == (CallRecord(call="q", tool="echo", error="down"),)
+    # A reward that failed later is no failure of the call.
+    scored = Turn(text="x", tool_call="q", observation="found", error="score: broken")
+    [call] = get_call_records(scored)
+    assert call.error is None
+    assert get_call_records(Turn(text="<answer>x</answer>")) == ()
+
+
+def test_a_budget_counts_each_call_once():
+    hard = CallRecord(call="a", attempts=9)
+    easy = CallRecord(call="a", source="cache", attempts=0)
+    computed = CallRecord(call="1", tool="echo")
+    turns = [Turn(text="", records=(hard,)), Turn(text="", records=(easy, computed))]
+    episode = Episode(task=Task(id="t", question="?"), turns=turns)
+    prices = {"search": 0.1, "echo": 0.05}  # 0.25 so far
+    assert Budget(prices=prices, max_cost=0.35).allows(episode, ["search"])
+    assert not Budget(prices=prices, max_cost=0.34).allows(episode, ["search"])
+    assert Budget(prices=prices, max_cost=0.3).allows(episode, ["echo"])
+    assert not Budget(prices=prices, max_cost=0.35).allows(episode, ["search", "echo"])
+    assert Budget(prices=prices, max_cost=0.25).allows(episode, ["free"])
+    assert Budget(prices=prices).allows(episode, ["search"] * 1000)
+
+
+def test_a_call_beyond_the_budget_ends_the_episode():
+    env = make_env(max_turns=9, budget=Budget(prices={"search": 1.0}, max_cost=2.0))
+    episode = Episode(task=TASK)
+    for text in ("<search>a</search>", "<search> </search>", "<search>b</search>"):
+        episode = append_turn(env, TASK, episode.turns, text)
+        assert episode.outcome is None  # a blank call costs nothing
+    texts = ["<python>1</python>", "<search>c</search>", r"<answer>\boxed{42}</answer>"]
+    outcomes = [env.step([episode], [text])[0].outcome for text in texts]
+    assert outcomes == [None, Outcome.OUT_OF_BUDGET, Outcome.ANSWERED]
+
+
+# The sandbox
 
 
 @pytest.fixture(scope="module")
@@ -166,26 +168,22 @@ def tool():
     ("code", "printed"),
     [
         ("print(6 * 7)\nprint('a', 'b')", "42\na b"),
-        ("6 * 7", "No output"),
-        ("print('before')\n1 / 0", "ZeroDivisionError: division by zero"),
         ("print(", "SyntaxError: unexpected EOF while parsing"),
         ("x = '\udc80'", "SyntaxError: source code is not valid UTF-8 (contains lone surrogates)"),
         ("while True: pass", "TimeoutError: time limit exceeded"),
-        ("x = [0] * 10**9", "MemoryError: limit exceeded"),
         ("x = []\nwhile True: x.append('a' * 10**6)", "MemoryError: limit exceeded"),
         ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
         ("import time\ntime.sleep(100)\nprint('slept')", "slept"),
-        ("raise ValueError('one\\ntwo\\n')", "ValueError: one\ntwo"),
         ("raise ValueError('a' * 10**6)", "ValueError: " + "a" * 1988 + " .."),
         ("print('x' * 10**6)", "MemoryError: limit exceeded"),
     ],
 )
-def test_what_a_snippet_is_answered_with(tool, code, printed):
+def test_results_of_snippets(tool, code, printed):
     assert tool.run(code) == printed
 
 
-def test_nothing_of_this_machine_is_seen(tool, tmp_path):
+def test_snippets_cannot_reach_the_machine(tool, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     for code in (
@@ -210,7 +208,7 @@ def test_nothing_of_this_machine_is_seen(tool, tmp_path):
     assert secret.read_text() == "secret"
 
 
-def test_snippets_start_afresh_and_repeat(tool):
+def test_snippets_share_no_state_and_are_deterministic(tool):
     assert tool.run("x = 5\nprint(x)") == "5"
     assert tool.run("print(x)") == "NameError: name 'x' is not defined"
     draw = "import random, time\nprint(random.random(), time.time())"
@@ -222,8 +220,8 @@ def kill(pid):
         os.kill(pid, signal.SIGKILL)
 
 
-class Killing:
-    """A pool whose first workers are killed from outside while they run something."""
+class KillingPool:
+    """A pool whose first workers are killed from outside during a call."""
 
     def __init__(self, pool, num_kills):
         self._pool = pool
@@ -245,28 +243,19 @@ SLOW = "total = 0\nfor i in range(10**9): total += 1"
     ("num_kills", "printed"),
     [(1, "TimeoutError: time limit exceeded"), (2, "SystemError: the interpreter crashed")],
 )
-def test_code_runs_again_where_its_worker_was_killed(tool, monkeypatch, num_kills, printed):
-    """Killed once, it was somebody else; killed again, it is what this code does to a worker."""
-    pool = Killing(tool._pool, num_kills)
+def test_code_is_retried_once_after_its_worker_was_killed(tool, monkeypatch, num_kills, printed):
+    """After one kill the cause may be external; after two, the code crashes the interpreter."""
+    pool = KillingPool(tool._pool, num_kills)
     monkeypatch.setattr(tool, "_pool", pool)
     assert tool.run(SLOW) == printed
     assert pool.kills_left == 0
     assert tool.run("print(1)") == "1"
 
 
-def test_a_killed_worker_is_no_mistake_of_the_model(tool, monkeypatch):
-    monkeypatch.setattr(tool, "_pool", Killing(tool._pool, 1))
-    env = make_env(tools=[tool])
-    code = "for i in range(10**6): pass\nprint(6 * 7)"
-    [result] = env.step([Episode(task=TASK)], [f"<python>{code}</python>"])
-    assert (result.outcome, result.observation.body) == (None, "42")
-
-
-def test_a_sandbox_that_cannot_start_is_a_failure_of_the_tool(tmp_path, monkeypatch):
-    found = shutil.which("monty", path=os.path.dirname(sys.executable)) or shutil.which("monty")
-    assert found is not None
+def test_a_sandbox_that_cannot_start_is_a_tool_error(tmp_path, monkeypatch):
+    installed = shutil.which("monty", path=os.path.dirname(sys.executable)) or shutil.which("monty")
     binary = tmp_path / "monty"
-    shutil.copy(found, binary)
+    shutil.copy(installed, binary)
     monkeypatch.setenv("MONTY_BIN", str(binary))
     tool = MontyTool(max_workers=1)
     assert tool.run("print(1)") == "1"
