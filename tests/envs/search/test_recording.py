@@ -1,4 +1,4 @@
-"""Searches on disk: whole whenever a process is killed, the same for all processes."""
+"""Recorded searches: complete after any kill, and the same for all processes."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from jaxrl.envs.search.resilient import ResilientSearch, RetryConfig
 ENGINE = {"engine": "http", "settings": {"url": "http://127.0.0.1:1/", "topk": 3}}
 
 
-def policy(**changes):
+def make_retry_config(**changes):
     keys = default_config().search
     quick = {"backoff_s": 0.0, "outage_deadline_s": 0.1}
     return RetryConfig(
@@ -24,14 +24,14 @@ def policy(**changes):
     )
 
 
-def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):
-    one = Recording(tmp_path, ENGINE)
-    assert one.get("q") is None
-    assert list(tmp_path.iterdir()) == []  # nothing is written before there is a result
-    one.add("q", "Zoë\nsaid <b>")
-    one.add("q", "something else")  # the first one stays
-    again = Recording(tmp_path, ENGINE)
-    assert (again.get("q"), len(again)) == ("Zoë\nsaid <b>", 1)
+def test_a_recording_is_written_as_readable_json(tmp_path):
+    recording = Recording(tmp_path, ENGINE)
+    assert recording.get("q") is None
+    assert list(tmp_path.iterdir()) == []  # nothing is written before the first result
+    recording.add("q", "Zoë\nsaid <b>")
+    recording.add("q", "something else")  # the first one stays
+    reopened = Recording(tmp_path, ENGINE)
+    assert (reopened.get("q"), len(reopened)) == ("Zoë\nsaid <b>", 1)
     [folder] = tmp_path.iterdir()
     assert json.loads((folder / "engine.json").read_text()) == ENGINE
     [line] = (folder / "process_0.jsonl").read_text().splitlines()
@@ -42,59 +42,57 @@ def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):
 
 
 def test_another_engine_or_other_settings_are_another_recording(tmp_path):
-    Recording(tmp_path, ENGINE).add("q", "found")
+    Recording(tmp_path, ENGINE).add("q", "first")
     other = {**ENGINE, "settings": {**ENGINE["settings"], "topk": 4}}
     assert Recording(tmp_path, other).get("q") is None
     assert Recording(tmp_path, {**ENGINE, "engine": "web"}).get("q") is None
-    Recording(tmp_path, other).add("q", "more")
-    assert Recording(tmp_path, ENGINE).get("q") == "found"
+    Recording(tmp_path, other).add("q", "second")
+    assert Recording(tmp_path, ENGINE).get("q") == "first"
     assert len(list_recorded_engines(tmp_path)) == 2
 
 
+any_text = st.text(st.characters(exclude_categories=()))
+
+
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=()))
-    )
-)
-def test_any_text_comes_back_as_it_was(tmp_path, results):
+@given(st.dictionaries(any_text, any_text))
+def test_any_text_survives(tmp_path, results):
     folder = tmp_path / str(abs(hash(tuple(results.items()))))
-    one = Recording(folder, ENGINE)
+    recording = Recording(folder, ENGINE)
     for query, result in results.items():
-        one.add(query, result)
-        assert one.get(query) == result
-    again = Recording(folder, ENGINE)
-    assert {query: again.get(query) for query in results} == results
+        recording.add(query, result)
+        assert recording.get(query) == result
+    reopened = Recording(folder, ENGINE)
+    assert {query: reopened.get(query) for query in results} == results
 
 
-@pytest.mark.parametrize("cut", [2, 5, 30])
-def test_a_line_that_a_kill_has_cut_costs_only_itself(tmp_path, cut):
-    one = Recording(tmp_path, ENGINE)
+@pytest.mark.parametrize("cut", [2, 30])
+def test_a_truncated_line_costs_only_itself(tmp_path, cut):
+    recording = Recording(tmp_path, ENGINE)
     for query in "abc":
-        one.add(query, f"about {query}")
+        recording.add(query, f"about {query}")
     [path] = tmp_path.glob("*/process_0.jsonl")
     path.write_bytes(path.read_bytes()[:-cut])
-    again = Recording(tmp_path, ENGINE)
-    assert [again.get(query) for query in "abc"] == ["about a", "about b", None]
-    again.add("c", "about c, asked again")
-    again.add("d", "about d")
-    third = Recording(tmp_path, ENGINE)
-    found = [third.get(query) for query in "abcd"]
-    assert found == ["about a", "about b", "about c, asked again", "about d"]
+    reopened = Recording(tmp_path, ENGINE)
+    assert [reopened.get(query) for query in "abc"] == ["about a", "about b", None]
+    reopened.add("c", "about c, again")
+    reopened.add("d", "about d")
+    results = [Recording(tmp_path, ENGINE).get(query) for query in "abcd"]
+    assert results == ["about a", "about b", "about c, again", "about d"]
 
 
-def test_a_process_goes_by_what_it_was_told_itself(tmp_path):
-    both = [Recording(tmp_path, ENGINE, process=index) for index in range(2)]
-    for index, one in enumerate(both):  # neither knows of the other's
-        one.add("q", f"told {index}")
-    found = [Recording(tmp_path, ENGINE, process=index).get("q") for index in range(3)]
-    assert found == ["told 0", "told 1", "told 0"]
+def test_a_process_prefers_its_own_results(tmp_path):
+    recordings = [Recording(tmp_path, ENGINE, process=index) for index in range(2)]
+    for index, recording in enumerate(recordings):  # opened before the other had a result
+        recording.add("q", f"result {index}")
+    results = [Recording(tmp_path, ENGINE, process=index).get("q") for index in range(3)]
+    assert results == ["result 0", "result 1", "result 0"]
 
 
 class Counting(SearchEngine):
-    """Tells how often it was asked, so that no two answers are alike; fails for some queries."""
+    """Counts its calls, so that no two results are alike; fails for some queries."""
 
     def __init__(self):
         self.count = 0
@@ -106,42 +104,39 @@ class Counting(SearchEngine):
         return f"{query} {self.count}"
 
 
-def test_what_is_recorded_is_not_asked_again_and_needs_no_engine(tmp_path):
-    settings = policy(cache_mib=0.0)
-    recorded = ResilientSearch(Counting(), settings, recording=Recording(tmp_path, ENGINE))
-    found = recorded.run_batch(["a", "b", "a", "bad"])
-    assert found[0] == found[2]
-    assert found[0].startswith("a ")
-    assert recorded.run("a") == found[0]
-    assert len(Recording(tmp_path, ENGINE)) == 2  # a failure is never in it
-    replay = ResilientSearch(
-        EmptySearch(), settings, recording=Recording(tmp_path, ENGINE), is_replay=True
-    )
+def test_replay_needs_no_engine(tmp_path):
+    config = make_retry_config(cache_mib=0.0)
+    search = ResilientSearch(Counting(), config, recording=Recording(tmp_path, ENGINE))
+    results = search.run_batch(["a", "b", "a", "bad"])
+    assert results[0] == results[2]
+    assert results[0].startswith("a ")
+    assert search.run("a") == results[0]
+    assert len(Recording(tmp_path, ENGINE)) == 2  # failures are never recorded
+    recording = Recording(tmp_path, ENGINE)
+    replay = ResilientSearch(EmptySearch(), config, recording=recording, is_replay=True)
     answers = replay.answer_all(["b", "a"])
-    assert [answer.result for answer in answers] == [found[1], found[0]]
+    assert [answer.result for answer in answers] == [results[1], results[0]]
     assert [answer.record.source for answer in answers] == ["replay", "replay"]
     [missing] = replay.run_batch(["bad"])
     assert isinstance(missing, OutageError)
     assert missing.fallback is None
-    assert "config.search.replay is 'only', and " in str(missing)
-    assert "has no result for the query 'bad'. This run differs from the recorded" in str(missing)
+    assert "has no result for the query 'bad'" in str(missing)
 
 
 def test_a_result_that_cannot_be_recorded_ends_the_run(tmp_path):
     recording = Recording(tmp_path / "searches", ENGINE)
-    (tmp_path / "searches").write_text("a file where the folder belongs")
-    search = ResilientSearch(Counting(), policy(), recording=recording)
-    [found] = search.run_batch(["a"])
-    assert isinstance(found, OutageError)
-    assert "a result of the search engine could not be recorded: " in str(found)
+    (tmp_path / "searches").write_text("a file instead of a folder")
+    search = ResilientSearch(Counting(), make_retry_config(), recording=recording)
+    [result] = search.run_batch(["a"])
+    assert isinstance(result, OutageError)
+    assert "a result of the search engine could not be recorded: " in str(result)
 
 
-def test_what_is_no_result_any_more_is_asked_again(tmp_path):
+def test_a_damaged_result_is_recorded_again(tmp_path):
     Recording(tmp_path, ENGINE).add("a", "first")
-    recording = Recording(tmp_path, ENGINE)
     [path] = tmp_path.glob("*/process_0.jsonl")
     line = json.loads(path.read_text())
-    for damaged in ("", "x" * 500, json.dumps(line | {"result": None}), "[" * 9_000):
+    for damaged in ("", json.dumps(line | {"result": None}), "[" * 9_000):
         path.write_text(damaged)
         recording = Recording(tmp_path, ENGINE)
         assert recording.get("a") is None
@@ -153,35 +148,20 @@ def test_what_is_no_result_any_more_is_asked_again(tmp_path):
         assert recording.get("a") == "third"
 
 
-def test_a_flipped_bit_is_told_or_changes_no_result(tmp_path):
+def test_a_flipped_bit_is_reported_or_changes_no_result(tmp_path):
     results = {f"q{i}": f'Zoë said "{i}" \\ \n<b>' for i in range(3)}
     recording = Recording(tmp_path, ENGINE)
     for query, result in results.items():
         recording.add(query, result)
     [path] = tmp_path.glob("*/process_*.jsonl")
     whole = path.read_bytes()
-    for bit in random.Random(0).sample(range(8 * len(whole)), 200):
+    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         warnings = []
-        again = Recording(tmp_path, ENGINE, log=warnings.append)
-        found = {query: again.get(query) for query in results}
+        reopened = Recording(tmp_path, ENGINE, log=warnings.append)
+        read = {query: reopened.get(query) for query in results}
         assert len(warnings) <= 1
-        assert all(found[query] in (None, result) for query, result in results.items())
-        assert bool(warnings) or found == results, bit
-
-
-def test_lines_of_before_there_were_digests_are_read(tmp_path):
-    Recording(tmp_path, ENGINE).add("q", "seven")
-    [path] = tmp_path.glob("*/process_0.jsonl")
-    line = json.loads(path.read_text())
-    earlier = {name: line[name] for name in ("key", "query", "result")}
-    path.write_text(json.dumps(earlier) + "\n")
-    told = []
-    assert Recording(tmp_path, ENGINE, log=told.append).get("q") == "seven"
-    assert told == []
-    path.write_text(json.dumps(earlier | {"digets": "0" * 64}) + "\n")
-    assert Recording(tmp_path, ENGINE, log=told.append).get("q") is None
-    [warning] = told
-    assert warning.startswith(f"warning: {path} has damaged lines (1), which are ignored")
+        assert all(read[query] in (None, result) for query, result in results.items())
+        assert bool(warnings) or read == results, bit
