@@ -1,4 +1,4 @@
-"""What a package brings by entry points, installed by pip and used by its names."""
+"""A package whose entry points register names, installed by pip."""
 
 import shutil
 import subprocess
@@ -18,20 +18,26 @@ from tests.runs import METHOD_SIZES, records
 PACKAGE = Path(__file__).with_name("package")
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """The package in a folder of its own, as pip puts it there."""
-    source, folder = tmp_path / "source", tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Folder into which pip installed the package."""
+    source, folder = (tmp_path_factory.mktemp("package") / name for name in ("source", "site"))
     shutil.copytree(PACKAGE, source)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
     pip = (sys.executable, "-m", "pip", "install", *offline, f"--target={folder}", str(source))
     subprocess.run(pip, check=True)
-    monkeypatch.syspath_prepend(folder)
-    yield folder
+    return folder
+
+
+@pytest.fixture
+def installed(site, monkeypatch):
+    monkeypatch.syspath_prepend(site)
+    yield
     sys.modules.pop("my_package", None)
 
 
-def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_compilation):
+@pytest.mark.usefixtures("installed", "quick_compilation", "no_pictures", "one_size")
+def test_a_run_uses_each_registered_name(tiny_world, tmp_path):
     (tmp_path / "notes.txt").write_text("the note\n")
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(
@@ -39,6 +45,7 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
         | {
             "model.architecture": "skipping",
             "model.replay": True,
+            "num_steps": 1,
             "optimizer.skip_signal_free": False,  # so that the gap is measured at every step
             "search.engine": "notes",
             "search.settings": {"path": str(tmp_path / "notes.txt")},
@@ -56,36 +63,31 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
     assert parts.engine.recorded.keys() == {"skips"}
     (tmp_path / "run").mkdir()
     run(settings_of(config), tmp_path / "run", parts, Display())
-    first = records(tmp_path / "run")[1]
-    assert first["reward/brevity/mean"] == 1.0
-    assert first["critic/rewards/mean"] == 0.5 + first["reward/exact_match/mean"]
-    assert first["rollout_corr/logprob_diff_max"] < 1e-4  # training leaves out what sampling did
+    record = records(tmp_path / "run")[-1]
+    assert record["reward/brevity/mean"] == 1.0
+    assert record["critic/rewards/mean"] == 0.5 + record["reward/exact_match/mean"]
+    assert record["rollout_corr/logprob_diff_max"] < 1e-4  # training skips what sampling skipped
 
 
-def test_names_of_ours_and_unknown_ones_stay(installed):
+def test_unknown_and_duplicate_names_are_refused(installed, tmp_path, monkeypatch):
     config = default_config()
     config.reward.weights = {"exact_match": 1.0}
     before = config.to_json()
     resolved(config)
-    assert config.to_json() == before
-    config.search.engine = "nots"
-    with pytest.raises(ValueError, match=r"is 'nots'.*expected one of local, .*, notes, or a "):
-        resolved(config)
-
-
-def test_two_names_of_one_thing_are_refused(installed):
-    config = default_config()
+    assert config.to_json() == before  # built-in names stay
     config.reward.weights = {"brevity": 0.5, "my_package:brevity": 0.25}
     with pytest.raises(ValueError, match="the same object twice"):
         resolved(config)
-
-
-def test_a_name_of_two_packages_is_refused(installed):
-    other = installed / "other-1.0.dist-info"
+    config.reward.weights = {"exact_match": 1.0}
+    config.search.engine = "nots"
+    with pytest.raises(ValueError, match=r"is 'nots'.*expected one of local, .*, notes, or a "):
+        resolved(config)
+    # Another package registers the same name.
+    other = tmp_path / "other-1.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (other / "entry_points.txt").write_text("[jaxrl.engines]\nnotes = other:Engine\n")
-    config = default_config()
+    monkeypatch.syspath_prepend(tmp_path)
     config.search.engine = "notes"
-    with pytest.raises(ValueError, match=r"2 packages register: my_pack"):
+    with pytest.raises(ValueError, match=r"2 packages register: "):
         resolved(config)
