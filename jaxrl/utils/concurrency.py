@@ -54,6 +54,9 @@ def format_error_report(error: BaseException) -> str:
 
 
 def _run(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run `work` unless the future is canceled; set the future's result or exception."""
+    if not future.set_running_or_notify_cancel():  # from here on, it cannot be canceled
+        return
     try:
         future.set_result(work())
     except BaseException as error:  # SystemExit too: it ends a thread, not the process
@@ -132,8 +135,7 @@ def start_all(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> lis
         with contextlib.suppress(queue.Empty):
             while True:
                 index = pending.get_nowait()
-                if futures[index].set_running_or_notify_cancel():
-                    _run(futures[index], calls[index])
+                _run(futures[index], calls[index])
 
     for _ in range(min(len(calls), max_threads)):
         threading.Thread(target=run, daemon=True, name="env").start()

@@ -1,5 +1,6 @@
 """Calls that fail in any way or never return."""
 
+import queue
 import subprocess
 import sys
 import threading
@@ -7,7 +8,13 @@ import time
 
 import pytest
 
-from jaxrl.utils.concurrency import call_once, format_error, parallel_map, run_in_thread
+from jaxrl.utils.concurrency import (
+    ThreadPool,
+    call_once,
+    format_error,
+    parallel_map,
+    run_in_thread,
+)
 
 
 class UnprintableError(Exception):
@@ -59,3 +66,22 @@ def test_call_once_makes_one_object_for_concurrent_threads():
 
     results = [future.result() for future in [run_in_thread(make_object) for _ in range(8)]]
     assert len(set(map(id, results))) == 1
+
+
+def test_the_thread_of_a_canceled_call_is_used_again():
+    pool, idents, may_end = ThreadPool(), queue.SimpleQueue(), threading.Event()
+
+    def wait_for_end():
+        idents.put(threading.get_ident())
+        may_end.wait(10)
+
+    call = pool.start(wait_for_end)
+    ident = idents.get(timeout=10)
+    call.cancel()
+    may_end.set()
+    for _ in range(200):
+        if (reused := pool.start(threading.get_ident).result(10)) == ident:
+            break
+        time.sleep(0.01)
+    assert reused == ident
+    pool.close()

@@ -139,8 +139,7 @@ def _parse_line(data: bytes) -> tuple[str, str] | None:
     """Return the key and result of a line, or None if it is damaged."""
     with contextlib.suppress(ValueError):
         match parse_json(data, "a line"):
-            case {"key": str() as key, "result": str() as result, **rest}:
-                is_legacy = rest.keys() == {"query"}  # written before lines had digests
-                if is_legacy or rest.get("digest") == _hash_text(f"{key}\n{result}"):
+            case {"key": str() as key, "result": str() as result, "digest": digest}:
+                if digest == _hash_text(f"{key}\n{result}"):
                     return key, result
     return None
