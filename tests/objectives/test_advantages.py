@@ -187,30 +187,3 @@ def test_returns_that_are_equal_by_other_sums_have_no_advantage():
     estimate = functools.partial(grpo, **POPULATION)
     got = np.asarray(estimate_by_turn(estimate, ("rewards", "group_ids"), columns))
     assert not got[:, 0].any()
-
-
-@jax.jit
-def rloo_by_turn(rewards, group_ids):
-    columns = {"rewards": rewards, "group_ids": group_ids}
-    return estimate_by_turn(rloo, ("rewards", "group_ids"), columns)
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data(), discount=st.sampled_from([1.0, 0.5]))
-def test_each_turn_is_compared_by_itself(data, discount):
-    amounts = st.sampled_from([-1.0, 0.0, 0.25, 1.0])
-    lengths = data.draw(st.lists(st.integers(1, 4), min_size=6, max_size=6))
-    turn_rewards = [data.draw(st.lists(amounts, min_size=n, max_size=n)) for n in lengths]
-    rest = np.array(data.draw(st.lists(amounts, min_size=6, max_size=6)), np.float32)
-    ids = np.array(data.draw(st.lists(st.integers(-1, 1), min_size=6, max_size=6)))
-    table = np.zeros((6, 4))
-    for row, rewards in zip(table, turn_rewards, strict=True):
-        row[: len(rewards)] = rewards
-    got = np.asarray(rloo_by_turn(compute_turn_returns(rest, table, discount=discount), ids))
-    for turn in range(4):
-        to_go = [
-            r + sum(x * discount**i for i, x in enumerate(rewards[turn:]))
-            for r, rewards in zip(rest, turn_rewards, strict=True)
-        ]
-        expected = rloo_jit(np.array(to_go, np.float32), ids)
-        np.testing.assert_allclose(got[:, turn], expected, atol=1e-5)
