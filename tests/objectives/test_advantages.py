@@ -3,8 +3,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import grpo, reinforce_plus_plus, rloo
 from jaxrl.objectives.turns import compute_turn_returns, estimate_by_turn
@@ -68,99 +66,22 @@ def test_a_nan_reward_stays_in_its_group():
 
 def test_rloo_by_hand():
     # 2.5 against the mean of .5, -1, -1 is 3; group 5 is alone, group 2 all right, -3 no group.
-    rewards = np.array([2.5, 1, 0.5, 2.99, -1, 7, -1, 2.99], np.float32)
+    rewards = np.array([2.5, 1, 0.5, 2.99, -1, np.nan, -1, 2.99], np.float32)
     ids = np.array([0, 5, 0, 2, 0, -3, 0, 2])
     expected = [3, 0, 0.333333, 0, -1.666667, 0, -1.666667, 0]
     np.testing.assert_allclose(rloo_jit(rewards, ids), expected, atol=1e-6)
 
 
 def test_reinforce_plus_plus_by_hand():
-    rewards = np.array([2.5, 0.5, -1, -1], np.float32)
-    counts = np.array([2, 3, 1, 4])
+    # The last is in no group.
+    rewards = np.array([2.5, 0.5, -1, -1, np.nan], np.float32)
+    counts = np.array([2, 3, 1, 4, 9])
     # Ten tokens: mean .15, variance 18.025 / 9.
-    got = plain_jit(rewards, np.zeros(4, int), counts)
-    np.testing.assert_allclose(got, [1.660548, 0.247316, -0.812609, -0.812609], atol=1e-6)
+    got = plain_jit(rewards, np.array([0, 0, 0, 0, -1]), counts)
+    np.testing.assert_allclose(got, [1.660548, 0.247316, -0.812609, -0.812609, 0], atol=1e-6)
     # Less their group's means: 1, -1, 0, 0.
-    got = baseline_jit(rewards, np.array([0, 0, 1, 1]), counts)
-    np.testing.assert_allclose(got, [1.490788, -1.219736, 0.135526, 0.135526], atol=1e-6)
-
-
-def slow_grpo(rewards, ids, *, normalize_std, ddof, epsilon):
-    out = np.zeros(len(rewards))
-    for i, id in enumerate(ids):
-        group = rewards[ids == id].astype(np.float64)
-        if id >= 0 and group.max() > group.min():
-            out[i] = rewards[i] - group.mean()
-            if normalize_std:
-                out[i] /= group.std(ddof=ddof) + epsilon
-    return out
-
-
-def slow_rloo(rewards, ids):
-    out = np.zeros(len(rewards))
-    for i, id in enumerate(ids):
-        others = [float(rewards[j]) for j in range(len(ids)) if ids[j] == id and j != i]
-        if id >= 0 and others:
-            out[i] = rewards[i] - sum(others) / len(others)
-    return out
-
-
-def slow_reinforce_plus_plus(rewards, ids, counts, *, baseline):
-    x = [float(reward) for reward in rewards]
-    if baseline:
-        x = [
-            x[i] - np.mean([x[j] for j in range(len(ids)) if ids[j] == ids[i]]) for i in range(SIZE)
-        ]
-    tokens = [x[i] for i in range(SIZE) if ids[i] >= 0 for _ in range(counts[i])]
-    if len(tokens) < 2 or max(tokens) - min(tokens) < 1e-12:
-        return np.zeros(SIZE), 1.0
-    mean = sum(tokens) / len(tokens)
-    var = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1)
-    deviation = (var + 1e-8) ** 0.5
-    return np.array(
-        [(x[i] - mean) / deviation if ids[i] >= 0 else 0 for i in range(SIZE)]
-    ), deviation
-
-
-SIZE = 12  # one shape, so that jit compiles once
-batches = st.tuples(
-    st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.99]), min_size=SIZE, max_size=SIZE),
-    st.lists(st.sampled_from([-(2**31), -1, 0, 3, 2**31 - 1]), min_size=SIZE, max_size=SIZE),
-).map(lambda pair: (np.array(pair[0], np.float32), np.array(pair[1], np.int32)))
-counts = st.lists(st.integers(0, 5), min_size=SIZE, max_size=SIZE).map(np.array)
-
-
-@settings(max_examples=40, deadline=None)
-@given(batch=batches, settings=st.sampled_from([POPULATION, SAMPLE, NO_STD]))
-def test_grpo_agrees_with_a_slow_loop(batch, settings):
-    expected = slow_grpo(*batch, **settings)
-    got = grpo_jit(*batch, **settings)
-    np.testing.assert_allclose(got, expected, atol=2e-6)
-    np.testing.assert_array_equal(np.asarray(got) == 0, expected == 0)
-
-
-@settings(max_examples=25, deadline=None)
-@given(batch=batches, counts=counts)
-def test_rloo_and_reinforce_plus_plus_agree_with_slow_loops(batch, counts):
-    np.testing.assert_allclose(rloo_jit(*batch), slow_rloo(*batch), atol=2e-6)
-    for run, baseline in [(plain_jit, False), (baseline_jit, True)]:
-        expected, deviation = slow_reinforce_plus_plus(*batch, counts, baseline=baseline)
-        # What float32 rounds of rewards of up to 3, and of their means, is divided likewise.
-        rounding = 8 * np.finfo(np.float32).eps * 3 / deviation
-        np.testing.assert_allclose(run(*batch, counts), expected, rtol=1e-5, atol=rounding)
-
-
-@settings(max_examples=25, deadline=None)
-@given(batch=batches, counts=counts, value=st.sampled_from([np.nan, np.inf, -1e30, 5.0]))
-def test_members_of_no_group_change_nothing(batch, counts, value):
-    rewards, ids = batch
-    in_no_group = ids < 0
-    changed = np.where(in_no_group, np.float32(value), rewards)
-    changed_counts = np.where(in_no_group, 9, counts)
-    np.testing.assert_array_equal(rloo_jit(changed, ids), rloo_jit(rewards, ids))
-    for run in (plain_jit, baseline_jit):
-        got = run(changed, ids, changed_counts)
-        np.testing.assert_array_equal(got, run(rewards, ids, counts))
+    got = baseline_jit(rewards, np.array([0, 0, 1, 1, -1]), counts)
+    np.testing.assert_allclose(got, [1.490788, -1.219736, 0.135526, 0.135526, 0], atol=1e-6)
 
 
 def test_turns_by_hand():

@@ -7,10 +7,11 @@ from jaxrl.objectives.corrections import importance_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
-ROLLOUT = np.array([[-1.2, -0.9, -2, 0], [-0.3, -1, -3.2, -0.8]], np.float32)
-MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
-IDS = np.array([[1] * 4, [2] * 4])
+# Two trajectories in a row.
+OLD = np.array([[-1.1, -0.9, -2, 0, -0.3, -1, -1.7, -0.9]], np.float32)
+ROLLOUT = np.array([[-1.2, -0.9, -2, 0, -0.3, -1, -3.2, -0.8]], np.float32)
+MASK = np.array([[1, 1, 0, 0, 1, 0, 1, 1]], bool)
+IDS = np.array([[1] * 4 + [2] * 4])
 
 
 # The log-ratios are .1, 0 and 0, 1.5, -.1; their sums .1 and 1.4.

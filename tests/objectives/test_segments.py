@@ -72,21 +72,6 @@ def test_values_that_are_not_finite_stay_in_their_segment(extreme):
     assert not np.isfinite(got[np.isin(ids, [1, 3, 4])]).any()
 
 
-@settings(max_examples=25, deadline=None)
-@given(batch=segments(), seed=st.integers(0, 2**32 - 1))
-def test_the_gradient_of_a_sum_goes_to_all_its_tokens(batch, seed):
-    # Every token of a segment is in the sum of every other: the map is its own transpose.
-    values, ids = batch
-    weights = np.random.default_rng(seed).integers(-64, 64, ids.shape).astype(np.float32) / 8
-    got = gradient_jit(values, ids, weights)
-    np.testing.assert_array_equal(got, sums_jit(np.where(ids > 0, weights, 0), ids))
-
-
-@jax.jit
-def gradient_jit(values, ids, weights):
-    return jax.grad(lambda x: (segment_sums(x, ids) * weights).sum())(jnp.asarray(values))
-
-
 def test_no_table_and_no_scatter():
     T = 512
     arrays = jax.ShapeDtypeStruct((1, T), jnp.float32), jax.ShapeDtypeStruct((1, T), jnp.int32)

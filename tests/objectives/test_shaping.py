@@ -2,8 +2,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.objectives.shaping import (
     boundary_aware_rewards,
@@ -111,18 +109,6 @@ def test_members_of_no_group_count_for_nothing():
     assert got.tolist() == [0.25, 0, 0, 0]
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from("IJXPbcde"), min_size=1, max_size=9), st.randoms(), st.booleans())
-def test_order_changes_nothing(words, random, is_late):
-    shuffled = words[:]
-    random.shuffle(shuffled)
-
-    def pairs(order):
-        return sorted(zip(order, bapo("".join(order), is_late=is_late), strict=True))
-
-    assert pairs(words) == pairs(shuffled)
-
-
 # Entropy
 
 GOLDEN = {  # target 10, alpha 0.5, counts 0, 4, 10, 13, 20
@@ -154,6 +140,15 @@ def test_entropy_reward_by_hand(bucket, is_correct):
     np.testing.assert_allclose(got, GOLDEN[bucket, is_correct], atol=1e-6)
 
 
+def test_the_margin_of_a_small_target_is_one_token():
+    # Two tokens are one beyond the margin: a penalty of 1 / (2 * knee) of margin + knee.
+    for bucket, knee in (("easy", 2), ("medium", 3)):
+        [got] = entropy(bucket, True, np.array([2]), target=0)
+        assert got == pytest.approx(-0.5 / (2 * knee) / (1 + knee))
+    [got] = entropy("hard", False, np.array([4]), target=0)
+    assert got == pytest.approx(0.6 / (1 + math.exp(-1)))  # three tokens beyond, temperature 3
+
+
 def test_a_bucket_without_a_target_earns_nothing():
     got = entropy_reward(
         np.array([20, 20]),
@@ -175,47 +170,6 @@ def test_a_centered_gain_is_twice_the_gain_less_its_size(bucket, is_correct):
     np.testing.assert_array_equal(centered[~is_gain], plain[~is_gain])
     if not is_correct:
         assert centered[0] == 0  # nothing is paid for a miss that did not explore
-
-
-def scalar_entropy_reward(bucket, is_correct, count, target, alpha):
-    """ARES's table, line by line."""
-    phi, k, t, kappa = {
-        "easy": (0.15, 2, 2, 1),
-        "medium": (0.25, 3, 2.5, 1),
-        "hard": (0.35, 4, 3, 1.2),
-    }[bucket]
-    delta, m, c = count - target, max(1, phi * max(target, 1)), alpha * kappa
-
-    def huber(x):
-        return x * x / 2 / k if x <= k else x - k / 2
-
-    def sigmoid(x):
-        return 1 / (1 + math.exp(-x / t))
-
-    if is_correct and bucket == "easy":
-        return -min(c, huber(max(delta - m, 0)) / (m + k) * c)
-    if is_correct and bucket == "medium":
-        return -min(c, huber(max(abs(delta) - m, 0)) / (m + k) * c)
-    if is_correct:
-        if delta >= -m:
-            return c * sigmoid(delta + m)
-        return -min(c, huber(-delta - m) / 2 / (m + k) * c)
-    return {"easy": 0.6, "medium": 0.8, "hard": 1.0}[bucket] * c * sigmoid(max(delta - m, 0))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["easy", "medium", "hard"]),
-    st.booleans(),
-    st.integers(0, 4000),
-    st.integers(0, 4000) | st.floats(0, 50),
-    st.floats(0, 2),
-)
-def test_entropy_reward_agrees_with_the_published_table(bucket, is_correct, count, target, alpha):
-    [got] = entropy(bucket, is_correct, np.array([count]), target, alpha)
-    expected = scalar_entropy_reward(bucket, is_correct, count, target, alpha)
-    assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert abs(got) <= 1.2 * alpha + 1e-6
 
 
 def test_second_chance_by_hand():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.types import flatten_groups
+from jaxrl.types import Group, flatten_groups, replace_fields
 from tests.episodes import (
     grouped,
     in_turns,
@@ -87,14 +87,6 @@ def test_advantages_of_rewards_by_hand(name, changes, ids, expected):
     np.testing.assert_array_equal(got, got.astype(np.float32))  # no digit is lost later
 
 
-def test_advantages_of_verdicts_by_hand():
-    # Eight of which two are right, with k = 4; errors would make it ten of which four are.
-    verdicts = np.array([0, 1, 0, 0, 1, 0, 0, 0])
-    got = estimate("pass_at_k", [*judged(verdicts), *make_failures()])
-    np.testing.assert_allclose(got[:8], np.where(verdicts, 0.522233, -0.174078), atol=2e-6)
-    np.testing.assert_array_equal(got[8:], 0)
-
-
 def test_groups_of_high_entropy_exploit():
     sure, unsure = judged([1, 0, 0, 0], 3, entropy=0.2), judged([1, 0, 0, 0], 5, entropy=0.8)
     got = estimate("pass_at_k_entropy_guided", sure + unsure, k=2)
@@ -124,6 +116,64 @@ def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
     assert np.array_equal(of_verdicts, of_prices) == reads_verdicts
     assert np.array_equal(of_prices, of_turned) != reads_verdicts
     np.testing.assert_array_equal(estimate(name, make_failures(count=8), k=2), 0)
+
+
+SIZE, NUM_GROUPS = 5, 3
+
+
+def draw_groups(seed):
+    """Return groups with rewards, verdicts and lengths of all kinds; any member may fail."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for task in range(NUM_GROUPS):
+        members = []
+        for index in range(SIZE):
+            fields = {"task_number": task, "sample_index": index, "length": int(rng.integers(4, 9))}
+            if rng.random() < 0.35:
+                member = make_failure(reward=99.0, **fields)  # which must count nowhere
+            else:
+                member = make_trajectory(reward=float(rng.integers(-2, 3)), **fields)
+            entropies = np.where(member.loss_mask, rng.random(), 0).astype(np.float32)
+            verdict = {"is_correct": bool(rng.random() < 0.5), "rollout_entropies": entropies}
+            members.append(dataclasses.replace(member, **verdict))
+        groups.append(Group(trajectories=tuple(members)))
+    return groups
+
+
+def without_failures(groups):
+    """Return the groups without failures; groups that have no member left are dropped."""
+    left = [Group(trajectories=tuple(group.scored_trajectories)) for group in groups]
+    return [group for group in left if group.trajectories]
+
+
+def padded(groups):
+    """Return the groups with a failed one behind them: batches of one shape compile once."""
+    count = SIZE * NUM_GROUPS - len(flatten_groups(groups))
+    rest = [make_failure(task_number=99, sample_index=i) for i in range(count)]
+    return [*groups, *([Group(trajectories=tuple(rest))] if rest else [])]
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "pass_at_k_bootstrap"])
+def test_advantages_are_those_of_the_group_that_is_left(name):
+    estimate = estimator(**{"advantage.name": name, "advantage.pass_at_k.k": 2})
+    has_signal = False
+    for seed in range(4):
+        groups = draw_groups(seed)
+        whole = flatten_groups(estimate(groups, 0, 0))
+        alone = flatten_groups(estimate(padded(without_failures(groups)), 0, 0))
+        got = [t.advantage for t in whole if t.is_scored]
+        np.testing.assert_allclose(got, [t.advantage for t in alone if t.is_scored], atol=1e-6)
+        assert all(t.advantage == 0 for t in whole if not t.is_scored)
+        has_signal |= any(got)
+    assert has_signal
+
+
+def test_random_subsets_hold_no_failure():
+    """Only failures are right here: a subset with one of them would pass."""
+    estimate = estimator(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
+    groups = draw_groups(0)
+    wrong = replace_fields(groups, is_correct=[not t.is_scored for t in flatten_groups(groups)])
+    assert not any(t.advantage for t in flatten_groups(estimate(wrong, 0, 0)))
 
 
 def test_k_follows_its_schedule_by_the_step_of_the_stage():

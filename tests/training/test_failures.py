@@ -1,4 +1,4 @@
-"""Steps that teach nothing say why; a run in which everything fails stops."""
+"""A run in which everything fails stops and names the first error."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.training.failures import (
     FailureCounter,
     NothingWorksError,
-    explain_no_learning,
     first_error,
     has_learned,
 )
@@ -21,10 +20,6 @@ SKIPPED = {"grad_norm": Metric(float("nan")), "skipped": Metric(1.0)}
 
 def fail_with(text):
     return dataclasses.replace(make_failure(), turns=(dataclasses.replace(FAILED, error=text),))
-
-
-def without_advantage(**fields):
-    return dataclasses.replace(make_trajectory(**fields), advantage=0.0)
 
 
 def make_counter(limit):
@@ -69,20 +64,3 @@ def test_a_limit_of_zero_never_stops_the_run():
 def test_a_step_has_learned_if_an_update_had_a_gradient():
     assert has_learned([STILL, UPDATED])
     assert not any(has_learned(metrics) for metrics in ([], [STILL], [SKIPPED]))
-
-
-def test_a_step_with_a_signal_needs_no_explanation():
-    member = dataclasses.replace(make_trajectory(reward=1.0), advantage=0.5)
-    assert explain_no_learning([member, make_trajectory()], [SKIPPED, UPDATED]) is None
-    assert explain_no_learning([member], [SKIPPED]).startswith("its update was skipped")
-    assert explain_no_learning([member], []).startswith("no trajectory has a loss")
-    assert explain_no_learning([fail_with("down")], []) is None  # reported before
-
-
-def test_a_step_of_equal_rewards_is_explained():
-    explanation = explain_no_learning([without_advantage(reward=-0.5)] * 3, [STILL])
-    assert explanation.endswith("all compared values were equal (rewards -0.5)")
-    group = [without_advantage(reward=1.0), without_advantage(reward=0.0), fail_with("down")]
-    assert explain_no_learning(group, [STILL]).endswith("(rewards 0 to 1)")
-    solved = [dataclasses.replace(without_advantage(reward=1.0), is_correct=True)] * 2
-    assert explain_no_learning(solved, [STILL]) is None

@@ -23,7 +23,7 @@ from jaxrl.training.minibatches import (
 from jaxrl.types import Divergence, replace_fields
 from jaxrl.utils.callables import NamedFunction, UserCodeError
 from tests import helpers
-from tests.episodes import grouped, in_turns, make_failure, make_trajectory, wavering
+from tests.episodes import grouped, make_failure, make_trajectory, wavering
 from tests.helpers import gather
 from tests.training.policies import LENGTHS, MESH, SHAPE, dense, policies, score, trajectories
 
@@ -111,41 +111,6 @@ def test_values_of_tokens_stand_beside_their_tokens():
         assert half.num_loss_tokens == sum(int(trajectories()[i].loss_mask.sum()) for i in packed)
 
 
-def test_the_tokens_of_a_turn_carry_its_advantage():
-    # The first adds up to nothing and is trained on all the same; the second has no signal.
-    lengths = [[1, 2, 1], [3], [2, 2], [1]]
-    advantages = [(0.5, 0.0, -0.5), (0.0,), (1.0, -2.0), (3.0,)]
-    members = [in_turns([], 0.0, lengths=n, task=i) for i, n in enumerate(lengths)]
-    of_turns = replace_fields(grouped(members), turn_advantages=advantages, advantage=[0.0] * 4)
-    method = method_with(**{"rollout.group_size": 1})
-    (packed,) = make_minibatches(of_turns, SHAPE, method, controllers=Controllers())
-    for position, index in enumerate([0, 2, 3]):
-        got = gather(packed.batch, packed.batch.advantages, position)
-        wanted = np.repeat(advantages[index], lengths[index])
-        np.testing.assert_array_equal(got[members[index].loss_mask], wanted)
-        assert not got[~members[index].loss_mask].any()
-    assert packed.batch.segment_ids.max() == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "fields"),
-    [
-        ({}, []),
-        ({"optimizer.num_epochs": 2}, []),  # scored on the device, not here
-        (IN_LOSS, ["old_logprobs", "ref_logprobs", "kl_weights"]),
-        ({"kl.coef": 0.1, "kl.controller": "log"}, ["ref_logprobs", "kl_weights"]),
-        ({"kl.coef": 0.1, "kl.low_factor": 0.5}, ["kl_weights"]),
-    ],
-    ids=str,
-)
-def test_only_what_is_read_is_in_the_batch(changes, fields):
-    method = method_with(**changes)
-    controllers = Controllers.init(method)
-    for packed in make_minibatches(groups(), SHAPE, method, controllers=controllers):
-        optional = ("old_logprobs", "ref_logprobs", "kl_weights")
-        assert [name for name in optional if getattr(packed.batch, name) is not None] == fields
-
-
 def test_an_empty_minibatch_keeps_its_fields():
     # The same program must run on it.
     method = method_with(**IN_LOSS)
@@ -185,58 +150,27 @@ def test_observations_are_trained_on_where_asked_for():
     assert masked.loss_mask.sum() < got.loss_mask.sum() == 30
 
 
-# Weights of the KL term.
-
-
-kl_method = partial(method_with, **{"kl.coef": 0.01})
-
-
-def make_four(is_high, *, task_number=0, right=False, excess=0.6):
-    """Return a trajectory of four tokens, some of which are high."""
-    return dataclasses.replace(
-        make_trajectory(task_number=task_number, length=4),
-        is_correct=right,
-        windows=dataclasses.replace(
-            wavering(0, length=4, excess=excess), is_high=np.array(is_high, bool)
-        ),
-    )
-
-
-def test_kl_weights_by_hand():
-    method = kl_method(**{"kl.low_factor": 0.5, "kl.controller": "budget"})
-    batch = [make_four([0, 1, 1, 0]), make_four([1, 0, 0, 0], task_number=1)]
-    controllers = Controllers(
-        threshold=EntropyThreshold(1.0),
-        buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
-        kl=KLBudget({"easy": 1.0, "medium": 3.0, "hard": 7.0}),
-    )
-    got = compute_token_kl_weights(batch, controllers, method.kl)
-    np.testing.assert_allclose(got[0], [0.01, 0.005, 0.005, 0.01])
-    np.testing.assert_allclose(got[1], [0.015, 0.03, 0.03, 0.03])
-    assert got[0].dtype == np.float32
-    # As a mean over these four tokens, the term of the first is 0.002.
-    assert np.mean(got[0] * [0.2, 0.1, 0.3, 0.4]) == pytest.approx(0.002)
-
-
 def test_a_second_chance_for_wrong_answers_to_easy_tasks():
-    method = kl_method(**{"kl.second_chance": True})
+    method = method_with(**{"kl.coef": 0.01, "kl.second_chance": True})
     controllers = Controllers(
         threshold=EntropyThreshold(1.0),
         buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
     )
-    high = [1, 1, 1, 1]
     batch = [
-        make_four(high),
-        make_four(high, right=True),
-        make_four(high, task_number=1),
-        make_four(high, excess=0.4),
+        dataclasses.replace(
+            make_trajectory(task_number=task, length=4),
+            is_correct=right,
+            windows=wavering(4, length=4, excess=excess),
+        )
+        for task, right, excess in (
+            (0, False, 0.6),
+            (0, True, 0.6),
+            (1, False, 0.6),
+            (0, False, 0.4),
+        )
     ]
     got = compute_token_kl_weights(batch, controllers, method.kl)
-    scales = [0.67, 1, 1, 1]
-    np.testing.assert_allclose(got, np.outer(scales, np.full(4, 0.01)), rtol=1e-6)
-
-
-# On the device.
+    np.testing.assert_allclose(got, np.outer([0.67, 1, 1, 1], np.full(4, 0.01)), rtol=1e-6)
 
 
 def test_logprobs_are_added_where_they_are_missing():

@@ -43,18 +43,6 @@ def test_learning_rates_by_hand(schedule, warmup, final, expected):
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_user_schedule(monkeypatch, tmp_path):
-    (tmp_path / "my_schedule.py").write_text(
-        "import jax.numpy as jnp\n"
-        "def halved(peak, num_updates, *, at=0.5):\n"
-        "    return lambda step: jnp.where(step < at * num_updates, peak, peak / 2)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    halved = optimizer_settings(6, lr=8.0, warmup_steps=2, schedule="my_schedule.halved")
-    rate = make_schedule(halved)
-    np.testing.assert_allclose([rate(step) for step in range(6)], [4, 8, 8, 8, 4, 4])
-
-
 def test_adamw_by_hand():
     # Gradients of norm 5 and 0.5, clipped to 1, at rates 0.05 and 0.1, with decoupled decay.
     rate = {"lr": 0.1, "warmup_steps": 2, "grad_clip": 1.0, "weight_decay": 0.5}

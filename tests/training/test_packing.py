@@ -91,37 +91,6 @@ def test_what_is_shared(masks, num_shared):
     assert pack(different, np.ones(2, np.float32), shape).num_shared == 0
 
 
-def test_two_in_a_row_by_hand():
-    shape = BatchShape(num_micro=2, micro_rows=1, row_tokens=6)
-    packed = pack(
-        [sequence([0, 1]), sequence([0, 1, 1]), sequence([0, 1, 0, 1])],
-        np.array([2.0, -1.0, 0.5], np.float32),
-        shape,
-    )
-    batch = packed.batch
-    np.testing.assert_array_equal(batch.segment_ids, [[[3, 3, 3, 3, 1, 1]], [[2, 2, 2, 0, 0, 0]]])
-    np.testing.assert_array_equal(batch.token_ids, [[[1, 2, 3, 4, 1, 2]], [[1, 2, 3, 0, 0, 0]]])
-    np.testing.assert_array_equal(batch.positions, [[[0, 1, 2, 3, 0, 1]], [[0, 1, 2, 0, 0, 0]]])
-    np.testing.assert_array_equal(
-        batch.advantages, [[[0, 0.5, 0, 0.5, 0, 2]], [[0, -1, -1, 0, 0, 0]]]
-    )
-    assert (packed.num_micro, packed.num_tokens, packed.num_loss_tokens) == (2, 9, 5)
-    assert packed.padding == pytest.approx(3 / 12)
-    assert batch.old_logprobs is None
-    assert batch.ref_logprobs is None
-
-
-def test_room_for_any_sequences():
-    assert BatchShape.for_sequences(0, micro_rows=4, row_tokens=8).num_micro == 1
-    shape = BatchShape.for_sequences(5, micro_rows=2, row_tokens=3)
-    assert shape.num_sequences == 6
-    # One long row instead of eight for each of two devices has room for as many.
-    merged = BatchShape.for_sequences(100, micro_rows=16, row_tokens=8, shards_with_prompts=2)
-    assert (merged.micro_rows, merged.row_tokens, merged.num_sequences) == (2, 64, 112)
-    packed = pack([sequence([0, 1, 1])] * 5, np.ones(5), shape)
-    assert packed.num_micro == shape.num_micro == 3
-
-
 def test_sequences_that_do_not_fit_are_refused():
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
     merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, shards_with_prompts=1)

@@ -2,42 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
-from jaxrl.training.packing import BatchShape, pack
-from jaxrl.training.reference_kl import make_kl_fn, unpack
+from jaxrl.training.reference_kl import make_kl_fn
 from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
-from tests.helpers import method_with, scatter
+from tests.helpers import method_with
 from tests.training.policies import MESH, SHAPE, dense, policies, score, trajectories
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-@hypothesis_settings(max_examples=30, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 32), min_size=1, max_size=8),
-    num_shards=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 2**31),
-)
-def test_unpacking_is_the_inverse_of_packing(lengths, num_shards, seed):
-    rng = np.random.default_rng(seed)
-    members = [make_trajectory(task_number=i, length=length) for i, length in enumerate(lengths)]
-    values = [rng.standard_normal(length).astype(np.float32) for length in lengths]
-    shape = BatchShape(num_micro=2, micro_rows=4, row_tokens=32)
-    packed = pack(
-        members,
-        np.ones(len(members), np.float32),
-        shape,
-        num_shards=num_shards,
-        token_fields={"kl_weights": values},
-    )
-    np.testing.assert_array_equal(packed.batch.kl_weights, scatter(packed.batch, values))
-    got = unpack(packed, packed.batch.kl_weights, members)
-    for unpacked, wanted in zip(got, values, strict=True):
-        np.testing.assert_array_equal(unpacked, wanted)
 
 
 ESTIMATES = {

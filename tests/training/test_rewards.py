@@ -140,10 +140,3 @@ def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
     assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
     plain = method_with()
     assert is_same(add_entropy_reward(groups, Controllers.init(plain), plain.shaping), groups)
-
-
-def test_a_centered_gain_by_configuration():
-    method = method_with(**ENTROPY, **{"shaping.centered_gain": True})
-    groups = with_windows([make_trajectory()], [wavering(10)])
-    [wrong] = flatten_groups(add_entropy_reward(groups, CALIBRATED, method.shaping))
-    assert wrong.reward == 0

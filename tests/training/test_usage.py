@@ -61,21 +61,6 @@ def test_the_searches_of_a_control_reach_no_engine():
     assert got.sampled_tokens == 4
 
 
-def test_metrics_by_hand():
-    assert UsageStats.compute([with_calls(*CALLS)], PRICES).metrics() == {
-        "ledger/total/trajectories": 1,
-        "ledger/total/observation_tokens": 3,
-        "ledger/total/sampled_tokens": 4,
-        "ledger/total/calls/python": 1,
-        "ledger/total/calls/search": 5,
-        "perf/ledger/total/attempts/python": 1,
-        "perf/ledger/total/attempts/search": 5,
-        "perf/ledger/total/cost": 2.75,
-    }
-    without_calls = UsageStats.compute([make_trajectory(turns=(ANSWER,))], {}).metrics()
-    assert not any(name.startswith("perf/") for name in without_calls)
-
-
 def test_the_tokens_of_an_endpoint_are_counted_and_paid():
     usage = {"calls": 2, "attempts": 3, "prompt_tokens": 14, "completion_tokens": 6, "cost": 0.125}
     trajectory = dataclasses.replace(make_trajectory(turns=(SEARCH, ANSWER)), usage=usage)

@@ -81,12 +81,6 @@ def test_a_function_that_fails_is_named(name, text):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("fields", [{"text": b"x"}, {"name": "a/b"}])
-def test_signs_that_no_file_could_hold_are_refused(fields):
-    with pytest.raises(TypeError, match="expected a name of lower-case"):
-        Sign(**{"name": "bad", "text": "", "since": 1, **fields})
-
-
 @pytest.mark.parametrize(
     ("since", "steps", "target"),
     [(7, [2, 5, 8], 5), (8, [2, 5, 8], 8), (1, [2, 5, 8], 2)],
