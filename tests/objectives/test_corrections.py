@@ -22,10 +22,7 @@ IDS = np.array([[1] * 4 + [2] * 4])
         ({"level": "token", "mode": "truncate"}, [1.105171, 1, 1, 2, 0.904837]),
         ({"level": "sequence", "mode": "truncate"}, [1.105171, 1.105171, 2, 2, 2]),
         ({"level": "token", "mode": "mask"}, [1.105171, 1, 1, 4.481689, 0.904837]),
-        (
-            {"level": "token", "mode": "mask", "low": 0.95, "high": 2.0},
-            [1.105171, 1, 1, 0, 0],
-        ),
+        ({"level": "token", "mode": "mask", "low": 0.95, "high": 2.0}, [1.105171, 1, 1, 0, 0]),
         ({"level": "sequence", "mode": "mask"}, [1.105171, 1.105171, 4.0552, 4.0552, 4.0552]),
         ({"level": "sequence", "mode": "reject", "high": 4.0}, [1, 1, 0, 0, 0]),
         ({"level": "token", "mode": "reject", "low": 0.95, "high": 1.05}, [0, 1, 1, 0, 0]),

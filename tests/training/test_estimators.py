@@ -176,17 +176,7 @@ def test_random_subsets_hold_no_failure():
     assert not any(t.advantage for t in flatten_groups(estimate(wrong, 0, 0)))
 
 
-def test_k_follows_its_schedule_by_the_step_of_the_stage():
-    schedule = {"advantage.pass_at_k.k_schedule": ((0, 3), (1, 2), (3, 1))}
-    estimate = estimator(**{"advantage.name": "pass_at_k"}, **schedule)
-    assert [estimate.metrics(step) for step in range(4)] == [
-        {"advantage/k": k} for k in (3, 2, 2, 1)
-    ]
-    assert estimator(**{"advantage.name": "pass_at_k"}).metrics(0) == {"advantage/k": 4}
-    assert estimator().metrics(0) == {}
-
-
-def test_each_k_compiles_once(monkeypatch):
+def test_k_follows_its_schedule_and_each_k_compiles_once(monkeypatch):
     traced = []
 
     def trace(is_correct, group_ids, *, k):
@@ -194,12 +184,12 @@ def test_each_k_compiles_once(monkeypatch):
         return is_correct * k
 
     monkeypatch.setitem(ESTIMATORS, "pass_at_k", trace)
-    schedule = ((0, 4), (2, 1), (5, 4))
-    changes = {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": schedule}
-    estimate = estimator(**changes)
+    schedule = {"advantage.pass_at_k.k_schedule": ((0, 4), (2, 1), (5, 4))}
+    estimate = estimator(**{"advantage.name": "pass_at_k"}, **schedule)
     for step, k in enumerate([4, 4, 1, 1, 1, 4]):
         [group] = estimate(grouped(judged([0, 1])), step, step)
         assert [t.advantage for t in group.trajectories] == [0, k]
+        assert estimate.metrics(step) == {"advantage/k": k}
     assert traced == [4, 1]
 
 

@@ -13,7 +13,7 @@ from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
+from jaxrl.training.packing import BatchShape, assign_rows, make_items
 from jaxrl.training.update import GradientStep, UpdateStep, init_state, put_batch
 from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
@@ -148,10 +148,3 @@ def test_rows_have_room_for_the_images_of_their_sequences():
 def test_too_many_images_are_refused():
     with pytest.raises(ValueError, match=r"expected at most 68\. Raise .*max_image_tokens"):
         packed_in(shape_of(5, 1, 48, max_units=17))
-
-
-def test_a_batch_without_images_has_none():
-    text = sequences()[3]
-    packed = pack([text], ADVANTAGES[:1], SHAPES["apart"])
-    assert packed.batch.token_arrays == {}
-    assert packed.attachments is None

@@ -129,9 +129,8 @@ def test_an_empty_minibatch_keeps_its_fields():
 
 def test_the_result_of_a_trajectory_filter_is_checked():
     def filter_with(function):
-        named = NamedFunction(
-            key="filter.trajectories", name="my.f", function=function, settings={}
-        )
+        name = {"key": "filter.trajectories", "name": "my.f"}
+        named = NamedFunction(**name, function=function, settings={})
         return dataclasses.replace(method_with().filter, trajectory_filter=named)
 
     members = [make_trajectory(sample_index=i) for i in range(4)]

@@ -24,10 +24,6 @@ def broken(record):
     return {}, ["bad"]
 
 
-def no_json(record):
-    return {"value": object()}, []
-
-
 def failing(record):
     raise KeyError("bad")
 
@@ -70,7 +66,6 @@ def test_it_gets_the_step_and_no_metric_in_which_processes_differ():
     ("name", "text"),
     [
         ("broken", "it returned ({}, ['bad']); expected a dict and a list of Sign"),
-        ("no_json", "Object of type object is not JSON serializable"),
         ("failing", "KeyError: 'bad'"),
     ],
 )
