@@ -11,7 +11,6 @@ from tests.training.policies import MESH, SHAPE, dense, policies, score, traject
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-
 ESTIMATES = {
     "k1": lambda old, ref: old - ref,
     "k3": lambda old, ref: np.clip(np.exp(ref - old) - (ref - old) - 1, -10, 10),
@@ -21,13 +20,8 @@ ESTIMATES = {
 @pytest.mark.parametrize(("estimator", "mask_observations"), [("k1", True), ("k3", False)])
 def test_divergences_are_those_of_all_logits(estimator, mask_observations):
     # Six rows: the seven trajectories that did not fail take two rounds.
-    method = method_with(
-        **{
-            "kl.coef": 0.1,
-            "kl.estimator": estimator,
-            "loss.mask_observations": mask_observations,
-        }
-    )
+    changes = {"kl.estimator": estimator, "loss.mask_observations": mask_observations}
+    method = method_with(**{"kl.coef": 0.1}, **changes)
     measure = make_kl_fn(score(), MESH, SHAPE, method)
     measured = measure(grouped(trajectories()), *policies())
     assert [group.task_id for group in measured] == ["t0", "t1", "t2", "t3"]
