@@ -31,66 +31,77 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SHARED = {"num_hidden_layers": 2, "hidden_act": "silu", "max_position_embeddings": 4096}
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "vocab_size": 112,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "head_dim": 8,
+}
+
+
+def small(kind: Any, *, rope_theta: float = 1e6, rope: Any = None, **changes: Any) -> Any:
+    """Return a configuration of `kind` with changes to `SMALL`."""
+    rope_parameters = {"rope_type": "default", "rope_theta": rope_theta, **(rope or {})}
+    return kind(**{**SMALL, **changes}, rope_parameters=rope_parameters)
+
 
 MODELS = {
-    "qwen2_tied": Qwen2Config(
-        **SHARED,
+    "qwen2_tied": small(
+        Qwen2Config,
         vocab_size=256,
         hidden_size=48,
         intermediate_size=80,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
     ),
-    "qwen3_untied": Qwen3Config(
-        **SHARED,
+    "qwen3_untied": small(
+        Qwen3Config,
         vocab_size=288,
         hidden_size=40,
         intermediate_size=72,
         num_attention_heads=6,
-        num_key_value_heads=2,
         head_dim=16,  # not hidden_size / num_attention_heads
-        rope_parameters={"rope_type": "default", "rope_theta": 5e6},
-        tie_word_embeddings=False,
+        rope_theta=5e6,
     ),
-    "qwen3_biased_bf16": Qwen3Config(
-        **{**SHARED, "num_hidden_layers": 3},
+    "qwen3_biased_bf16": small(
+        Qwen3Config,
+        num_hidden_layers=3,
         vocab_size=256,
-        hidden_size=32,
         intermediate_size=64,
-        num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=8,
         attention_bias=True,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         dtype="bfloat16",
     ),
-    "qwen2_old_spelling": Qwen2Config(
-        **SHARED,
+    "qwen2_old_spelling": small(
+        Qwen2Config,
         vocab_size=320,  # of which a tokenizer would know 300
-        hidden_size=32,
         intermediate_size=64,
-        num_attention_heads=4,
         num_key_value_heads=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-        tie_word_embeddings=False,
+        rope_theta=50_000.0,
     ),
     # Pretrained on 8 tokens, so that the 20 of the test are far.
-    "qwen3_yarn": Qwen3Config(
-        **SHARED | {"max_position_embeddings": 32},
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    "qwen3_yarn": small(
+        Qwen3Config,
+        max_position_embeddings=32,
         head_dim=16,
-        rope_parameters={
+        rope_theta=1000.0,
+        rope={
             "rope_type": "yarn",
-            "rope_theta": 1000.0,
             "factor": 4.0,
             "original_max_position_embeddings": 8,
             "beta_fast": 2.0,
@@ -98,115 +109,71 @@ MODELS = {
         },
         tie_word_embeddings=True,
     ),
-    "qwen2_yarn_old_spelling": Qwen2Config(
-        **SHARED | {"max_position_embeddings": 8},
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
+    "qwen2_yarn_old_spelling": small(
+        Qwen2Config,
+        max_position_embeddings=8,
         num_attention_heads=2,
         num_key_value_heads=1,
-        rope_parameters={
+        rope_theta=100.0,
+        rope={
             "rope_type": "yarn",
-            "rope_theta": 100.0,
             "factor": 3.0,
             "beta_fast": 4.0,
             "mscale": 1.5,
             "mscale_all_dim": 0.5,
             "truncate": False,
         },
-        tie_word_embeddings=False,
     ),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHARED,
-        vocab_size=112,
-        hidden_size=24,
-        intermediate_size=40,
-        moe_intermediate_size=16,
+    "qwen3_moe": small(
+        Qwen3MoeConfig,
+        **EXPERTS | {"norm_topk_prob": False},
         num_experts=6,
         num_experts_per_tok=3,
-        norm_topk_prob=False,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         attention_bias=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
     ),
-    "qwen3_moe_mixed": Qwen3MoeConfig(
-        **{**SHARED, "num_hidden_layers": 5},
-        vocab_size=112,
-        hidden_size=24,
-        intermediate_size=40,
-        moe_intermediate_size=16,
+    "qwen3_moe_mixed": small(
+        Qwen3MoeConfig,
+        **EXPERTS,
+        num_hidden_layers=5,
         num_experts=8,
         num_experts_per_tok=2,
-        norm_topk_prob=True,
         mlp_only_layers=[1],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
     ),
-    "qwen3_moe_sparse_step": Qwen3MoeConfig(
-        **{**SHARED, "num_hidden_layers": 3},
-        vocab_size=112,
-        hidden_size=24,
-        intermediate_size=40,
-        moe_intermediate_size=16,
+    "qwen3_moe_sparse_step": small(
+        Qwen3MoeConfig,
+        **EXPERTS,
+        num_hidden_layers=3,
         num_experts=4,
         num_experts_per_tok=2,
-        norm_topk_prob=True,
         decoder_sparse_step=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
     ),
-    "llama_tied": LlamaConfig(
-        **SHARED,
-        vocab_size=200,
+    "llama_tied": small(
+        LlamaConfig,
         hidden_size=36,
         intermediate_size=56,
         num_attention_heads=6,
-        num_key_value_heads=2,
         rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        rope_theta=100_000.0,
         tie_word_embeddings=True,
     ),
-    # Waves of 6 to 400 tokens: some are kept, some divided, some between.
-    "llama3_biased": LlamaConfig(
-        **SHARED | {"max_position_embeddings": 128},
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
+    # Waves of 6 to 400 tokens: some are unchanged, some divided, some between.
+    "llama3_biased": small(
+        LlamaConfig,
+        max_position_embeddings=128,
         num_key_value_heads=4,
         head_dim=12,
         attention_bias=True,
-        rope_parameters={
+        rope_theta=100.0,
+        rope={
             "rope_type": "llama3",
-            "rope_theta": 100.0,
             "factor": 4.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
         },
-        tie_word_embeddings=False,
     ),
-    "mistral_old_spelling": MistralConfig(
-        **SHARED,
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-    ),
+    "mistral_old_spelling": small(MistralConfig, head_dim=16, sliding_window=None),
 }
 
 SCALINGS: list[dict[str, Any]] = [
@@ -232,7 +199,7 @@ BALANCE_COEF = 0.1
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Weights at which every parameter matters: no zero biases, no norm scales of one."""
+    """Draw weights at which every parameter matters: no zero biases, no norm scales of one."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
@@ -244,7 +211,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def reference(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
-    """What `transformers` computes for `token_ids`, in float32."""
+    """Return what `transformers` computes for `token_ids`, in float32."""
     with torch.no_grad():
         out = model.float().eval()(token_ids, output_hidden_states=True)
     return {
@@ -256,7 +223,7 @@ def reference(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
 
 
 def gradients(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
-    """Of the mean loss of the next tokens, and of the routers' balance; and both losses."""
+    """Return the gradient of the next-token loss and the routers' balance, and both losses."""
     mask = torch.ones_like(token_ids)
     mask[1, -6:] = 0  # padding
     labels = torch.where(mask.bool(), token_ids, -100)
@@ -264,13 +231,13 @@ def gradients(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
     model.zero_grad()
     out = model(token_ids, attention_mask=mask, labels=labels, output_router_logits=True)
     out.loss.backward()
-    found = {f"gradient/{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    by_name = {f"gradient/{name}": p.grad.numpy() for name, p in model.named_parameters()}
     losses = {"loss": out.loss.detach().numpy(), "balance_loss": out.aux_loss.detach().numpy()}
-    return {**found, **losses, "mask": mask.numpy()}
+    return {**by_name, **losses, "mask": mask.numpy()}
 
 
 def spell_as_before_transformers_5(file: Path) -> None:
-    """Rewrites a `config.json` with the names of transformers 4."""
+    """Rewrite a `config.json` with the names of transformers 4."""
     fields = json.loads(file.read_text(encoding="utf-8"))
     rope = fields.pop("rope_parameters")
     fields["rope_theta"] = rope.pop("rope_theta")
@@ -287,8 +254,8 @@ def spell_as_before_transformers_5(file: Path) -> None:
 
 
 def scaled_frequencies() -> list[dict[str, Any]]:
-    """What `transformers` makes of each of `SCALINGS`."""
-    found = []
+    """Return frequencies and attention factors of `transformers` for `SCALINGS`."""
+    computed = []
     for theta, head_dim in ((1e6, 128), (10_000.0, 64)):
         for scaling in SCALINGS:
             config = Qwen3Config(
@@ -297,19 +264,19 @@ def scaled_frequencies() -> list[dict[str, Any]]:
                 rope_parameters={"rope_theta": theta, **scaling},
             )
             frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
-            found.append(
+            computed.append(
                 {
                     "rope_parameters": {"rope_theta": theta, **scaling},
                     "head_dim": head_dim,
-                    "frequencies": [float(one) for one in frequencies.numpy()],
+                    "frequencies": [float(x) for x in frequencies.numpy()],
                     "attention_factor": factor,
                 }
             )
-    return found
+    return computed
 
 
 def main() -> None:
-    """Replaces the folders of the models beside this file."""
+    """Replace the folders of the models beside this file."""
     text = json.dumps(scaled_frequencies(), indent=1) + "\n"
     (Path(__file__).parent / "rope_scaling.json").write_text(text, encoding="utf-8")
     for seed, (name, config) in enumerate(MODELS.items()):
@@ -326,11 +293,11 @@ def main() -> None:
         if name.endswith("old_spelling"):
             spell_as_before_transformers_5(folder / "config.json")
         token_ids = torch.randint(0, config.vocab_size, (2, 20))
-        found = reference(model, token_ids)
+        arrays = reference(model, token_ids)
         if isinstance(config, Qwen3MoeConfig):
-            found |= gradients(model, token_ids)
-        save = np.savez_compressed if len(found) > 4 else np.savez
-        save(folder / "golden.npz", **found)
+            arrays |= gradients(model, token_ids)
+        save = np.savez_compressed if len(arrays) > 4 else np.savez
+        save(folder / "golden.npz", **arrays)
 
 
 if __name__ == "__main__":

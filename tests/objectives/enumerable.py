@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCAB = 3
-END = VOCAB - 1  # ends a sequence; the last place ends it too
+END = VOCAB - 1  # ends a sequence; the last position ends it too
 
 
 @dataclass(frozen=True)
 class World:
-    """All M sequences of up to T tokens; what a policy says depends on all tokens before.
+    """All M sequences of up to T tokens; a policy's next token depends on all tokens before it.
 
     `tokens` and `mask` are [M, T]; `contexts` [M, T] numbers the prefixes, C in all.
     A policy's parameters are its logits [C, V].
@@ -58,11 +58,11 @@ class World:
         return self.token_scores(logits).sum(axis=1)
 
     def reach(self, logits):
-        """The chance of each context to come up, [C]."""
-        comes_up = np.zeros((len(self.tokens), self.shape[0]))
-        for row, mask, contexts in zip(comes_up, self.mask, self.contexts, strict=True):
+        """Return the probability that each context occurs, [C]."""
+        occurs = np.zeros((len(self.tokens), self.shape[0]))
+        for row, mask, contexts in zip(occurs, self.mask, self.contexts, strict=True):
             row[contexts[mask]] = 1
-        return self.probs(logits) @ comes_up
+        return self.probs(logits) @ occurs
 
     def groups(self, size: int) -> np.ndarray:
         """Every group of `size` samples, in order, as rows of sequence numbers."""
@@ -72,7 +72,7 @@ class World:
         return np.asarray(self.probs(logits))[groups].prod(axis=1)
 
 
-def world(num_tokens: int) -> World:
+def enumerate_world(num_tokens: int) -> World:
     sequences = [
         sequence[: sequence.index(END) + 1] if END in sequence else sequence
         for sequence in itertools.product(range(VOCAB), repeat=num_tokens)
@@ -88,32 +88,32 @@ def world(num_tokens: int) -> World:
 
 
 def expected_policy_gradient(
-    place: World, logits, groups: np.ndarray, advantages: np.ndarray
+    world: World, logits, groups: np.ndarray, advantages: np.ndarray
 ) -> np.ndarray:
     """The expectation of the mean of `advantage * gradient of log-probability` over a group."""
-    weights = place.group_probs(logits, groups)[:, None] * advantages / groups.shape[1]
-    return np.einsum("gn,gncv->cv", weights, place.scores(logits)[groups])
+    weights = world.group_probs(logits, groups)[:, None] * advantages / groups.shape[1]
+    return np.einsum("gn,gncv->cv", weights, world.scores(logits)[groups])
 
 
 def expected_turn_gradient(
-    place: World, logits, groups: np.ndarray, advantages: np.ndarray
+    world: World, logits, groups: np.ndarray, advantages: np.ndarray
 ) -> np.ndarray:
-    """As `expected_policy_gradient`, each token being a turn with an advantage of its own.
+    """Same as `expected_policy_gradient`, each token being a turn with its own advantage.
 
     `advantages` are [G, n, T].
     """
-    weights = place.group_probs(logits, groups)[:, None, None] * advantages / groups.shape[1]
-    return np.einsum("gnt,gntcv->cv", weights, place.token_scores(logits)[groups])
+    weights = world.group_probs(logits, groups)[:, None, None] * advantages / groups.shape[1]
+    return np.einsum("gnt,gntcv->cv", weights, world.token_scores(logits)[groups])
 
 
 def expected_loss_gradient(
-    place: World, logits, groups: np.ndarray, loss: Callable[..., jax.Array], *extra: np.ndarray
+    world: World, logits, groups: np.ndarray, loss: Callable[..., jax.Array], *extra: np.ndarray
 ) -> np.ndarray:
     """The expectation of the gradient of `loss(logits, group [n], *extra of the group)`.
 
     Samples are fixed while differentiating, as in training.
     """
-    weights = place.group_probs(logits, groups)
+    weights = world.group_probs(logits, groups)
     over_groups = jax.vmap(loss, in_axes=(None,) + (0,) * (1 + len(extra)))
     total = jax.jit(jax.grad(lambda x: weights @ over_groups(x, groups, *extra)))
     return np.asarray(total(logits))

@@ -1,4 +1,3 @@
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,7 +27,7 @@ def test_three_rows_by_hand(mode, expected):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_nothing_to_train_on_weighs_nothing(mode):
+def test_a_batch_without_loss_tokens_has_zero_weights(mode):
     assert loss_weights([], mode, 4) == []
     nothing = Sequence(token_ids=None, loss_mask=np.zeros(3, bool), rollout_logprobs=None)
     for weights in loss_weights([nothing, nothing], mode, 4):
@@ -36,7 +35,7 @@ def test_nothing_to_train_on_weighs_nothing(mode):
         np.testing.assert_array_equal(weights, np.zeros(3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     mode=st.sampled_from([*AGGREGATIONS]),
@@ -46,24 +45,15 @@ def test_order_changes_no_bit(counts, mode, random):
     sequences = [Sequence(None, np.arange(10) < count, None) for count in counts]
     order = [*range(len(counts))]
     random.shuffle(order)
-    plain, shuffled = (
-        loss_weights(sequences, mode, 7),
-        loss_weights([sequences[i] for i in order], mode, 7),
-    )
-    for place, index in enumerate(order):
-        np.testing.assert_array_equal(shuffled[place], plain[index])
+    plain = loss_weights(sequences, mode, 7)
+    shuffled = loss_weights([sequences[i] for i in order], mode, 7)
+    for weights, index in zip(shuffled, order, strict=True):
+        np.testing.assert_array_equal(weights, plain[index])
 
 
-@pytest.mark.parametrize("found", [np.ones(2), np.ones((3, 1)), np.nan, np.array([1, np.inf, 1])])
-def test_what_an_aggregation_returns_is_checked(found):
+@pytest.mark.parametrize("returned", [np.ones(2), np.array([1, np.inf, 1])])
+def test_the_result_of_an_aggregation_is_checked(returned):
     masks = [np.ones(2, bool)] * 3
     with pytest.raises(ValueError, match=r"loss\.aggregation returned .* expected \[3\] finite"):
-        token_weights(masks, lambda token_counts: found)
+        token_weights(masks, lambda token_counts: returned)
     assert token_weights(masks, token_mean)[0].tolist() == [np.float32(1 / 6)] * 2
-
-
-def test_they_compute_in_jax_as_well():
-    counts = np.array([3, 0, 2])
-    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
-        aggregation = AGGREGATIONS[name]
-        np.testing.assert_allclose(jax.jit(aggregation)(counts), aggregation(counts), rtol=1e-6)

@@ -7,12 +7,11 @@ from jaxrl.objectives.corrections import importance_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
-ROLLOUT = np.array([[-1.2, -0.9, -2, 0], [-0.3, -1, -3.2, -0.8]], np.float32)
-MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
-IDS = np.array([[1] * 4, [2] * 4])
-LEVELS = ("token", "sequence", "geometric")
-FORMS = [(level, mode) for level in LEVELS for mode in ("truncate", "mask", "reject")]
+# Two trajectories in a row.
+OLD = np.array([[-1.1, -0.9, -2, 0, -0.3, -1, -1.7, -0.9]], np.float32)
+ROLLOUT = np.array([[-1.2, -0.9, -2, 0, -0.3, -1, -3.2, -0.8]], np.float32)
+MASK = np.array([[1, 1, 0, 0, 1, 0, 1, 1]], bool)
+IDS = np.array([[1] * 4 + [2] * 4])
 
 
 # The log-ratios are .1, 0 and 0, 1.5, -.1; their sums .1 and 1.4.
@@ -23,20 +22,11 @@ FORMS = [(level, mode) for level in LEVELS for mode in ("truncate", "mask", "rej
         ({"level": "token", "mode": "truncate"}, [1.105171, 1, 1, 2, 0.904837]),
         ({"level": "sequence", "mode": "truncate"}, [1.105171, 1.105171, 2, 2, 2]),
         ({"level": "token", "mode": "mask"}, [1.105171, 1, 1, 4.481689, 0.904837]),
-        (
-            {"level": "token", "mode": "mask", "low": 0.9, "high": 2.0},
-            [1.105171, 1, 1, 0, 0.904837],
-        ),
-        (
-            {"level": "token", "mode": "mask", "low": 0.95, "high": 1.05},
-            [0, 1, 1, 0, 0],
-        ),
+        ({"level": "token", "mode": "mask", "low": 0.95, "high": 2.0}, [1.105171, 1, 1, 0, 0]),
         ({"level": "sequence", "mode": "mask"}, [1.105171, 1.105171, 4.0552, 4.0552, 4.0552]),
-        ({"level": "sequence", "mode": "mask", "high": 4.0}, [1.105171, 1.105171, 0, 0, 0]),
         ({"level": "sequence", "mode": "reject", "high": 4.0}, [1, 1, 0, 0, 0]),
         ({"level": "token", "mode": "reject", "low": 0.95, "high": 1.05}, [0, 1, 1, 0, 0]),
         # Means of .05 and .4667 nats, so ratios of 1.0513 and 1.5947.
-        ({"level": "geometric", "mode": "reject", "low": 0.9, "high": 1.1}, [1, 1, 0, 0, 0]),
         ({"level": "geometric", "mode": "reject", "low": 1.1, "high": 1.6}, [0, 0, 1, 1, 1]),
         ({"level": "geometric", "mode": "truncate", "cap": 1.2}, [1.051271] * 2 + [1.2] * 3),
     ],
@@ -49,25 +39,26 @@ def test_two_trajectories_by_hand(form, expected):
 
 def test_the_range_includes_its_ends():
     # exp and log of powers of two are not exact, so the ends are taken from the ratio itself.
-    one = np.ones((1, 1), bool), np.ones((1, 1), int)
+    mask, ids = np.ones((1, 1), bool), np.ones((1, 1), int)
     old, rollout = np.full((1, 1), -0.5, np.float32), np.full((1, 1), -1.5, np.float32)
     ratio = float(jnp.exp(jnp.float32(1.0)))
     for low, high in ((ratio, 5.0), (0.5, ratio)):
-        got = importance_weights(old, rollout, *one, level="token", mode="mask", low=low, high=high)
-        assert float(got[0, 0]) == ratio
+        form = {"level": "token", "mode": "mask", "low": low, "high": high}
+        assert float(importance_weights(old, rollout, mask, ids, **form)[0, 0]) == ratio
 
 
-@pytest.mark.parametrize(("level", "mode"), FORMS)
-def test_weights_are_constants(level, mode):
-    run = lambda *pair: importance_weights(*pair, MASK, IDS, level=level, mode=mode).sum()  # noqa: E731
-    for gradient in jax.grad(run, argnums=(0, 1))(jnp.asarray(OLD), jnp.asarray(ROLLOUT)):
-        assert not gradient.any()
+@pytest.mark.parametrize(
+    ("level", "mode"), [("token", "truncate"), ("sequence", "mask"), ("geometric", "reject")]
+)
+def test_equal_probabilities_weigh_exactly_one_without_a_gradient(level, mode):
+    def total(old, rollout):
+        weights = importance_weights(old, rollout, MASK, IDS, level=level, mode=mode)
+        return weights.sum(), weights
 
-
-@pytest.mark.parametrize(("level", "mode"), FORMS)
-def test_equal_probabilities_weigh_exactly_one(level, mode):
-    got = importance_weights(OLD, OLD, MASK, IDS, level=level, mode=mode)
-    np.testing.assert_array_equal(got, MASK.astype(np.float32))
+    run = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    gradients, weights = run(OLD, OLD)
+    np.testing.assert_array_equal(weights, MASK.astype(np.float32))
+    assert not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -27,10 +27,10 @@ from jaxrl.objectives.turns import compute_turn_returns, estimate_by_turn
 from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,
+    enumerate_world,
     expected_loss_gradient,
     expected_policy_gradient,
     expected_turn_gradient,
-    world,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,8 +39,8 @@ cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
 clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
 gspo_policy_loss = per_token_of(losses.gspo_policy_loss)
 
-ONE, TWO = world(1), world(2)  # of one token each, of one or two tokens
-PLACES = {1: ONE, 2: TWO}
+ONE, TWO = enumerate_world(1), enumerate_world(2)  # of one token each, of one or two tokens
+WORLDS = {1: ONE, 2: TWO}
 RNG = np.random.default_rng(3)
 LOGITS = {1: RNG.normal(size=ONE.shape), 2: RNG.normal(size=TWO.shape)}
 # Near enough for k3, which ends at 10: its limit has a test of its own.
@@ -155,18 +155,6 @@ def test_by_turns_rloo_is_the_gradient_of_all_that_is_earned():
     assert cosine(expected_by_turn(rloo, TURN_REWARDS, discount=0.3), wanted) < 0.99
 
 
-def test_a_turn_that_is_paid_for_what_only_later_turns_show_is_another_gradient():
-    # The same sums, but the first turn gets what the second has earned: no longer known by its end.
-    shifted = np.stack([TURN_REWARDS.sum(axis=1), np.zeros(7)], axis=1)
-    wanted = gradient_of_reward(REWARDS + TURN_REWARDS.sum(axis=1))
-    assert cosine(expected_by_turn(rloo, shifted), wanted) < 0.99
-
-
-def test_grpo_with_std_is_not_even_parallel_for_rewards_of_many_values():
-    got = expected(population, REWARDS)
-    assert 0.8 < cosine(got, gradient_of_reward(REWARDS)) < 0.999
-
-
 # With right and wrong only, let a(c) be the advantage of a correct trajectory where c of n are
 # correct. Advantages sum to zero in a group, the mean score of a correct sequence is
 # grad p / p, that of a wrong one -grad p / (1 - p). So whatever the estimator, its expectation is
@@ -226,18 +214,6 @@ def test_pass_at_k_times_its_std_is_the_gradient_of_pass_at_k(k):
         return 1 - (1 - TWO.probs(x) @ (IS_CORRECT * 1.0)) ** k
 
     assert_equal(got, gradient(pass_rate, LOGITS[2]) * (SIZE - k) / (SIZE * k))
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_pass_at_k_in_large_groups_climbs_the_arc_sine_of_its_square_root(k):
-    # Of 2 arcsin(sqrt(P)) / k, where P = 1 - (1 - p)^k: the limit of dividing by the std.
-    for p in (0.1, 0.5, 0.8):
-        slope = (1 - p) ** (k / 2 - 1) / math.sqrt(1 - (1 - p) ** k)
-        gaps = [
-            abs(reweighting(functools.partial(of_k, k=k), n, p) / slope - 1) for n in (32, 64, 128)
-        ]
-        assert gaps[0] > gaps[1] > gaps[2]
-        assert gaps[2] < 0.15
 
 
 def test_full_sampling_is_grpo_over_subsets():
@@ -319,20 +295,11 @@ def test_reinforce_plus_plus_weighs_tasks_alike_in_large_batches_only(tokens):
     def run(row, ids, counts):
         return reinforce_plus_plus(row * 1.0, ids, counts, baseline=False)
 
-    slopes = [expected_slopes(run, PS, size=size, tokens=tokens) for size in (8, 16, 32)]
-    gaps = [imbalance(pair) for pair in slopes]
-    assert gaps[0] > 0.01
-    assert all(later < 0.6 * earlier for earlier, later in itertools.pairwise(gaps))
+    small, large = (expected_slopes(run, PS, size=size, tokens=tokens) for size in (8, 32))
+    assert imbalance(small) > 0.01
+    assert imbalance(large) < 0.6**2 * imbalance(small)
     if tokens == (1, 1):  # the limit: over the standard deviation of all rewards
-        np.testing.assert_allclose(slopes[-1], SLOPES / math.sqrt(0.3 * 0.7), rtol=0.03)
-
-
-def test_grpo_with_std_weighs_tasks_less_alike_the_larger_the_groups():
-    gaps = [
-        imbalance(expected_slopes(lambda row, ids, _: population(row * 1.0, ids), PS, size=size))
-        for size in (8, 32)
-    ]
-    assert 0.2 < gaps[0] < gaps[1] < 2 / 3  # the limit: sqrt(.5 * .5 / (.1 * .9)) - 1
+        np.testing.assert_allclose(large, SLOPES / math.sqrt(0.3 * 0.7), rtol=0.03)
 
 
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 3)])
@@ -340,35 +307,28 @@ def test_reinforce_plus_plus_with_baseline_weighs_tasks_alike_with_many_groups(t
     def run(row, ids, counts):
         return reinforce_plus_plus(row * 1.0, ids, counts, baseline=True)
 
-    gaps = [
+    few, many = (
         imbalance(expected_slopes(run, PS, size=2, groups_per_task=groups, tokens=tokens))
-        for groups in (1, 2, 4)
-    ]
-    assert gaps[0] > 0.09
-    assert all(later < 0.8 * earlier for earlier, later in itertools.pairwise(gaps))
+        for groups in (1, 4)
+    )
+    assert few > 0.09
+    assert many < 0.8**2 * few
 
 
-def clipped(logprobs, values, mask, segment_ids):
+def clip(logprobs, values, mask, _):
     old = jax.lax.stop_gradient(logprobs)
     settings = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
     return clipped_policy_loss(logprobs, old, values, mask, **settings)
 
 
-# Where all ratios are 1 they should all be the same: the loss is minus advantage times logprob.
-def sequence_clipped(logprobs, values, mask, segment_ids):
+def gspo(logprobs, values, mask, segment_ids):
     old = jax.lax.stop_gradient(logprobs)
     return gspo_policy_loss(logprobs, old, values, mask, segment_ids, clip_low=3e-4, clip_high=4e-4)
 
 
-def weight_clipped(logprobs, values, mask, _):
+def cispo(logprobs, values, mask, _):
     old = jax.lax.stop_gradient(logprobs)
     return cispo_policy_loss(logprobs, old, values, mask, clip_low=1.0, clip_high=4.0)
-
-
-POLICY_LOSSES = {"clip": clipped, "gspo": sequence_clipped, "cispo": weight_clipped}
-every_policy_loss = pytest.mark.parametrize(
-    "policy_loss", POLICY_LOSSES.values(), ids=POLICY_LOSSES
-)
 
 
 def expected_on_policy(policy_loss, mode):
@@ -384,19 +344,20 @@ def expected_on_policy(policy_loss, mode):
     return expected_loss_gradient(TWO, LOGITS[2], GROUPS, loss, leave_one_out(SIZE))
 
 
-@every_policy_loss
+@pytest.mark.parametrize("policy_loss", [clip, gspo, cispo])
 def test_sums_over_trajectories_have_no_length_bias(policy_loss):
+    # Where all ratios are 1 the losses are the same: minus advantage times logprob.
     exact = gradient_of_reward(REWARDS)
     assert_equal(expected_on_policy(policy_loss, "seq-mean-token-sum"), -exact)
-    assert_equal(expected_on_policy(policy_loss, "seq-mean-token-sum-norm"), -exact / 2)
+    if policy_loss is clip:
+        assert_equal(expected_on_policy(policy_loss, "seq-mean-token-sum-norm"), -exact / 2)
 
 
-@every_policy_loss
-def test_means_over_trajectories_climb_the_reward_per_token(policy_loss):
+def test_means_over_trajectories_climb_the_reward_per_token():
     # Of E[R / length] - J * E[1 / length] with J = E[R] held fixed: what is better than average
     # is pushed up the more the shorter it is, what is worse down the less the longer it is.
     mean = float(TWO.probs(LOGITS[2]) @ REWARDS)
-    got = expected_on_policy(policy_loss, "seq-mean-token-mean")
+    got = expected_on_policy(clip, "seq-mean-token-mean")
     assert_equal(got, -gradient_of_reward((REWARDS - mean) / TWO.lengths))
     assert cosine(-got, gradient_of_reward(REWARDS)) < 0.98
 
@@ -407,44 +368,42 @@ def over_all_tokens(size):
     return expected_policy_gradient(TWO, LOGITS[2], groups, scaled)
 
 
-@every_policy_loss
-def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch(policy_loss):
+def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch():
     # The samples are in the denominator too. The weights are float32: fifths are rounded.
-    got = expected_on_policy(policy_loss, "token-mean")
+    got = expected_on_policy(clip, "token-mean")
     np.testing.assert_allclose(got, -over_all_tokens(SIZE), rtol=1e-6, atol=1e-8)
     target = gradient_of_reward(REWARDS) / float(TWO.probs(LOGITS[2]) @ TWO.lengths)
     gaps = [np.abs(over_all_tokens(size) - target).max() for size in (2, 3, 4)]
-    assert all(later < earlier for earlier, later in itertools.pairwise(gaps))
-    assert gaps[-1] > 1e-3
+    assert gaps[0] > gaps[1] > gaps[2] > 1e-3
 
 
 @functools.cache
 def expected_kl_gradient(estimator, n):
     """Of the sum over a trajectory's tokens, on samples of the policy itself."""
-    place = PLACES[n]
-    anchor, mask = place.token_logprobs(ANCHOR[n]), jnp.asarray(place.mask)
+    world = WORLDS[n]
+    anchor, mask = world.token_logprobs(ANCHOR[n]), jnp.asarray(world.mask)
 
     def loss(x, rows):
         return kl_estimate(
-            place.token_logprobs(x)[rows],
+            world.token_logprobs(x)[rows],
             anchor[rows],
             mask[rows],
             estimator=KL_ESTIMATORS[estimator],
         ).sum()
 
-    return expected_loss_gradient(place, LOGITS[n], place.groups(1), loss)
+    return expected_loss_gradient(world, LOGITS[n], world.groups(1), loss)
 
 
-def kl(place, x, anchor):
-    """Over whole sequences."""
-    gap = place.token_logprobs(x).sum(axis=1) - place.token_logprobs(anchor).sum(axis=1)
-    return place.probs(x) @ gap
+def kl(world, x, anchor):
+    """Compute the divergence over whole sequences."""
+    gap = world.token_logprobs(x).sum(axis=1) - world.token_logprobs(anchor).sum(axis=1)
+    return world.probs(x) @ gap
 
 
-def step_by_step(place, x, logits, distance):
+def step_by_step(world, x, logits, distance):
     """`distance` of the next token's probabilities, over the contexts that `logits` come to."""
-    return place.reach(logits) @ distance(
-        jax.nn.softmax(x), jax.nn.softmax(ANCHOR[place.mask.shape[1]])
+    return world.reach(logits) @ distance(
+        jax.nn.softmax(x), jax.nn.softmax(ANCHOR[world.mask.shape[1]])
     )
 
 
@@ -460,30 +419,21 @@ def difference(p, q):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_k1_and_k3_are_worth_the_kl_divergence_and_the_others_are_not(n):
-    place = PLACES[n]
-    logprobs, anchor = place.token_logprobs(LOGITS[n]), place.token_logprobs(ANCHOR[n])
+    world = WORLDS[n]
+    logprobs, anchor = world.token_logprobs(LOGITS[n]), world.token_logprobs(ANCHOR[n])
     values = {
         name: float(
-            place.probs(LOGITS[n])
+            world.probs(LOGITS[n])
             @ kl_estimate(
-                logprobs, anchor, jnp.asarray(place.mask), estimator=KL_ESTIMATORS[name]
+                logprobs, anchor, jnp.asarray(world.mask), estimator=KL_ESTIMATORS[name]
             ).sum(axis=1)
         )
         for name in ("k1", "k2", "k3", "abs")
     }
-    exact = float(kl(place, LOGITS[n], ANCHOR[n]))
+    exact = float(kl(world, LOGITS[n], ANCHOR[n]))
     assert_equal([values["k1"], values["k3"]], [exact, exact])
     assert abs(values["k2"] / exact - 1) > 0.01
     assert values["abs"] > 1.5 * exact
-
-
-def test_the_limit_of_k3_makes_it_too_small_far_from_the_anchor():
-    # The anchor likes what the policy hardly ever says: e^d - d - 1 is 15.1 there, taken as 10.
-    p, q = np.array([0.05, 0.95]), np.array([0.95, 0.05])
-    k3 = kl_estimate(jnp.log(p)[None], jnp.log(q)[None])[0]
-    exact = float((p * np.log(p / q)).sum())
-    assert_equal(k3[0], 10)
-    assert_equal(exact - p @ np.asarray(k3), 0.05 * (19 - math.log(19) - 1 - 10))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -497,19 +447,13 @@ def test_the_limit_of_k3_makes_it_too_small_far_from_the_anchor():
 )
 def test_what_the_kl_estimators_descend_as_losses(estimator, distance, n):
     # Token by token: that a token leads to contexts nearer the anchor or farther off, no loss sees.
-    place = PLACES[n]
-    exact = gradient(lambda x: step_by_step(place, x, LOGITS[n], distance), LOGITS[n])
+    world = WORLDS[n]
+    exact = gradient(lambda x: step_by_step(world, x, LOGITS[n], distance), LOGITS[n])
     assert_equal(expected_kl_gradient(estimator, n), exact)
 
 
-@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+"])
-def test_a_plus_gives_the_gradient_of_k2(estimator):
-    assert_equal(expected_kl_gradient(estimator, 2), expected_kl_gradient("k2", 2))
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_k1_as_a_loss_does_nothing(n):
-    np.testing.assert_allclose(expected_kl_gradient("k1", n), 0, atol=1e-12)
+def test_k1_as_a_loss_does_nothing():
+    np.testing.assert_allclose(expected_kl_gradient("k1", 2), 0, atol=1e-12)
 
 
 def test_k2_as_a_loss_is_the_gradient_of_the_kl_divergence_for_one_token_only():
@@ -528,33 +472,3 @@ def test_kl_in_the_reward_is_the_whole_gradient():
     rewards = REWARDS - beta * np.asarray((logprobs - anchor).sum(axis=1))
     exact = gradient(lambda x: TWO.probs(x) @ REWARDS - beta * kl(TWO, x, ANCHOR[2]), LOGITS[2])
     assert_equal(expected(rloo, rewards), exact)
-
-
-def entropy(x):
-    return -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(axis=-1)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_entropy_bonus_is_the_gradient_step_by_step(n):
-    place = PLACES[n]
-    contexts, mask = jnp.asarray(place.contexts), jnp.asarray(place.mask)
-
-    def bonus(x, rows):
-        return jnp.where(mask[rows], entropy(x)[contexts[rows]], 0.0).sum()
-
-    got = expected_loss_gradient(place, LOGITS[n], place.groups(1), bonus)
-    exact = gradient(lambda x: place.reach(LOGITS[n]) @ entropy(x), LOGITS[n])
-    assert_equal(got, exact)
-    whole = gradient(lambda x: place.reach(x) @ entropy(x), LOGITS[n])
-    if n == 1:
-        assert_equal(got, whole)
-    else:
-        assert np.abs(got - whole).max() > 1e-3
-
-
-def test_minus_the_sampled_logprob_is_no_entropy_bonus():
-    def bonus(x, rows):
-        return -TWO.token_logprobs(x)[rows].sum()
-
-    got = expected_loss_gradient(TWO, LOGITS[2], TWO.groups(1), bonus)
-    np.testing.assert_allclose(got, 0, atol=1e-12)

@@ -30,26 +30,24 @@ def reduced(name):
 )
 def test_reductions_by_hand(name, wanted):
     got = reduced(name)
-    assert got.reduction == name
     assert float(got.value) == wanted
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("mean", np.nan), ("maximum", np.nan), ("loss", 0.0)])
-def test_of_no_token_there_is_neither_mean_nor_maximum(name, wanted):
+def test_without_tokens_mean_and_maximum_are_nan(name, wanted):
     nothing = jnp.zeros((1, 2))
     metric = Metric(nothing, name).reduce(nothing.astype(bool), nothing).finish(jnp.float32(0))
     np.testing.assert_equal(float(metric.value), wanted)
 
 
-def test_a_metric_is_averaged_unless_it_says_otherwise():
+def test_a_metric_is_averaged_by_default():
     assert Metric(0.0).reduction == "mean"
     merged = {name: float(reduction.merge([1.0, 3.0])) for name, reduction in REDUCTIONS.items()}
     assert merged == {"mean": 2.0, "maximum": 3.0, "loss": 2.0}
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_no_gradient_flows_through_a_metric(name):
+def test_no_gradient_flows_through_a_metric():
     def total(values):
-        return Metric(values, name).reduce(jnp.ones((1, 2), bool), jnp.ones((1, 2))).value
+        return Metric(values).reduce(jnp.ones((1, 2), bool), jnp.ones((1, 2))).value
 
     assert not np.asarray(jax.grad(total)(jnp.array([[1.0, 2.0]]))).any()

@@ -1,4 +1,4 @@
-"""Four groups and two policies, and what these say of them."""
+"""Four groups and two policies, and the log-probabilities of the groups under both."""
 
 import dataclasses
 from functools import cache
@@ -20,21 +20,21 @@ LENGTHS = [9, 14, 32, 20, 5, 17, 11, 30]
 
 
 def trajectories():
-    """Four groups of two; the second member of the third is an environment error."""
-    made = []
+    """Return four groups of two; the second member of the third is an environment error."""
+    members = []
     for index, length in enumerate(LENGTHS):
         make = make_failure if index == 5 else make_trajectory
-        one = make(task_number=index // 2, sample_index=index % 2, length=length)
+        member = make(task_number=index // 2, sample_index=index % 2, length=length)
         # An observation in the middle, so that masks have gaps.
-        mask = one.loss_mask & (np.arange(length) % 9 != 6)
-        logprobs = np.where(mask, one.rollout_logprobs, 0).astype(np.float32)
-        made.append(dataclasses.replace(one, loss_mask=mask, rollout_logprobs=logprobs))
-    return made
+        mask = member.loss_mask & (np.arange(length) % 9 != 6)
+        logprobs = np.where(mask, member.rollout_logprobs, 0).astype(np.float32)
+        members.append(dataclasses.replace(member, loss_mask=mask, rollout_logprobs=logprobs))
+    return members
 
 
 @cache
 def policies():
-    """The policy and its reference."""
+    """Return the parameters of the policy and of its reference."""
     return [jax.device_put(tiny_params(seed=seed), param_shardings(MESH, TINY)) for seed in (0, 2)]
 
 
@@ -45,11 +45,11 @@ def score():
 
 @cache
 def dense():
-    """Log-probabilities of every trajectory under both policies, from all its logits."""
+    """Return the logprobs of each trajectory under both policies, from all its logits."""
     longest = max(LENGTHS)
     compute = jax.jit(lambda params, ids: dense_logprobs(params, TINY, ids)[0])
-    found = []
+    by_policy = []
     for params in policies():
         rows = [np.pad(t.token_ids, (0, longest - len(t.token_ids))) for t in trajectories()]
-        found.append([np.asarray(compute(params, row)) for row in rows])
-    return [[row[:length] for row, length in zip(rows, LENGTHS, strict=True)] for rows in found]
+        by_policy.append([np.asarray(compute(params, row)) for row in rows])
+    return [[row[:length] for row, length in zip(rows, LENGTHS, strict=True)] for rows in by_policy]

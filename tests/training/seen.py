@@ -1,6 +1,5 @@
-"""Sequences with images, and their gradient computed for each alone: to compare packings with."""
+"""Sequences with images, and their gradient computed for each sequence alone."""
 
-import dataclasses
 from functools import cache
 
 import jax
@@ -15,25 +14,18 @@ from tests.vision import golden, logits_of
 IMAGE, NUM_TOKENS = 90, 96
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen(Sequence):
-    """A sequence with images."""
-
-    attachments: tuple = ()
-
-
 def draw(seed, h, w):
     rng = np.random.default_rng(seed)
     return Image(patches=rng.standard_normal((h * w, 24)).astype(np.float32), grid=(1, h, w))
 
 
 def sequence(seed, parts, prompt_parts):
-    """Text and images in turn; sampled is what follows the prompt, but for images and their ends.
+    """Return text and images in turn; text after the prompt is sampled.
 
     Args:
-        seed: of what is sampled.
-        parts: numbers of tokens of text, and images.
-        prompt_parts: of these belong to the prompt, which is the same for all seeds.
+        seed: Random seed of the sampled text.
+        parts: Images, and numbers of tokens of text.
+        prompt_parts: Number of parts of the prompt, which is the same for all seeds.
     """
     ids, mask, images = [], [], []
     for index, part in enumerate(parts):
@@ -47,7 +39,7 @@ def sequence(seed, parts, prompt_parts):
             mask += [index >= prompt_parts] * part
     mask, rng = np.array(mask), np.random.default_rng(seed)
     logprobs = np.where(mask, -rng.random(len(ids)), 0).astype(np.float32)
-    return Seen(
+    return Sequence(
         token_ids=np.array(ids, np.int32),
         loss_mask=mask,
         rollout_logprobs=logprobs,
@@ -57,48 +49,48 @@ def sequence(seed, parts, prompt_parts):
 
 @cache
 def sequences():
-    """A group of three, one of them with an image of a tool; text alone; the same with others."""
+    """Return a group of three, one with an image of a tool; text alone; one with other images."""
     first, second, later = draw(0, 4, 6), draw(1, 10, 4), draw(2, 2, 4)
-    other = draw(3, 4, 6)
+    different = draw(3, 4, 6)
     prompt = [4, first, 3, second, 2]
     return (
         sequence(1, [*prompt, 5], 5),
         sequence(2, [*prompt, 3, later, 4], 5),
         sequence(3, [*prompt, 7], 5),
         sequence(4, [6, 9], 1),
-        sequence(5, [4, other, 3, second, 2, 6], 5),
+        sequence(5, [4, different, 3, second, 2, 6], 5),
     )
 
 
 def weighted(logprobs, entropies, micro):
-    """Minus the log-probabilities, times what stands in the place of advantages."""
+    """Return a loss: minus the log-probabilities times the advantages."""
     return -logprobs * micro.advantages, {"entropy": Metric(entropies)}
 
 
 ADVANTAGES = [np.float32(x) for x in (1.0, -0.5, 2.0, 0.7, -1.3)]
 
 
-def packed_in(shape, kept=None, advantages=ADVANTAGES, *, num_shards=1):
-    kept = kept or sequences()
-    weights = [np.where(s.loss_mask, 0.1, 0).astype(np.float32) for s in kept]
+def packed_in(shape, selected=None, advantages=ADVANTAGES, *, num_shards=1):
+    selected = selected or sequences()
+    weights = [np.where(s.loss_mask, 0.1, 0).astype(np.float32) for s in selected]
     return pack(
-        kept, advantages, shape, token_fields={"token_weights": weights}, num_shards=num_shards
+        selected, advantages, shape, token_fields={"token_weights": weights}, num_shards=num_shards
     )
 
 
 @cache
 def naive(name="qwen2_5_vl"):
-    """The gradient of the sequences, each in a row and with images of its own."""
+    """Return the gradient of the sequences, each in a row and with its own images."""
     config, params = golden(name)[:2]
 
-    rows = [np.pad(one.token_ids, (0, 48 - len(one.token_ids))) for one in sequences()]
+    rows = [np.pad(s.token_ids, (0, 48 - len(s.token_ids))) for s in sequences()]
 
     def loss(params):
         total = 0.0
-        each = logits_of(config, params, rows, [one.attachments for one in sequences()])
-        for one, logits, advantage in zip(sequences(), each, ADVANTAGES, strict=True):
-            at = np.flatnonzero(one.loss_mask)
-            scored = jax.nn.log_softmax(logits)[at - 1, one.token_ids[at]]
+        each = logits_of(config, params, rows, [s.attachments for s in sequences()])
+        for sequence, logits, advantage in zip(sequences(), each, ADVANTAGES, strict=True):
+            at = np.flatnonzero(sequence.loss_mask)
+            scored = jax.nn.log_softmax(logits)[at - 1, sequence.token_ids[at]]
             total -= 0.1 * advantage * scored.sum()
         return total
 

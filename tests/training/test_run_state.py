@@ -37,22 +37,23 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_kept"),
+    ("changes", "is_restored"),
     [
         ({}, True),
-        ({"rollout.group_size": 8}, False),
         ({"rollout.tasks_per_step": 2}, False),
         ({"rollout.async_level": 0}, False),
     ],
     ids=str,
 )
-def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_kept):
+def test_prefetched_groups_are_restored_where_they_fit(changes, is_restored):
     method = method_with(**{"rollout.async_level": 1} | changes)
-    [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
+    [group, surplus] = grouped(
+        make_trajectory(task_number=n // 4, sample_index=n) for n in range(8)
+    )
     failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
     pending = CollectedGroups(
         groups=[group],
-        buffered_groups=[other],
+        buffered_groups=[surplus],
         num_tasks_taken=5,
         sampled_stats=[GroupStats.compute(group), failed],
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
@@ -62,8 +63,8 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
     saved = json.dumps(Progress(prefetched=pending, ledger=before).to_json())
     progress = Progress.from_json(json.loads(saved), method)
     read = progress.prefetched
-    assert (read is not None) == is_kept
-    # What it cost counts, where it is given up now or with its stage.
+    assert (read is not None) == is_restored
+    # Its usage counts, whether it is dropped now or with its stage.
     session = SimpleNamespace(progress=progress, components=SimpleNamespace(method=method))
     progress.stage = "train"
     assert RunState.begin_stage(session, "evaluate")
@@ -73,24 +74,18 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
         assert read.sampled_stats[0] == pending.sampled_stats[0]
 
 
-def test_which_records_come_after_a_checkpoint():
-    done = [
-        ("sft", 24),
-        ("train", 24),
-        ("train", 25),
-        ("train", 26),
-        ("train", 27),
-        ("evaluate", 27),
-    ]
-    records = [{"stage": stage, "step": step} for stage, step in done]
+def test_records_after_a_checkpoint_are_newer():
+    steps = [("sft", 24), *(("train", step) for step in range(24, 28)), ("evaluate", 27)]
+    records = [{"stage": stage, "step": step} for stage, step in steps]
 
-    def counted(**fields):
+    def count_before(**fields):
         progress = Progress(**fields)
         return sum(not progress.is_older_than(record) for record in records)
 
-    assert counted() == 0
-    assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
-    assert counted(stage="train", step=26) == 4
-    assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
-    assert counted(stage="train", step=27) == 5
+    assert count_before() == 0
+    # The evaluation before the first step is to come.
+    assert count_before(stage="sft", step=24) == 1
+    assert count_before(stage="train", step=26) == 4
+    assert count_before(stage="train", step=26, record={}) == 3  # its own record is to come
+    assert count_before(stage="train", step=27) == 5
     assert Progress(stage="train", step=1).is_older_than({"step": 1, "stage": "unknown"})

@@ -24,14 +24,6 @@ def broken(record):
     return {}, ["bad"]
 
 
-def no_json(record):
-    return {"value": object()}, []
-
-
-def generated(record):
-    return {}, (Sign(name="bad", text="", since=n) for n in range(2))
-
-
 def failing(record):
     raise KeyError("bad")
 
@@ -41,32 +33,32 @@ def watching(name, **settings):
 
 
 def test_a_sign_is_acted_on_when_it_is_new():
-    method, watched, acted = watching("judge"), WatchState(), []
+    method, watched, acted_on = watching("judge"), WatchState(), []
     bad = {3, 4, 5, 14, 16, 26}
     for step in range(1, 30):
         watched, metrics = check_step(method, watched, {"bad": float(step in bad)}, (), step)
         assert metrics.get("sentinel/bad", 0.0) == (step in bad)
-        acted += [step] * len(watched.acting)
+        acted_on += [step] * len(watched.acting)
     # 14 comes 9 steps after 5, 26 comes 10 after 16.
     assert SIGN_COOLDOWN_STEPS == 10
-    assert acted == [3, 26]
+    assert acted_on == [3, 26]
     assert watched.state == {"step": 29}
 
 
-def test_another_function_begins_without_a_state():
+def test_another_function_starts_without_state():
     watched = WatchState(name="sentinel", state={"best": 0.3}, seen={"bad": 1}, lr_scale=0.5)
     after, _ = check_step(watching("judge"), watched, {"bad": 0.0}, (), 2)
     assert (after.name, after.state, after.seen) == (f"{__name__}.judge", {"step": 1}, {})
     assert after.lr_scale == 0.5
 
 
-def told(record, step):
+def record_step(record, step):
     return {"record": sorted(record), "step": step}, []
 
 
-def test_it_is_told_the_step_and_nothing_that_processes_differ_in():
+def test_it_gets_the_step_and_no_metric_in_which_processes_differ():
     record = {"a": 1.0, "timing_s/step": 2.0, "perf/max_memory_gib": 3.0}
-    watched, _ = check_step(watching("told"), WatchState(), record, (), 7)
+    watched, _ = check_step(watching("record_step"), WatchState(), record, (), 7)
     assert watched.state == {"record": ["a", "actor/lr_scale"], "step": 7}
 
 
@@ -74,8 +66,6 @@ def test_it_is_told_the_step_and_nothing_that_processes_differ_in():
     ("name", "text"),
     [
         ("broken", "it returned ({}, ['bad']); expected a dict and a list of Sign"),
-        ("generated", "expected a dict and a list of Sign"),
-        ("no_json", "Object of type object is not JSON serializable"),
         ("failing", "KeyError: 'bad'"),
     ],
 )
@@ -87,34 +77,20 @@ def test_a_function_that_fails_is_named(name, text):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"text": b"x"},
-        {"name": 3},
-        {"name": "a/b"},
-        {"since": 1.0},
-    ],
+    ("since", "steps", "target"),
+    [(7, [2, 5, 8], 5), (8, [2, 5, 8], 8), (1, [2, 5, 8], 2)],
 )
-def test_signs_that_no_file_could_hold_are_refused(fields):
-    with pytest.raises(TypeError, match="expected a name of lower-case"):
-        Sign(**{"name": "bad", "text": "", "since": 1, **fields})
-
-
-@pytest.mark.parametrize(
-    ("since", "steps", "goal"),
-    [(7, [2, 5, 8], 5), (8, [2, 5, 8], 8), (1, [2, 5, 8], 2), (7, [0], 0)],
-)
-def test_the_newest_sound_checkpoint_is_gone_back_to(since, steps, goal):
+def test_the_newest_sound_checkpoint_is_the_rollback_target(since, steps, target):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": since}
-    assert rollback_target(sign, watch, WatchState(num_roll_backs=2), steps) == goal
+    assert rollback_target(sign, watch, WatchState(num_roll_backs=2), steps) == target
 
 
 @pytest.mark.parametrize(
     ("num_roll_backs", "steps", "text"),
     [(3, [1], "config.watch.max_roll_backs"), (0, [], "config.checkpoint.every_steps")],
 )
-def test_without_a_way_back_the_run_ends(num_roll_backs, steps, text):
+def test_a_run_without_a_rollback_target_ends(num_roll_backs, steps, text):
     watch = method_with(**{"watch.name": "sentinel"}).watch
     sign = {"name": "bad", "text": "it is bad.", "since": 1}
     with pytest.raises(UnsoundError, match=f"bad: it is bad. .*{text}"):
