@@ -296,37 +296,6 @@ def test_tool_calls_are_the_templates_token_by_token(name, request):
     assert again.token_ids[again.loss_mask].tolist() == [id for turn in others for id in turn]
 
 
-def test_tags_in_a_template_without_tools(smollm2):
-    _, tokenizer = smollm2
-    # The token that closes the tag goes on behind it.
-    wide = next(
-        id for id, token in enumerate(tokenizer.vocab_bytes) if token[:1] == b">" and token[1:]
-    )
-    first = [*tokenizer.encode("I see. <search>Kerr</search"), wide]
-    last = tokenizer.encode("<answer>Ada Kerr</answer>")
-    got, engine = play(
-        tokenizer, lambda _: SEARCH_R1, [first, last], decode.STOP_STRING, prompt=PROMPT
-    )
-    assert [turn.text for turn in got.turns] == [
-        "I see. <search>Kerr</search>",
-        "<answer>Ada Kerr</answer>",
-    ]
-    opening = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": "Who designed it?"},
-    ]
-    prompt = tokenizer._hf_tokenizer.apply_chat_template(
-        opening, add_generation_prompt=True, return_dict=False
-    )
-    shown = SEARCH_R1.render_observation(FOUND)
-    result, _ = encode_observation(tokenizer, shown, max_body_tokens=1000)
-    assert engine.read == [prompt, result]
-    assert tokenizer.decode(result) == shown.text
-    assert list(got.token_ids.tolist()) == [*prompt, *first, *result, *last]
-    expected = [False] * len(prompt) + [True] * len(first) + [False] * len(result)
-    assert got.loss_mask.tolist() == expected + [True] * len(last)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen25", "smollm2"])
 def test_special_tokens_in_documents_and_questions(name, request):
     found = request.getfixturevalue(name)

@@ -137,10 +137,9 @@ def test_arguments_reach_the_template():
     assert tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinking": True}).opener == ""
 
 
-@pytest.mark.parametrize("name", ["enable_thinkin", "messages"])
-def test_arguments_that_no_template_reads_are_refused(name):
-    with pytest.raises(ValueError, match=f"chat_template_kwargs names '{name}', which"):
-        tokenizer_of(FORGETS_THOUGHTS, template_arguments={name: False})
+def test_arguments_that_no_template_reads_are_refused():
+    with pytest.raises(ValueError, match="chat_template_kwargs names 'enable_thinkin', which"):
+        tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinkin": False})
 
 
 @pytest.mark.parametrize("template", [OWN_SYSTEM, FORGETS_THOUGHTS, THINKS, STRIPS])
@@ -186,11 +185,6 @@ def test_message_ends_that_stop_nothing_are_reported():
     assert tokenizer_of(OWN_SYSTEM).unknown_message_end == ""
     plain = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
     assert tokenizer_of(plain).unknown_message_end == ""
-
-
-def test_an_end_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"eos_tokens names '<\|end\|>', which .* 7 tokens"):
-        tokenizer_of(OWN_SYSTEM, eos_tokens=["<|end|>"])
 
 
 @pytest.mark.parametrize("content", ["<think>\nfar </think>there", "far </think>there"])

@@ -1,7 +1,6 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -136,23 +135,11 @@ def test_a_malformed_line_is_named(file, line, message):
     assert str(raised.value).startswith(f"{file}:3")
 
 
-def test_an_array_of_tasks_is_refused_with_a_command_that_converts_it(tmp_path):
-    file = tmp_path / "my data's" / "tasks.jsonl"
-    file.parent.mkdir()
-    file.write_text(json.dumps([{"question": "x", "answer": "a"}] * 2, indent=2))
-    with pytest.raises(ValueError, match=r"is a JSON array; expected JSONL") as raised:
-        read_tasks(file, KEY)
-    command = str(raised.value).partition("This converts it: ")[2]
-    subprocess.run(command, shell=True, check=True)
-    assert len(read_tasks(file.with_name("tasks_lines.jsonl"), KEY)) == 2
-
-
 @pytest.mark.parametrize(
-    ("start", "what"),
-    [(b"PAR1", "a Parquet file"), (b"\x1f\x8b\x08", r"compressed \(gzip\)")],
+    ("content", "what"), [(b"PAR1", "a Parquet file"), (b"[{}]", "a JSON array; expected JSONL")]
 )
-def test_files_of_other_formats_are_named(file, start, what):
-    file.write_bytes(start + bytes(range(256)))
+def test_files_of_other_formats_are_named(file, content, what):
+    file.write_bytes(content)
     with pytest.raises(ValueError, match=f"{file} is {what}"):
         read_tasks(file, KEY)
 
@@ -220,11 +207,9 @@ class TestTfds:
 
     def test_the_same_tasks_as_from_jsonl(self, prepared):
         folder, train = prepared
-        assert read_tasks(folder, KEY, split="train") == read_tasks(train, KEY)
-
-    def test_splits_may_be_cut(self, prepared):
-        tasks = read_tasks(prepared[0], KEY, split="train[1:]")
-        assert [task.id for task in tasks] == ["q2", "q3"]
+        tasks = read_tasks(train, KEY)
+        assert read_tasks(folder, KEY, split="train") == tasks
+        assert read_tasks(folder, KEY, split="train[1:]") == tasks[1:]
 
     def test_fields_of_their_own_types(self, tmp_path):
         features = tfds.features
@@ -255,12 +240,8 @@ class TestTfds:
             read_tasks(prepared[0], KEY, split=split)
         assert "\n" not in str(raised.value)
 
-    def test_a_folder_without_a_data_set_is_refused(self, copy):
-        with pytest.raises(ValueError, match=r"has no dataset_info.json.* 1\.2\.0"):
-            read_tasks(copy.parent, KEY)
-
     def test_only_array_record_is_read(self, copy):
-        # Of Parquet, TFDS would say how many examples there are and return a part of them.
+        # From Parquet, TFDS would count all examples and return only a part of them.
         file = copy / "dataset_info.json"
         info = json.loads(file.read_text())
         file.write_text(json.dumps(info | {"fileFormat": "parquet"}))

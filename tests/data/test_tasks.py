@@ -1,6 +1,5 @@
 """Sources of every format, checked alike; mixtures, large sources, overlap with held-out tasks."""
 
-import base64
 import collections
 import csv
 import io
@@ -23,13 +22,11 @@ from examples import tfds_tasks
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
-from jaxrl.data.readers.base import to_plain
 from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source, Stream, count_taken, locate_item
 from jaxrl.data.tasks import (
     TaskSource,
     describe_overlap,
-    infer_format,
     list_task_files,
     open_tasks,
     read_tasks,
@@ -103,7 +100,7 @@ def open_source(source, **fields):
 
 @pytest.fixture
 def many(monkeypatch):
-    """Every source is large: none is held parsed."""
+    """Treat every source as large, so that none is cached."""
     monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", 0)
     monkeypatch.setattr(tasks_module, "_BLOCK_SIZE", 7)
 
@@ -117,8 +114,6 @@ class TestFormats:
         got = open_source(WRITERS[name](tmp_path / name))
         assert list(got) == expected
         assert [got[i] for i in (24, 3, 3, 0)] == [expected[i] for i in (24, 3, 3, 0)]
-        order = [task.id for task in Stream(got, seed=5).take(0, 60)]
-        assert order == [task.id for task in Stream(expected, seed=5).take(0, 60)]
 
     @pytest.mark.parametrize("name", WITHOUT_TFDS)
     def test_a_malformed_row_is_named(self, name, tmp_path, many):
@@ -141,16 +136,6 @@ class TestFormats:
         write_jsonl(folder / "more.jsonl")
         assert open_source(folder, format="parquet")[24].id == "q24"
 
-    @pytest.mark.parametrize(
-        ("name", "format"),
-        [
-            ("a.jsonl", "jsonl"), ("a.txt", "jsonl"), ("a.csv", "csv"), ("a.tsv", "csv"),
-            ("train-*.parquet", "parquet"), ("a.parquet", "parquet"),
-        ],
-    )  # fmt: skip
-    def test_the_format_follows_from_the_name(self, name, format):
-        assert infer_format(name) == format
-
     def test_columns_of_other_names(self, tmp_path):
         rows = [{"problem": "1+1?", "gold": 2, "solution": "long", "level": 3}]
         columns = {"problem": "question", "gold": "answers", "solution": ""}
@@ -166,16 +151,12 @@ class TestFormats:
         ):
             open_source(file, columns=columns | {"gald": "answers"})
 
-    def test_a_data_source_names_tasks_and_prefixes_their_ids(self, tmp_path):
-        [task, *_] = open_source(write_jsonl(tmp_path / "a.jsonl"), data_source="sums")
-        assert (task.id, task.data_source) == ("sums/q0", "sums")
-
 
 QUESTION = {"id": "1", "question": "Who?"}
 
 
 def with_answers(name, folder, rows):
-    """The answers of tasks written in a format, whose rows may have columns of their own types."""
+    """Return the answers of tasks in a format, whose columns may have other types."""
     rows = [{**QUESTION, "id": str(i), **row} for i, row in enumerate(rows)]
     folder.mkdir(exist_ok=True)
     source = write_rows_tfds(folder, rows) if name == "tfds" else WRITERS[name](folder / name, rows)
@@ -183,7 +164,7 @@ def with_answers(name, folder, rows):
 
 
 def write_rows_tfds(folder, rows):
-    """Prepares rows as they are: a list is a sequence of the type of its first item."""
+    """Prepare rows as they are: a list is a sequence of the type of its first item."""
     kinds = tensorflow_datasets.features
 
     def kind(value):
@@ -237,9 +218,6 @@ class TestAnswers:
         file = tmp_path / "a.parquet"
         frame.to_parquet(file)
         assert [task.answers for task in open_source(file)] == [("x",), ("y",), ("z",)]
-        frame["answers"] = np.array([0.1, 7, 2.5], np.float32)
-        frame.to_parquet(file)
-        assert [task.answers for task in open_source(file)] == [("0.1",), ("7",), ("2.5",)]
         frame["answers"] = [1.0, np.nan, 2.0]
         frame.to_parquet(file)
         with pytest.raises(ValueError, match=r"a.parquet:2: expected 'answers'"):
@@ -268,10 +246,6 @@ class TestAnswers:
         fields = {"prompt": CHAT, "reward_model": {"ground_truth": truth}}
         with pytest.raises(ValueError, match=r"a.parquet:4: "):
             parse_task(fields, "a.parquet:4")
-
-    def test_a_field_that_is_null_leaves_the_next_name(self, tmp_path):
-        rows = [{"answers": None, "golden_answers": None, "answer": "Ada"}]
-        assert with_answers("tasks.jsonl", tmp_path, rows) == [("Ada",)]
 
 
 LISTS = [
@@ -430,12 +404,6 @@ class TestVerl:
         with pytest.raises(ValueError, match=r":[23]: 'reward_model' holds"):
             open_source(WRITERS[name](tmp_path / f"2{name}", rows))
 
-    def test_columns_of_search_r1_beside_the_chat(self, tmp_path):
-        row = {**VERL, "question": "who wrote emma", "golden_answers": ["x"], "id": "train_0"}
-        [task] = open_source(write_parquet(tmp_path / "a.parquet", [row]))
-        assert (task.id, task.question, task.answers[0]) == ("train_0", None, "Jane Austen")
-        assert task.metadata["question"] == "who wrote emma"
-
 
 class TestParquet:
     def test_damage_and_emptiness_are_one_line(self, tmp_path):
@@ -461,69 +429,6 @@ class TestParquet:
         tasks = open_source(WRITERS[name](tmp_path / name, rows))
         assert [task.messages[-1]["tool_calls"] for task in tasks] == calls
 
-    def test_few_row_groups_are_in_memory(self, tmp_path, many, monkeypatch):
-        tasks = open_source(write_parquet(tmp_path / "a.parquet", group=5))
-        held = tasks._reader._groups
-        assert len(held) == 5
-        monkeypatch.setattr("jaxrl.extras.readers.parquet.HELD_BYTES", 1)
-        held.clear()
-        ids = [tasks[i].id for i in (0, 24, 7, 0)]
-        assert (ids, list(held)) == (["q0", "q24", "q7", "q0"], [0])
-
-
-TEXT, FULL = pa.string_view(), pa.string()
-LONG = "a text of more than the twelve bytes that a view holds itself"
-VIEWS = [
-    (TEXT, FULL, LONG),
-    (pa.list_(TEXT, 2), pa.list_(FULL, 2), [LONG, "b"]),
-    (pa.list_(pa.struct({"a": TEXT})), pa.list_(pa.struct({"a": FULL})), [{"a": LONG}]),
-]
-"""View types that `datasets` supports too, with the same type without views and a value."""
-
-LIST_VIEWS = [
-    (
-        pa.list_view(pa.list_view(pa.struct({"a": pa.list_view(TEXT)}))),
-        pa.list_(pa.list_(pa.struct({"a": pa.list_(FULL)}))),
-        [[{"a": [LONG]}], []],
-    ),
-    (pa.map_(TEXT, pa.large_list_view(TEXT)), pa.map_(FULL, pa.list_(FULL)), [("k", [LONG])]),
-]
-
-
-def table_of(kind, value):
-    """A table of three rows, the second without a value in the column `x`."""
-    texts = ["0", "1", "2"]
-    column = pa.array([value, None, value], kind)
-    return pa.table({"question": texts, "answer": texts, "x": column})
-
-
-def write_as(path, kind, table):
-    """Write Parquet whose column `x` reads as `kind`.
-
-    pyarrow reads types from the file's metadata, but does not write every type that it reads.
-    """
-    schema = table.schema.set(2, pa.field("x", kind))
-    with pq.ParquetWriter(path, table.schema, store_schema=False) as writer:
-        writer.write_table(table, row_group_size=2)
-        encoded_schema = base64.b64encode(schema.serialize().to_pybytes())
-        writer.add_key_value_metadata({"ARROW:schema": encoded_schema})
-    assert pq.read_schema(path).field("x").type.id == kind.id
-    return path
-
-
-class TestArrowViews:
-    @pytest.mark.parametrize(("kind", "plain", "value"), VIEWS + LIST_VIEWS)
-    def test_parquet(self, kind, plain, value, tmp_path, many):
-        tasks = open_source(write_as(tmp_path / "a.parquet", kind, table_of(plain, value)))
-        read = [tasks[i].metadata.get("x") for i in (2, 1, 0)]
-        assert read == [to_plain(value), None, to_plain(value)]
-
-    @pytest.mark.parametrize(("kind", "_plain", "value"), VIEWS)
-    def test_hugging_face(self, kind, _plain, value, tmp_path, many):
-        datasets.Dataset(table_of(kind, value)).save_to_disk(str(tmp_path / "d"))
-        tasks = open_source(tmp_path / "d")
-        assert [tasks[i].metadata.get("x") for i in (2, 1, 0)] == [value, None, value]
-
 
 class TestHuggingFace:
     def test_splits_of_a_dictionary(self, tmp_path):
@@ -536,10 +441,9 @@ class TestHuggingFace:
         ):
             open_source(tmp_path / "d", split="dev")
 
-    @pytest.mark.parametrize("kind", ["PNG", "EPS"])
-    def test_columns_of_images_are_not_decoded(self, tmp_path, kind):
-        """Else that library would open them, in any format that Pillow knows."""
-        data = {"PNG": encoded(drawn()), "EPS": b"\xc5\xd0\xd3\xc6" + bytes(26) + b"%!PS"}[kind]
+    def test_columns_of_images_are_not_decoded(self, tmp_path):
+        """Else the library would open them, in any format that Pillow knows, such as EPS."""
+        data = b"\xc5\xd0\xd3\xc6" + bytes(26) + b"%!PS"
         kinds = {"question": datasets.Value("string"), "images": [datasets.Image()]}
         columns = {"question": ["<image>How many?"], "images": [[{"bytes": data}]], "answer": ["3"]}
         kinds["answer"] = datasets.Value("string")
@@ -623,13 +527,6 @@ class TestLargeSources:
         write_jsonl(file, ROWS[::-1])
         assert tasks[3].id == "q3"
 
-    def test_the_position_in_a_file_does_not_matter(self, tmp_path, many):
-        lines = [json.dumps(row) + "\n" * (1 + (i % 3 == 0)) for i, row in enumerate(ROWS)]
-        (tmp_path / "a.jsonl").write_text("".join(lines))
-        tasks = open_source(tmp_path / "a.jsonl")
-        order = np.random.default_rng(0).permutation(25)
-        assert [tasks[int(i)].id for i in order] == [f"q{i}" for i in order]
-
 
 class TestMixtures:
     @settings(max_examples=25, deadline=None)
@@ -706,15 +603,6 @@ class TestMixtures:
         }  # fmt: skip
         assert stream.epoch_length == 30  # a third of the draws are of b, which has ten
 
-    def test_a_mixture_is_its_sources_one_after_another(self):
-        mixture = Mixture([Source(items="abc"), Source(items=[1, 2])])
-        assert list(mixture) == mixture[:] == ["a", "b", "c", 1, 2]
-        assert (mixture[3], mixture[1:4], len(mixture)) == (1, ["b", "c", 1], 5)
-        assert (mixture[-1], mixture[-5]) == (2, "a")
-        for index in (5, -6):
-            with pytest.raises(IndexError):
-                mixture[index]
-
     def test_solved_tasks_are_skipped_by_their_ids_in_each_source(self):
         first = [Task(id=f"a/{i}", question="?") for i in range(2)]
         second = [Task(id=f"b/{i}", question="?") for i in range(3)]
@@ -758,11 +646,7 @@ class TestMixtures:
     ("changes", "message"),
     [
         ({"format": "xml"}, "config.tasks.train.format is 'xml'; expected one of jsonl, csv"),
-        (
-            {"sources": ({"source": "b"},)},
-            "source is 'a'; expected no value together with tasks",
-        ),
-        ({"source": "", "sources": ({"sorce": "b"},)}, "expected mappings with some of the keys"),
+        ({"sources": ({"source": "b"},)}, "source is 'a'; expected no value together with tasks"),
         (
             {"source": "", "sources": ({"source": "b", "weight": 0},)},
             r"config.tasks.train.sources\[0\].weight is 0; expected a number above 0",

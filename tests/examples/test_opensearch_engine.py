@@ -19,7 +19,7 @@ DOCUMENTS = [
 
 
 class Cluster:
-    """`_msearch` over the index `wiki`, ranked by words in common; the title counts twice."""
+    """Server of `_msearch` over the index `wiki`, by common words; the title counts twice."""
 
     def __call__(self, request):
         if (request.method, request.path) != ("POST", "/es/_msearch"):
@@ -53,7 +53,7 @@ class Cluster:
 
 
 def make(url, **settings):
-    """Return the engine as a run makes it."""
+    """Return the engine as a run builds it."""
     config = debug_tiny.get_config()
     config.search.engine = "examples.opensearch_engine.OpenSearch"
     config.search.local.corpus = ""
@@ -76,13 +76,7 @@ def test_queries_go_together_and_documents_come_back():
         assert search.run("?") == "No information found"
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        'title:x AND (Rome OR "',
-        'Rome\n{"index": "other"}\n',
-    ],
-)
+@pytest.mark.parametrize("query", ['title:x AND (Rome OR "', 'Rome\n{"index": "other"}\n'])
 def test_hostile_queries_stay_plain_text(query):
     with served(Cluster()) as server:
         [[hit]] = make(server.url).retrieve([query], 3)
