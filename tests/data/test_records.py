@@ -3,9 +3,7 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
 from examples import tfds_tasks
 from jaxrl.data.stream import Stream
@@ -211,23 +209,6 @@ class TestTfds:
         assert read_tasks(folder, KEY, split="train") == tasks
         assert read_tasks(folder, KEY, split="train[1:]") == tasks[1:]
 
-    def test_fields_of_their_own_types(self, tmp_path):
-        features = tfds.features
-        info = {
-            "question": features.Text(),
-            "golden_answers": features.Sequence(features.Text()),
-            "id": np.int64,
-            "metadata": features.FeaturesDict(
-                {"hops": np.int64, "years": features.Sequence(np.int64), "by": features.Text()}
-            ),
-        }
-        metadata = {"hops": 2, "years": [1932, 1933], "by": "Kerr"}
-        example = {"question": "?", "golden_answers": ["a"], "id": 7, "metadata": metadata}
-        folder = tfds_tasks.prepare(tmp_path, "typed", "1.0.0", info, {"train": [example]})
-        [task] = read_tasks(folder, KEY, split="train")
-        assert (task.id, task.answers, task.metadata) == ("7", ("a",), metadata)
-        assert json.dumps(task.metadata)
-
     @pytest.mark.parametrize(
         ("split", "message"),
         [
@@ -258,21 +239,3 @@ class TestTfds:
         with pytest.raises(ValueError, match=re.escape(str(copy))) as raised:
             read_tasks(copy, KEY)
         assert "\n" not in str(raised.value)
-
-
-def test_held_out_questions_among_the_training_tasks_are_reported():
-    chat = ({"role": "user", "content": "What is 3-1?"},)
-    trained = [
-        Task(id="a", question="Who wrote  Emma ?"),
-        Task(id="b", question="who wrote Emma"),
-        Task(id="c", question="What is 31?"),
-        Task(id="d", messages=chat),
-    ]
-    held_out = [Task(id="1", question="What is 3-1?"), Task(id="2", question="Who wrote EMMA?")]
-    assert describe_overlap(trained, held_out[:1]) == ""
-    line = describe_overlap(trained, [*held_out, Task(id="3", messages=chat)])
-    assert line.startswith("warning: 2 of 3 held-out questions are among the tasks trained on")
-    assert line.endswith(
-        "'Who wrote EMMA?', '2' of config.tasks.eval and 'a' of config.tasks.train"
-    )
-    assert describe_overlap([], held_out) == describe_overlap(trained, []) == ""

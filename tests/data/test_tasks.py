@@ -22,7 +22,6 @@ from examples import tfds_tasks
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
-from jaxrl.data.records import parse_task
 from jaxrl.data.stream import Mixture, Source, Stream, count_taken, locate_item
 from jaxrl.data.tasks import (
     TaskSource,
@@ -223,16 +222,6 @@ class TestAnswers:
         with pytest.raises(ValueError, match=r"a.parquet:2: expected 'answers'"):
             open_source(file)
 
-    @pytest.mark.parametrize(
-        "value",
-        [np.array(["x", "y", None], object), [np.str_("x"), b"y"], ["x", float("nan"), "y"]],
-    )
-    def test_answers_of_a_custom_reader(self, value):
-        task = parse_task({"question": "Who?", "answers": value}, "mine:1")
-        assert task.answers == ("x", "y")
-        truth = {"prompt": CHAT, "reward_model": {"ground_truth": {"target": value}}}
-        assert parse_task(truth, "mine:1").answers == ("x", "y")
-
     @pytest.mark.parametrize("name", WITHOUT_TFDS)
     @pytest.mark.parametrize("value", [[True], {"text": ["x"], "start": [1]}, [float("inf")]])
     def test_values_that_are_no_answers_are_refused(self, name, value, tmp_path):
@@ -241,26 +230,15 @@ class TestAnswers:
         with pytest.raises(ValueError, match=rf"{re.escape(str(source))}:{line}: .*answer"):
             open_source(source)
 
-    @pytest.mark.parametrize("truth", [True, {"target": {"a": 1}}, []])
-    def test_a_ground_truth_that_is_no_answer_is_refused(self, truth):
-        fields = {"prompt": CHAT, "reward_model": {"ground_truth": truth}}
-        with pytest.raises(ValueError, match=r"a.parquet:4: "):
-            parse_task(fields, "a.parquet:4")
-
-
-LISTS = [
-    ("['x', None]", ("x",)),
-    ("[\"it's\", 'y']", ("it's", "y")),
-    ("['x', 3]", ("x", "3")),
-    ("('x', 'y')", ("x", "y")),
-    ("['a\\nb', 'é, [ü]']", ("a\nb", "é, [ü]")),
-    ('["x", null]', ("x",)),
-]
-"""Cells with lists, as pandas writes them and as JSON."""
-
 
 class TestCsvLists:
-    @pytest.mark.parametrize(("cell", "answers"), LISTS)
+    @pytest.mark.parametrize(
+        ("cell", "answers"),
+        [
+            ("('x', 'y')", ("x", "y")), ('["x", null]', ("x",)), ("['x', None]", ("x",)),
+            ("['a\\nb', 'é, [ü]', 3]", ("a\nb", "é, [ü]", "3")),
+        ],
+    )  # fmt: skip
     def test_a_list_in_a_cell_is_a_list(self, tmp_path, cell, answers):
         for column in ("answers", "answer"):
             rows = [{"question": "Who?", column: cell}]
@@ -330,11 +308,6 @@ class TestCsv:
         tasks = open_source(write_csv(tmp_path_factory.mktemp("csv") / "tasks.csv", rows))
         assert [task.question for task in tasks] == [row["question"] for row in rows]
         assert [tasks[i].answers for i in range(len(rows))] == [("a\nb",)] * len(rows)
-
-    def test_a_column_without_a_name_is_not_read(self, tmp_path):
-        (tmp_path / "a.csv").write_text(",question,answer\n0,1+1?,2\n")
-        [task] = open_source(tmp_path / "a.csv")
-        assert (task.question, task.answers, task.metadata) == ("1+1?", ("2",), {})
 
     def test_a_delimiter_of_its_own(self, tmp_path):
         file = write_csv(tmp_path / "tasks.csv", delimiter=";")
@@ -486,14 +459,6 @@ class TestGenerated:
         other = open_source("chain_sum", format="reasoning_gym", settings={**settings, "seed": 4})
         assert [t.question for t in other] != [t.question for t in tasks]
 
-    def test_unknown_generators_and_settings_are_refused(self):
-        with pytest.raises(
-            ValueError, match=r"source is 'chain_some' of reasoning-gym, with seed=0"
-        ):
-            open_source("chain_some", format="reasoning_gym")
-        with pytest.raises(ValueError, match="'min_trms'"):
-            open_source("chain_sum", format="reasoning_gym", settings={"min_trms": 2})
-
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -614,23 +579,6 @@ class TestMixtures:
         assert position == draws[-1].stream_index + 1
         with pytest.raises(NotEnoughGroupsError, match="all 5 tasks are solved"):
             draw(stream, 0, 1, SkipSet({task.id: 0.0 for task in mixture}))
-
-    @pytest.mark.parametrize("held", [0, 100])
-    def test_sources_of_a_configuration(self, tmp_path, monkeypatch, held):
-        monkeypatch.setattr(tasks_module, "MAX_CACHED_TASKS", held)
-        config = default_config().lock()
-        files = [
-            write_jsonl(tmp_path / "a.jsonl", ROWS[:6]),
-            write_csv(tmp_path / "b.csv", ROWS[:3]),
-        ]
-        config.tasks.train.sources = (
-            {"source": str(files[0]), "weight": 2.0, "data_source": "a"},
-            {"source": str(files[1]), "data_source": "b"},
-        )
-        mixture = open_tasks(resolve_sources(config, "train"))
-        drawn = collections.Counter(t.data_source for t in Stream(mixture, seed=0).take(0, 9))
-        assert drawn == {"a": 6, "b": 3}
-        assert [source.name for source in mixture.sources] == ["a", "b"]
 
     def test_an_id_in_two_sources_is_refused_with_both_lines(self, tmp_path):
         files = write_jsonl(tmp_path / "a.jsonl"), write_csv(tmp_path / "b.csv", ROWS[3:4])

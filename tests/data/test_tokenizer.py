@@ -1,6 +1,5 @@
-import copy
+import itertools
 import json
-import random
 from datetime import datetime
 
 import pytest
@@ -217,30 +216,7 @@ def test_other_kinds_of_tokenizers_are_refused(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-def list_paths(value, before=()):
-    """Yield the path to each value, of large lists and objects to the first two and the last."""
-    pairs = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-    for key, inner in pairs if len(pairs) <= 20 else [*pairs[:2], pairs[-1]]:
-        yield (*before, key)
-        if isinstance(inner, dict | list):
-            yield from list_paths(inner, (*before, key))
-
-
-def with_value(value, path, new):
-    """Return a copy with another value at a path; without it where that is `DELETED`."""
-    value = copy.deepcopy(value)
-    inner = value
-    for key in path[:-1]:
-        inner = inner[key]
-    if new is DELETED:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = new
-    return value
-
-
-DELETED = object()
-WRONG = (DELETED, None, -1, 4_000_000_000, 10**30, 1.5, "x\n\x1b[2J", [[1]], {}, {"a": 1})
+WRONG = (None, -1, 10**30, 1.5, "x\n\x1b[2J", [[1]], {"a": 1})
 
 
 def loads(folder):
@@ -264,10 +240,9 @@ def test_damaged_files_load_or_are_refused_in_one_line(name, tmp_path, capfd):
     whole = file.read_bytes()
     fields = json.loads(whole)
     assert loads(tmp_path)
-    cases = [(path, value) for path in list_paths(fields) for value in WRONG]
     num_refused = 0
-    for path, value in random.Random(0).sample(cases, min(len(cases), 60)):
-        file.write_text(json.dumps(with_value(fields, path, value)))
+    for key, value in itertools.product(fields, WRONG):
+        file.write_text(json.dumps(fields | {key: value}))
         num_refused += not loads(tmp_path)
     assert num_refused >= 10
     for data in (whole[: len(whole) // 2], *JSON_BOMBS.values(), b"\0" * 100, b"[" * 100_000):
@@ -345,7 +320,7 @@ def test_markers_of_the_tool_template_cannot_be_forged(tmp_path):
 def test_arguments_reach_the_tool_template(tmp_path):
     write_list(tmp_path)
     with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
-        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})  # of an unused one
+        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})
     named = [
         {"name": "default", "template": CHATML},
         {"name": "tool_use", "template": TOOL_USE + "{{ mood }}"},
@@ -373,29 +348,3 @@ def test_a_template_always_reads_the_same_time(tmp_path):
     for _ in range(2):
         text = tokenizer.decode(tokenizer.render_prompt(QUESTION))
         assert text == "Today: 29 Feb 2024\nFind it. (23:59)Where? (23:59)"
-
-
-@pytest.mark.parametrize(
-    ("start", "directives"),
-    [
-        ("  {% if true %} x\n{% endif %}", "%A, %-d %B %y %I:%M:%S %p"),
-        ("{#- c -#}\n y", "%j|%e|%U 100%%d %_d|%^a|%Ey %"),
-    ],
-)
-def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
-    question = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    save(tmp_path, chat_template=f"{start}{{{{ strftime_now('{directives}') }}}}{question}")
-    fixed = Tokenizer.from_folder(tmp_path, now=NIGHT).render_prompt(QUESTION)
-    written = NIGHT.strftime(directives)
-    save(tmp_path, chat_template=f"{start}{{{{ '{written}' }}}}{question}")
-    plain = Tokenizer.from_folder(tmp_path)
-    assert not plain.reads_clock
-    assert fixed == plain.render_prompt(QUESTION)
-
-
-def test_the_template_for_tools_is_given_the_same_time(tmp_path):
-    templates = {"default": CHATML, "tool_use": DATED + "{{ tools }}"}
-    tokenizer = Tokenizer.from_folder(save(tmp_path, chat_template=templates), now=NIGHT)
-    assert tokenizer.reads_clock
-    text = tokenizer.decode(tokenizer.render_prompt(QUESTION, TOOLS))
-    assert text.startswith("Today: 29 Feb 2024\n")

@@ -6,9 +6,7 @@ import random
 import re
 from functools import cache
 
-import numpy as np
 import pytest
-import tokenizers
 from transformers import AutoTokenizer
 
 from benchmarks import worlds
@@ -137,13 +135,6 @@ class TestQuickstart:
             num_searches = {"one_hop": 1, "two_hop": 2}[chat["data_source"]]
             assert chat["metadata"]["num_searches"] == num_searches
 
-    def test_mixed_demonstrations_are_partly_right(self, world):
-        chats = world("quickstart").read("demonstrations")
-        is_right = [self.answer(chat) in chat["metadata"]["answers"] for chat in chats]
-        assert is_right == [chat["metadata"]["is_correct"] for chat in chats]
-        # Among so few people a surname alone often suffices; in a full world 3 in 10 are right.
-        assert 0.1 < np.mean(is_right) < 0.9
-
     def test_every_name_is_one_token(self, world):
         tokenizer = AutoTokenizer.from_pretrained(world("quickstart").folder / "model")
         for chat in world("quickstart").read("demonstrations")[:100]:
@@ -209,18 +200,6 @@ class TestBapo:
                     assert result == str(int(difference[1]) - int(difference[2]))
                 else:
                     assert call.endswith(" </search>")
-
-    def test_every_name_and_number_is_one_token(self, world):
-        file = world("bapo").folder / "model" / "tokenizer.json"
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        whole = {*bapo_world.WORDS, *map(str, bapo_world.NUMBERS)}
-        for chat in world("bapo").read("demonstrations")[:100]:
-            text = quickstart_world.render_chat(chat, BAPO)
-            ids = tokenizer.encode(text).ids
-            pieces = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
-            assert "".join(pieces) == text
-            words = [word for word in re.findall(r"\w+", text) if word in whole]
-            assert [piece.strip() for piece in pieces if piece.strip() in whole] == words
 
 
 class TestCalls:
@@ -315,12 +294,6 @@ class TestMath:
             [result] = env.step([Episode(task=task)], [text])
             assert result.outcome == Outcome.ANSWERED
             assert (int(text.rpartition(" ")[2]) == answer) == chat["metadata"]["is_correct"]
-
-    def test_numbers_and_names_are_one_token_each(self, world):
-        tokenizer = Tokenizer.from_folder(world("math").folder / "model")
-        start = "So Lena: 12 - 3 ="
-        assert len(tokenizer.encode(start)) == 7
-        assert len(tokenizer.encode(f"{start} 9\nAnswer: 9<|im_end|>")) == 7 + 2 + 4
 
 
 class TestPuzzle:

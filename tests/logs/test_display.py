@@ -53,20 +53,6 @@ class TestDisplay:
         display.log("a :heart: [red] \x1b[2J\ud800 b")
         assert display.console.file.getvalue() == "a :heart: [red] \\x1b[2J\ufffd b\n"
 
-    def test_a_terminal_shows_everything(self):
-        display = make_display(terminal=True)
-        display.start("train", 0, 600)
-        display.step(100, NUMBERS)
-        display.log("train 100 greedy: exact match all 0.250")
-        display.stop()
-        text = display.console.file.getvalue()
-        # No entry is split between lines.
-        for entry in ("train 100/600", "reward 0.123", "exact match 0.25", "tokens/s 16,759", "━"):
-            assert entry in text
-        assert "train 100 greedy: exact match all 0.250" in text
-        assert "\x1b[?25h" in text  # the cursor is back
-        assert "…" not in text
-
     def test_parts_of_a_step_are_shown_after_a_long_silence(self, clock):
         display = make_display(activity_interval_s=30)
         count = display.counter("trajectories")

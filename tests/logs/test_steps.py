@@ -108,17 +108,6 @@ def test_sample_fields_by_hand():
     assert plain.keys() == {"group_id", "uid", "global_id", "ground_truth", "accuracy"}
 
 
-def test_a_sample_has_the_same_id_in_every_step():
-    of_t1 = [make_trajectory(task_number=1, sample_index=index) for index in (0, 1)]
-    alone, beside = (
-        collect_sample_fields(grouped(batch), Controllers())
-        for batch in (of_t1, [make_trajectory(), *of_t1])
-    )
-    assert [fields["global_id"] for fields in alone] == ["t1/0", "t1/1"]
-    assert [fields["group_id"] for fields in beside] == [0, 1, 1]
-    assert beside[1:] == [{**fields, "group_id": 1} for fields in alone]
-
-
 def test_window_metrics_by_difficulty():
     controllers = Controllers(
         threshold=EntropyThreshold(1.0), buckets=DifficultyBuckets({"t0": "easy", "t1": "hard"})

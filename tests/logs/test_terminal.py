@@ -154,9 +154,3 @@ def test_warnings_go_to_a_file_for_standard_error(tmp_path):
     assert [line for line in WARNINGS if line in screen] == []
     assert "exact match 0.250" in screen
     assert "train 101/600" in screen
-
-
-def test_visible_lines_follow_wraps_and_erasures():
-    # A line that wraps, a live line of two rows that is erased, and one in its place.
-    text = "abcdef\r\nlive\r\nline\r\x1b[2K\x1b[1A\x1b[2K\x1b[1mup\x1b[0m\r\n"
-    assert visible_lines(text, 4) == ["abcd", "ef", "up"]
