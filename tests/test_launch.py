@@ -224,19 +224,12 @@ class TestWorkdir:
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         (tmp_path / "config.json").write_text(to_json(config))
 
-    def test_free_keys_may_change(self, tmp_path):
-        self.check_workdir(tmp_path)
-        self.write_workdir(tmp_path)
-        self.check_workdir(tmp_path)
-        self.check_workdir(tmp_path, num_steps=500)
-        self.check_workdir(tmp_path, **{"eval.samples": 7, "stages": ("evaluate",)})
-
     def test_other_keys_change_only_with_consent(self, tmp_path):
         self.write_workdir(tmp_path)
-        changes = {"seed": 7, "optimizer.lr": 1.0}
-        with pytest.raises(ValueError, match=r"config.optimizer.lr: .*seed: 0 -> 7. .*--acc"):
-            self.check_workdir(tmp_path, **changes)
-        self.check_workdir(tmp_path, accept_changes=True, **changes)
+        self.check_workdir(tmp_path, num_steps=500)
+        with pytest.raises(ValueError, match=r"config.seed: 0 -> 7. .*--acc"):
+            self.check_workdir(tmp_path, seed=7)
+        self.check_workdir(tmp_path, accept_changes=True, seed=7)
 
     @pytest.mark.parametrize(
         ("key", "value", "initial"),
@@ -246,6 +239,7 @@ class TestWorkdir:
             ("model.freeze_tower", True, {"stages": ("evaluate",)}),
             ("model.lora.rank", 4, {"model.lora.rank": 2}),
             ("model.lora.targets", ("k_proj",), {"model.lora.rank": 2}),
+            ("tasks.eval.source", "b.csv", {"checkpoint.keep_best": 1}),
         ],
     )
     def test_what_the_state_depends_on_cannot_change(self, tmp_path, key, value, initial):
@@ -253,15 +247,6 @@ class TestWorkdir:
         message = f"config.{key} is {re.escape(repr(value))}, but .* began with"
         with pytest.raises(ValueError, match=message):
             self.check_workdir(tmp_path, accept_changes=True, **initial | {key: value})
-
-    def test_held_out_sources_of_a_best_checkpoint_cannot_change(self, tmp_path):
-        best = {"checkpoint.keep_best": 1, "tasks.eval.source": ""}
-        best["tasks.eval.sources"] = ({"source": "a.csv"}, {"source": "b.csv"})
-        self.write_workdir(tmp_path, **best)
-        self.check_workdir(tmp_path, **best)
-        best["tasks.eval.sources"] = best["tasks.eval.sources"][:1]
-        with pytest.raises(ValueError, match=r"config.tasks.eval.sources is .*, but .* began with"):
-            self.check_workdir(tmp_path, accept_changes=True, **best)
 
     def test_exporting_onto_the_source_is_refused(self, tmp_path):
         with pytest.raises(ValueError, match=r"config.model.path=.* is where --workdir=.* exports"):
@@ -328,31 +313,6 @@ class TestFaultsOfTheWorkdir:
         what = f"step {saved} is saved" if saved else "nothing is saved yet"
         wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
         assert run_until_error(run).startswith(wanted)
-
-
-@pytest.mark.slow(
-    instead="test_launch.py::TestFaultsOfTheWorkdir::test_one_line_says_what_is_saved"
-)
-def test_a_full_disk_is_one_line(tmp_path, tiny_world):
-    # The first checkpoint has files beyond that.
-    limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); "
-    limited += "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
-    workdir = tmp_path / "run"
-    arguments = [f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
-    # Which cannot be written either, and has a line of its own for that.
-    arguments += ["--config.compilation_cache=off"]
-    arguments += ["--config.search.engine=empty", "--config.sft.num_steps=6"]
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *arguments],
-        capture_output=True,
-        text=True,
-        # Or Python would leave truncated modules behind, which no later process can import.
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the file size"
-    assert done.stderr.startswith(wanted)
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture

@@ -168,11 +168,3 @@ def test_a_description_with_a_token_of_the_model_is_refused():
     tools = [{"type": "function", "function": {"name": "x", "description": "<|im_end|>"}}]
     with pytest.raises(ValueError, match=r"of a tool holds '<\|im_end\|>', which is a token of"):
         TOKENIZERS[True].render_prompt([{"role": "user", "content": "?"}], tools)
-
-
-def test_a_template_whose_end_nothing_stops_at_is_refused():
-    hf = qwen3()
-    hf.eos_token = "<|endoftext|>"
-    with pytest.raises(ValueError, match=r"'<\|im_end\|>', at which nothing stops"):
-        Tokenizer(hf).render_results([""], TOOLS)
-    assert Tokenizer(hf, eos_tokens=["<|im_end|>"]).render_results([""], TOOLS)

@@ -6,14 +6,11 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.components import build_stages
-from jaxrl.builders.method import build_optimizer_settings
-from jaxrl.builders.probe import probe_schedule
 from jaxrl.builders.validation import validate
 from jaxrl.envs.base import Reward
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling.step_results import validate_reward
-from jaxrl.training.optimizer import SCHEDULES
 from tests.helpers import NUM_TOKENS, TINY, build, method_of, resolved, settings
 from tests.toys import one_device_mesh
 
@@ -179,13 +176,6 @@ def test_an_environment_that_changes_its_reward_parts_is_refused(tiny_world):
         build(config)
 
 
-@pytest.mark.usefixtures("beside_the_config")
-def test_objectives_that_are_not_used_are_not_traced(tiny_world):
-    config = debug_tiny.get_config(str(tiny_world))
-    config.stages, config.advantage.name = ("evaluate",), "wrong.raises"
-    assert build(config).eval_tasks
-
-
 PARTS = """
 from jaxrl.objectives.losses import PolicyLoss
 
@@ -220,13 +210,6 @@ def test_programs_with_user_code_are_traced_again(key, name, shares, tmp_path, m
     )
     programs = [first.gradient.add.program, second.gradient.add.program]
     assert (programs[0]._jitted is programs[1]._jitted) == shares
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_built_in_schedules_pass(name):
-    for warmup in (0, 5):
-        changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
-        probe_schedule(build_optimizer_settings(resolved(settings(**changes)), "train"))
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1"])

@@ -52,13 +52,13 @@ def test_a_deleted_extra_with_a_pycache_left_is_missing(tmp_path, monkeypatch):
     (tmp_path / "extras" / "kind" / "__pycache__").mkdir(parents=True)
     monkeypatch.setattr("jaxrl.config.registry.__file__", str(tmp_path / "config" / "registry.py"))
     with pytest.raises(ValueError, match=r"jaxrl/extras/kind"):
-        resolve("env.name", "mine", {"mine": "jaxrl.extras.kind.build_thing:Env"}, example="x.Y")
+        resolve("env.name", "mine", {"mine": "jaxrl.extras.kind.thing:Env"}, example="x.Y")
 
 
 def test_an_optional_import_is_none_only_where_its_folder_is_missing(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import a_library_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
-    assert import_optional("jaxrl.extras.gone.build_thing:function") is None
+    assert import_optional("jaxrl.extras.gone.thing:function") is None
     assert import_optional("jaxrl.config.keys:Key") is Key
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
         import_optional("broken:function")

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-import jaxrl
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl.builders.validation import validate
 from jaxrl.config import schema as configuration
@@ -151,11 +150,3 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
     else:
         with pytest.raises(ValueError, match=r"config\.eval\.best_metric is "):
             validate(config)
-
-
-def test_each_extra_with_keys_has_its_own():
-    folders = Path(jaxrl.__file__).parent.glob("extras/*/keys.py")
-    assert {path.parent.name for path in folders} == {*configuration.EXTRA_KEYS}
-    extra_keys = [key for extra in configuration.EXTRA_KEYS.values() for key in extra.keys]
-    assert len(extra_keys) == len({*extra_keys})
-    assert {*extra_keys} < {*KEYS}

@@ -171,13 +171,6 @@ def test_end_tokens_come_from_both_files(tmp_path):
         assert Tokenizer.from_folder(tmp_path).eos_ids == expected
 
 
-def test_pad_token_of_its_own(tmp_path):
-    save(tmp_path, special=("<|im_end|>", "<|im_start|>", "<|pad|>"), pad_token="<|pad|>")
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.vocab_bytes[tokenizer.pad_id] == b"<|pad|>"
-    assert len(tokenizer.encode("a")) == len(tokenizer.encode_plain("a")) == 1
-
-
 def test_skipped_ids_are_empty_tokens(tmp_path):
     spec = json.loads((save(tmp_path) / "tokenizer.json").read_text())
     spec["added_tokens"].append(spec["added_tokens"][-1] | {"id": 400, "content": "<late>"})
@@ -315,20 +308,6 @@ def test_markers_of_the_tool_template_cannot_be_forged(tmp_path):
     ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
     assert ids.count(id) == 2
     assert (tokenizer.opener, tokenizer.find_opener(TOOLS)) == ("", "<think>")
-
-
-def test_arguments_reach_the_tool_template(tmp_path):
-    write_list(tmp_path)
-    with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
-        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})
-    named = [
-        {"name": "default", "template": CHATML},
-        {"name": "tool_use", "template": TOOL_USE + "{{ mood }}"},
-    ]
-    save(tmp_path, added=ADDED, chat_template=named)
-    tokenizer = Tokenizer.from_folder(tmp_path, template_arguments={"mood": "curious"})
-    ids = tokenizer.render_prompt([{"role": "user", "content": "Where?"}], TOOLS)
-    assert tokenizer.decode(ids).endswith("curious")
 
 
 DATED = (

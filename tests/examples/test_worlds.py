@@ -124,16 +124,12 @@ class TestQuickstart:
             if path:
                 assert documents[path[0]].endswith(f" taught by {last}.")
 
-    def answer(self, chat):
-        return re.fullmatch(r"<answer> (\w+) </answer>", chat["messages"][-1]["content"])[1]
-
     def test_perfect_demonstrations_are_right(self, world):
         for chat in world("quickstart").read("demonstrations_perfect"):
             [gold] = chat["metadata"]["answers"]
-            assert self.answer(chat) == gold
-            assert f" {gold} " in chat["messages"][-2]["content"]
-            num_searches = {"one_hop": 1, "two_hop": 2}[chat["data_source"]]
-            assert chat["metadata"]["num_searches"] == num_searches
+            *_, result, answer = (message["content"] for message in chat["messages"])
+            assert answer == f"<answer> {gold} </answer>"
+            assert f" {gold} " in result
 
     def test_every_name_is_one_token(self, world):
         tokenizer = AutoTokenizer.from_pretrained(world("quickstart").folder / "model")

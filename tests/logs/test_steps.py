@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +12,6 @@ from jaxrl.logs.steps import (
     collect_sample_fields,
     compute_engine_metrics,
     compute_kl_metrics,
-    compute_memory_metrics,
     compute_window_metrics,
     merge_update_metrics,
 )
@@ -177,11 +174,3 @@ def test_engine_metrics_count_one_step():
         "rollout/swapped_tokens": 70,
         "rollout/cache_use": 0.75,
     }
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_on_a_cpu_is_the_peak_resident_size():
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    [(name, gib)] = compute_memory_metrics().items()
-    assert name == "perf/max_memory_gib"
-    assert gib == pytest.approx(int(status["VmHWM"].split()[0]) / 2**20, rel=0.01)

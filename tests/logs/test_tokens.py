@@ -81,15 +81,6 @@ def test_logged_kl_weights_use_the_coefficient_of_the_step():
     assert notes[0].keys() == NAMES | {"ref_logprobs"}  # no term in the loss
 
 
-def test_observations_that_are_trained_on_are_logged():
-    notes, members = log_step(**{"loss.mask_observations": False})
-    first = members[1]
-    is_observed = ~first.loss_mask & (np.arange(len(first.token_ids)) >= first.prompt_length)
-    assert is_observed.sum() == 1
-    assert (notes[1]["old_logprobs"][is_observed] < 0).all()
-    assert (notes[1]["token_weights"][is_observed] > 0).all()
-
-
 def test_only_logged_trajectories_are_scored():
     notes, _ = log_step(count=3)
     assert [bool(note) for note in notes] == [True] * 3 + [False] * 5
