@@ -99,6 +99,15 @@ def test_one_changed_weight_block_changes_the_fingerprint(world):
     assert {n for n in before if before[n] != after[n]} == {"model.path/model.safetensors"}
 
 
+def test_large_weights_are_sampled_from_start_to_end():
+    size, header_bytes = 10**9, 1000
+    [(start, length), *samples] = fingerprints._iter_weight_blocks(size, header_bytes=header_bytes)
+    assert (start, length) == (0, header_bytes)
+    assert samples[0][0] == header_bytes
+    assert sum(samples[-1]) == size
+    assert len(samples) == fingerprints.NUM_WEIGHT_SAMPLES
+
+
 def test_differences_between_processes_are_named():
     settings = {"config.lr": "0.1", "config.a": "1", "config.tasks": "'x'"}
     first = [settings, {"config.tasks": "5f"}]
