@@ -1,4 +1,4 @@
-"""What importing and calling jaxrl leaves of the user's process as it was."""
+"""Importing and calling jaxrl leaves the user's process as it was."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ print(logger.level == logging.WARNING, len(logger.filters))
 """
 
 
-def test_the_environment_and_settings_of_the_process_stay(tiny_world):
+def test_environment_variables_and_settings_of_libraries_stay(tiny_world):
     command = [sys.executable, "-c", CODE, str(tiny_world / "model")]
     done = subprocess.run(command, capture_output=True, text=True)
     # transformers itself would advise to install torch.

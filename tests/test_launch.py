@@ -1,4 +1,4 @@
-"""Bad input is told in one line, at once, and without the network."""
+"""Bad input is refused in one line, at once, and without the network."""
 
 import json
 import os
@@ -45,7 +45,7 @@ finally:
 
 @pytest.fixture
 def refusal(monkeypatch, capfd, tmp_path, tiny_world):
-    """Gives the command's arguments, on the tiny world unless told otherwise; returns the error."""
+    """Return a function that runs the command with arguments and returns its error."""
 
     def refuse(*arguments, config=f"{CONFIG}:{tiny_world}"):
         workdir = tmp_path / "workdir"
@@ -78,11 +78,6 @@ def write(path, *lines):
     return path
 
 
-def with_fields(file, **fields):
-    """Change fields of a JSON file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     ("argument", "wanted", "loads_jax"),
     [
@@ -96,12 +91,8 @@ def with_fields(file, **fields):
 )
 def test_a_process_refuses_in_one_line_without_the_network(tmp_path, argument, wanted, loads_jax):
     # Nothing is set that would keep JAX, transformers or the hub's client quiet or offline.
-    names = (
-        "JAX_PLATFORMS",
-        "HF_HUB_OFFLINE",
-        "TRANSFORMERS_VERBOSITY",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS",
-    )
+    names = {"JAX_PLATFORMS", "HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"}
+    names |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS"}
     environment = {name: value for name, value in os.environ.items() if name not in names}
     workdir = tmp_path / "workdir"
     command = [sys.executable, "-c", OFFLINE, f"--workdir={workdir}", f"--config={CONFIG}"]
@@ -114,20 +105,14 @@ def test_a_process_refuses_in_one_line_without_the_network(tmp_path, argument, w
 
 
 @pytest.mark.parametrize(
-    ("arguments", "missing", "example"),
-    [
-        (("--workdir=x",), "--config is", "--config=configs/quickstart.py"),
-        (("--plan", "--config.seed=1"), "--config is", "--config=configs/quickstart.py"),
-        ((f"--config={CONFIG}",), "--workdir is", "--workdir=runs/quickstart"),
-    ],
+    ("argument", "missing"), [("--workdir=x", "--config"), (f"--config={CONFIG}", "--workdir")]
 )
-def test_a_missing_flag_is_named(monkeypatch, arguments, missing, example):
-    argv = ["launch", *arguments]
+def test_a_missing_flag_is_named(monkeypatch, argument, missing):
+    argv = ["launch", argument]
     monkeypatch.setattr(sys, "argv", argv)
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
-    assert ended.value.code.startswith(f"error: {missing} missing; ")
-    assert ended.value.code.endswith(f" such as {example}.")
+    assert ended.value.code.startswith(f"error: {missing} is missing; ")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +122,7 @@ def test_a_missing_flag_is_named(monkeypatch, arguments, missing, example):
         (["--step=3"], "--step=3 evaluates and exports a checkpoint of the run's own model"),
         (["--step=3", "--config.stages=('evaluate',)"], "has no such checkpoint; available: none."),
         (["--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean"),
-        (["train"], "unexpected argument train; settings are --config.key=value."),
-        (["-optimizer.lr"], "unexpected argument -optimizer.lr; set this key as --config.optim"),
         (["--seed=3"], "unexpected argument --seed=3; set this key as --config.seed=value."),
-        (["--workdir={tmp}/bad.jsonl/run"], "{tmp}/bad.jsonl is a file; name a folder."),
         (["--config=configs/nope.py:argument"], "--config=configs/nope.py is not a file; expect"),
         # Values.
         (["--values=my.yaml"], "--values='my.yaml' is not a file"),
@@ -148,45 +130,19 @@ def test_a_missing_flag_is_named(monkeypatch, arguments, missing, example):
         (["--config.mesh.data=3"], "config.mesh (data=3, fsdp=1, context=1, expert=1, tensor=1) "),
         (["--config.prompt.system=\udcff"], "is '\\udcff'; expected text in UTF-8."),
         (
-            ["--config.reward.weights={{'exactmatch': 1.0}}"],
-            "did you mean 'exact_match'? Known parts are format, answer, exact_match",
-        ),
-        (
-            ["--config.prompt.chat_template_kwargs={{'enable_thinking': False}}"],
-            "names 'enable_thinking', which the model's chat",
-        ),
-        (
             ["--config.rollout.max_total_tokens=2048"],
             "max_total_tokens=2048 is beyond the model's 1024 positions",
-        ),
-        (
-            ["--config.rollout.max_prompt_tokens=4"],
-            "tokens; expected 1 to 4. Raise config.rollout.max_prompt_tokens",
         ),
         # Files.
         (["--config.sft.source={tmp}/bda.jsonl"], "Did you mean '{tmp}/bad.jsonl'?"),
         (["--config.tasks.train.source={tmp}/bad.jsonl"], "{tmp}/bad.jsonl:1 is not valid JSON"),
-        (["--config.tasks.eval.source={tmp}/no"], "is not a file; set config.tasks.eval.source"),
         (["--config.search.local.corpus={tmp}/bad.jsonl"], "{tmp}/bad.jsonl:1 is not valid JSON"),
-        (["--config.search.local.corpus={tmp}/empty.jsonl"], "empty.jsonl has no documents"),
-        (["--config.search.local.corpus={tmp}/no"], "Set config.search.local.corpus to its path."),
-        (["--config.search.local.corpus={tmp}/a.parquet"], "is a Parquet file; expected JSONL"),
-        (["--config.tasks.train.source={tmp}/a.parquet"], "cannot be read as Parquet: "),
     ],
 )
-def test_what_cannot_run_is_refused(refusal, tmp_path, arguments, wanted):
+def test_bad_arguments_are_refused(refusal, tmp_path, arguments, wanted):
     write(tmp_path / "bad.jsonl", '{"id": "1", "title": "x"')
-    write(tmp_path / "empty.jsonl")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04 and so on PAR1")
     message = refusal(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert wanted.format(tmp=tmp_path) in message
-
-
-def test_traceback_on_demand(monkeypatch):
-    argv = ["launch", f"--config={CONFIG}", "--workdir=x", "--config.sed=1", "--traceback"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with flagsaver.flagsaver(), pytest.raises(ValueError, match=r"config\.sed; did you mean"):
-        launch.main(launch.parse_flags(argv))
 
 
 def test_modules_beside_the_config_file_are_found(refusal, tmp_path, monkeypatch):
@@ -194,7 +150,7 @@ def test_modules_beside_the_config_file_are_found(refusal, tmp_path, monkeypatch
     write(tmp_path / "beside_it.py", "class Env: ...")
     lines = ["from jaxrl.config import default_config", "import beside_it", "def get_config():"]
     lines += ["    config = default_config()", '    config.env.name = "beside_it.Env"']
-    file = write(tmp_path / "own.py", *lines, "    return config")
+    file = write(tmp_path / "my_config.py", *lines, "    return config")
     assert refusal(config=str(file)).startswith("config.env.name is 'beside_it.Env', which")
 
 
@@ -212,23 +168,20 @@ def test_the_command_line_wins(monkeypatch, tmp_path):
 
 
 class TestModelFolder:
-    @pytest.mark.parametrize(
-        ("name", "read"),
-        [
+    def test_files_without_permission(self, tiny_world, open_folder):
+        model = shutil.copytree(tiny_world / "model", open_folder / "model")
+        for name, read in (
             ("model.safetensors", open_tensors),
             ("tokenizer.json", Tokenizer.from_folder),
             ("config.json", read_architecture),
-        ],
-    )
-    def test_files_without_permission(self, tiny_world, open_folder, name, read):
-        model = shutil.copytree(tiny_world / "model", open_folder / "model")
-        (model / name).chmod(0)
-        with as_nobody(), pytest.raises(PermissionError) as raised:
-            read(model)
-        wanted = f"{model / name}: Permission denied; give this user permission (ls -l shows"
-        assert launch._format_message(raised.value).startswith(wanted)
+        ):
+            (model / name).chmod(0)
+            with as_nobody(), pytest.raises(PermissionError) as raised:
+                read(model)
+            message = launch._format_message(raised.value)
+            assert message.startswith(f"{model / name}: Permission denied; give this user")
 
-    def test_weights_that_are_damaged_or_missing(self, refusal, model):
+    def test_damaged_and_missing_weights(self, refusal, model):
         file = model / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1000])
         message = refusal(f"--config.model.path={model}")
@@ -237,155 +190,92 @@ class TestModelFolder:
         file.unlink()
         assert "has neither model.safetensors nor" in refusal(f"--config.model.path={model}")
 
-    @pytest.mark.parametrize(
-        ("lora", "wanted"),
-        [
-            ({"rank": 4}, "requires [4, 64]. The adapter was trained for 'qwen3_untied'."),
-            (
-                {"rank": 16},
-                "r is 4, but config.model.lora.rank is 16; set the key to the adapter's value.",
-            ),
-        ],
-    )
-    def test_an_adapter_of_another_model(self, refusal, lora, wanted):
-        lora |= {"alpha": 8.0, "path": "tests/golden/lora_all_linear"}
+    def test_an_adapter_of_another_model(self, refusal):
+        lora = {"rank": 4, "alpha": 8.0, "path": "tests/golden/lora_all_linear"}
         message = refusal(*(f"--config.model.lora.{key}={value}" for key, value in lora.items()))
-        assert message.endswith(wanted)
+        assert message.endswith("The adapter was trained for 'qwen3_untied'.")
 
-    @pytest.mark.parametrize("content", ["[]", "[" * 100_000])
-    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-    def test_damaged_small_files(self, refusal, model, name, content):
-        (model / name).write_text(content)
-        message = refusal(f"--config.model.path={model}")
-        assert str(model) in message
-        assert name in message
-
-    def test_an_end_of_turn_that_no_tokenizer_knows(self, refusal, model):
+    def test_an_end_token_outside_the_tokenizer(self, refusal, model):
         (model / "generation_config.json").write_text('{"eos_token_id": [1, 99999]}')
         message = refusal(f"--config.model.path={model}")
         assert "eos_token_id names [99999], which are not among" in message
 
-    def test_chat_templates_without_system_messages(self, refusal, model):
+    def test_a_chat_template_without_system_messages(self, refusal, model):
         file = model / "tokenizer_config.json"
-        template = json.loads(file.read_text())["chat_template"]
-        arguments = (f"--config.model.path={model}", "--config.prompt.system=Search.")
-        refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
-        with_fields(file, chat_template=f"{refuses}{{% endif %}}{template}")
-        wanted = "the tokenizer's chat template rejects a chat with the roles ['system', 'user']"
-        assert refusal(*arguments).endswith(f"{wanted}: no system")
-        loop = "{% for message in messages if message['role'] != 'system' %}"
-        drops = template.replace("{% for message in messages %}", loop)
-        with_fields(file, chat_template=drops)
-        wanted = "drops message 1, with the role 'system': 'Search.'. Put its text into"
-        assert wanted in refusal(*arguments)
-        with_fields(file, chat_template=None)
-        assert f"the tokenizer in {model} has no chat template, or none" in refusal(*arguments)
+        fields = json.loads(file.read_text())
+        raising = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
+        fields["chat_template"] = f"{raising}{{% endif %}}{fields['chat_template']}"
+        file.write_text(json.dumps(fields))
+        message = refusal(f"--config.model.path={model}", "--config.prompt.system=Search.")
+        assert message.endswith("a chat with the roles ['system', 'user']: no system")
 
 
-class TestIndex:
-    @pytest.mark.parametrize("name", ["io::Error", "An IO error occurred"])
-    def test_a_full_disk(self, refusal, monkeypatch, tmp_path, name):
-        def write(*_):
-            raise ValueError(f"{name}: No space left on device")
+def test_a_full_disk_while_the_index_is_written(refusal, monkeypatch, tmp_path):
+    def write_index(*_):
+        raise ValueError("An IO error occurred: No space left on device")
 
-        monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write)
-        message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
-        assert f"could not be written to {tmp_path / 'index'}, where" in message
-        assert "set config.search.local.index to another folder" in message
-
-    def test_data_are_checked_first(self, refusal, tmp_path, monkeypatch):
-        monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", None)
-        corpus = write(tmp_path / "corpus.jsonl", '{"id": 1, "title": "a", "text": "b"}')
-        arguments = [
-            f"--config.search.local.corpus={corpus}",
-            f"--config.sft.source={tmp_path / 'no'}",
-        ]
-        assert refusal(*arguments).startswith(f"'{tmp_path / 'no'}' is not a file; set config.sft")
+    monkeypatch.setattr("jaxrl.envs.search.bm25._write_index", write_index)
+    message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
+    assert f"could not be written to {tmp_path / 'index'}, where" in message
 
 
 class TestWorkdir:
-    """What a run began with stays."""
+    """A run resumes with the configuration that it started with."""
 
-    def check(self, tmp_path, *, accept_changes=False, **changes):
+    def check_workdir(self, tmp_path, *, accept_changes=False, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
         launch._check_workdir(config, tmp_path, accept_changes=accept_changes)
 
-    def begin(self, tmp_path, **changes):
+    def write_workdir(self, tmp_path, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         (tmp_path / "config.json").write_text(to_json(config))
 
-    def test_going_on(self, tmp_path):
-        self.check(tmp_path)
-        self.begin(tmp_path)
-        self.check(tmp_path)
-        self.check(tmp_path, num_steps=500)
-        self.check(tmp_path, **{"eval.samples": 7, "stages": ("evaluate",)})
-
-    def test_what_needs_consent(self, tmp_path):
-        self.begin(tmp_path)
-        changes = {"seed": 7, "optimizer.lr": 1.0}
-        with pytest.raises(ValueError, match=r"config.optimizer.lr: .*seed: 0 -> 7. .*--acc"):
-            self.check(tmp_path, **changes)
-        self.check(tmp_path, accept_changes=True, **changes)
+    def test_other_keys_change_only_with_consent(self, tmp_path):
+        self.write_workdir(tmp_path)
+        self.check_workdir(tmp_path, num_steps=500)
+        with pytest.raises(ValueError, match=r"config.seed: 0 -> 7. .*--acc"):
+            self.check_workdir(tmp_path, seed=7)
+        self.check_workdir(tmp_path, accept_changes=True, seed=7)
 
     @pytest.mark.parametrize(
-        ("key", "value", "began"),
+        ("key", "value", "initial"),
         [
             ("kl.coef", 0.5, {}),
             ("kl.anchor", "old", {}),
             ("model.freeze_tower", True, {"stages": ("evaluate",)}),
-            ("model.lora.rank", 4, {"stages": ("sft",)}),
-            ("model.lora.rank", 0, {"model.lora.rank": 2}),
             ("model.lora.rank", 4, {"model.lora.rank": 2}),
+            ("model.lora.targets", ("k_proj",), {"model.lora.rank": 2}),
+            ("tasks.eval.source", "b.csv", {"checkpoint.keep_best": 1}),
         ],
     )
-    def test_what_cannot_change(self, tmp_path, key, value, began):
-        self.begin(tmp_path, **began)
-        with pytest.raises(ValueError, match=f"config.{key} is {value!r}, but .* began with"):
-            self.check(tmp_path, accept_changes=True, **began | {key: value})
+    def test_what_the_state_depends_on_cannot_change(self, tmp_path, key, value, initial):
+        self.write_workdir(tmp_path, **initial)
+        with pytest.raises(ValueError, match=f"config.{key} is .*, but .* began with"):
+            self.check_workdir(tmp_path, accept_changes=True, **initial | {key: value})
 
-    def test_what_an_adapter_is_of_cannot_change(self, tmp_path):
-        lora = {"model.lora.rank": 2, "model.lora.targets": ("q_proj",)}
-        self.begin(tmp_path, **lora)
-        self.check(tmp_path, accept_changes=True, **lora, **{"model.freeze_tower": True})
-        with pytest.raises(ValueError, match=r"config.model.lora.targets is .*, but .* began with"):
-            self.check(tmp_path, accept_changes=True, **lora | {"model.lora.targets": ("k_proj",)})
-
-    def test_the_best_checkpoint_is_of_one_set_of_held_out_sources(self, tmp_path):
-        best = {"checkpoint.keep_best": 1, "tasks.eval.source": ""}
-        best["tasks.eval.sources"] = ({"source": "a.csv"}, {"source": "b.csv"})
-        self.begin(tmp_path, **best)
-        self.check(tmp_path, **best)
-        best["tasks.eval.sources"] = best["tasks.eval.sources"][:1]
-        with pytest.raises(ValueError, match=r"config.tasks.eval.sources is .*, but .* began with"):
-            self.check(tmp_path, accept_changes=True, **best)
-
-    @pytest.mark.parametrize(
-        ("key", "folder"), [("model.path", "export"), ("model.lora.path", "adapter")]
-    )
-    def test_exporting_onto_the_source(self, tmp_path, key, folder):
-        with pytest.raises(ValueError, match=rf"config.{key}=.* is where --workdir=.* exports to"):
-            self.check(tmp_path, **{key: str(tmp_path / folder)})
+    def test_exporting_onto_the_source_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match=r"config.model.path=.* is where --workdir=.* exports"):
+            self.check_workdir(tmp_path, **{"model.path": str(tmp_path / "export")})
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_world):
+def test_a_signal_before_the_first_step_ends_the_process(monkeypatch, capfd, tmp_path, tiny_world):
     ended = queue.Queue()
 
     def end(code):
         ended.put(code)
         raise SystemExit  # of the thread that answers signals
 
-    def assemble(*_, **__):
+    def build(*_, **__):
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError(ended.get(timeout=10))
 
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.builders.components.build", assemble)
+    monkeypatch.setattr("jaxrl.builders.components.build", build)
     monkeypatch.setattr("os._exit", end)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
         launch.main(launch.parse_flags(argv))
@@ -394,18 +284,13 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
 
 
 class TestFaultsOfTheWorkdir:
-    """While the run goes on."""
-
     @pytest.fixture
-    def ended(self, monkeypatch, tmp_path, tiny_world):
-        def ended(run):
+    def run_until_error(self, monkeypatch, tmp_path, tiny_world):
+        def run_until_error(run):
             monkeypatch.setattr("jaxrl.run.run", run)
             monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
-            for flag, value in (
-                ("_IGNORE_MEMORY_PLAN", False),
-                ("_ACCEPT", False),
-                ("_STEP", None),
-            ):
+            flags = {"_IGNORE_MEMORY_PLAN": False, "_ACCEPT": False, "_STEP": None}
+            for flag, value in flags.items():
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=value))
             monkeypatch.setattr(
                 "jaxrl.builders.components.build", lambda *_, **__: SimpleNamespace(notes=[])
@@ -415,30 +300,10 @@ class TestFaultsOfTheWorkdir:
                 launch._run(resolve_names(config), tmp_path, lambda: False, lambda: None)
             return raised.value.code
 
-        return ended
-
-    def test_a_folder_in_the_place_of_a_file(self, ended, tmp_path):
-        file = tmp_path / "metrics.jsonl"
-        file.mkdir()
-        wanted = f"error: {file}: Is a directory; a file belongs there; move the folder away."
-        assert ended(lambda *_: file.read_text()) == wanted
-
-    @pytest.mark.parametrize("text", ["", "a library's own words"])
-    def test_a_workdir_that_is_moved(self, ended, tmp_path, text):
-        def run(*_):
-            tmp_path.rename(f"{tmp_path}_moved")
-            if text:
-                raise RuntimeError(text)
-            (tmp_path / "metrics.jsonl").open("a")
-
-        assert ended(run).startswith(f"error: {tmp_path} was moved or removed")
-
-    def test_another_folder_is_not_the_workdirs(self, ended, tmp_path):
-        with pytest.raises(IsADirectoryError):
-            ended(lambda *_: tmp_path.parent.read_text())
+        return run_until_error
 
     @pytest.mark.parametrize("saved", [None, 4])
-    def test_one_line_says_what_is_saved(self, ended, tmp_path, saved):
+    def test_one_line_says_what_is_saved(self, run_until_error, tmp_path, saved):
         def run(*_):
             if saved:
                 folder = tmp_path / "checkpoints" / str(saved)
@@ -448,32 +313,7 @@ class TestFaultsOfTheWorkdir:
 
         what = f"step {saved} is saved" if saved else "nothing is saved yet"
         wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
-        assert ended(run).startswith(wanted)
-
-
-@pytest.mark.slow(
-    instead="test_launch.py::TestFaultsOfTheWorkdir::test_one_line_says_what_is_saved"
-)
-def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world):
-    # The first checkpoint has files beyond that.
-    limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); "
-    limited += "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
-    workdir = tmp_path / "run"
-    arguments = [f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
-    # Which cannot be written either, and has a line of its own for that.
-    arguments += ["--config.compilation_cache=off"]
-    arguments += ["--config.search.engine=empty", "--config.sft.num_steps=6"]
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *arguments],
-        capture_output=True,
-        text=True,
-        # Or Python would leave truncated modules behind, which no later process can import.
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the file size"
-    assert done.stderr.startswith(wanted)
-    assert done.stderr.count("\n") == 1
+        assert run_until_error(run).startswith(wanted)
 
 
 @pytest.fixture
@@ -493,7 +333,7 @@ def launched(monkeypatch, tmp_path, tiny_world):
     return start
 
 
-def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(launched, capfd, tmp_path):
+def test_an_outage_has_its_own_exit_code(launched, capfd, tmp_path):
     workdir = tmp_path / "run"
 
     def run(*arguments):
@@ -503,10 +343,10 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(launched, c
         raise NothingWorksError("every episode failed: no route to host")
 
     assert launched(run) == 69
-    told = capfd.readouterr()
-    assert told.err == "error: every episode failed: no route to host\n"
-    assert told.out == "a note\n"
-    # The workdir holds the configuration that it began with.
+    outputs = capfd.readouterr()
+    assert outputs.err == "error: every episode failed: no route to host\n"
+    assert outputs.out == "a note\n"
+    # The workdir holds the configuration that it started with.
     assert json.loads((workdir / "config.json").read_text())["seed"] == 0
     [line] = (workdir / "config_history.jsonl").read_text().splitlines()
     assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.local.corpus"}
@@ -523,7 +363,7 @@ FAILED = "config.filter.name names 'my.keep', which failed: ZeroDivisionError."
         (OutageError("it ended."), 69),
         (UserCodeError(FAILED), f"error: {FAILED}"),  # which a process ends with as 1, in one line
     ],
-    ids=lambda one: type(one).__name__,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_run_that_ends_early_says_how(error, code, launched):
     def run(*_):

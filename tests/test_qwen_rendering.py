@@ -1,4 +1,4 @@
-"""Turns of Qwen's tool calls as token ids: ours, the chat template's and the package renderers'."""
+"""Token ids of Qwen's tool calls: ours, the chat template's and those of the package renderers."""
 
 import json
 import random
@@ -8,7 +8,6 @@ import pytest
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.protocol import ParsedCall, qwen
 from tests.qwen import MARKERS, SPECIAL, oracle, qwen3
-from tests.toys import toy_tokenizer
 
 HF = qwen3()
 TOKENIZERS = {
@@ -75,7 +74,7 @@ def written(message):
     return begin + "\n".join([*([message["content"]] if message["content"] else []), *blocks])
 
 
-def grown(tokenizer, tools, opening, rounds):
+def build_trajectory_ids(tokenizer, tools, opening, rounds):
     """A trajectory as the rollout has it: the prompt, what is sampled, the turns of results."""
     ids = tokenizer.render_prompt(opening, tools)
     for message, results in rounds:
@@ -84,14 +83,15 @@ def grown(tokenizer, tools, opening, rounds):
     return ids
 
 
-def check(count, seed):
+def compare(count, seed):
+    """Compare random conversations with the template, the package renderers and the parser."""
     rng = random.Random(seed)
     for number in range(count):
         is_thinking = number % 2 == 0
         tokenizer, renderer = TOKENIZERS[is_thinking], RENDERERS[is_thinking]
         tools, opening, rounds = conversation(rng, is_thinking)
         chat = [*opening, *(m for message, results in rounds for m in (message, *results))]
-        ours = grown(tokenizer, tools, opening, rounds)
+        ours = build_trajectory_ids(tokenizer, tools, opening, rounds)
         expected = renderer.render_ids(chat, tools=tools, add_generation_prompt=True)
         assert ours == expected, (tokenizer.decode(ours), tokenizer.decode(expected))
         by_template = HF.apply_chat_template(
@@ -106,27 +106,26 @@ def check(count, seed):
         else:  # it leaves out of a history what it wrote itself, which a trajectory keeps
             empty = HF.encode("<think>\n\n</think>\n\n", add_special_tokens=False)
             assert without(ours, empty) == without(by_template, empty)
-        for message, _ in rounds:  # and what was written is read as it was meant
-            calls = qwen().read(written(message), ()).calls
-            wanted = [call["function"] for call in message["tool_calls"]]
-            assert calls == tuple(
-                ParsedCall(tool=c["name"], arguments=c["arguments"]) for c in wanted
-            )
+        for message, _ in rounds:  # and each call is parsed as it was meant
+            calls = [call["function"] for call in message["tool_calls"]]
+            parsed = [ParsedCall(tool=c["name"], arguments=c["arguments"]) for c in calls]
+            assert qwen().read(written(message), ()).calls == tuple(parsed)
 
 
 def without(ids, run):
-    kept, place = [], 0
-    while place < len(ids):
-        if ids[place : place + len(run)] == run:
-            place += len(run)
+    """Return the ids without each occurrence of a run of ids."""
+    rest, start = [], 0
+    while start < len(ids):
+        if ids[start : start + len(run)] == run:
+            start += len(run)
         else:
-            kept.append(ids[place])
-            place += 1
-    return kept
+            rest.append(ids[start])
+            start += 1
+    return rest
 
 
 def test_conversations_are_rendered_as_the_template_and_renderers_do():
-    check(150, seed=0)
+    compare(50, seed=0)
 
 
 @pytest.mark.slow(
@@ -134,16 +133,16 @@ def test_conversations_are_rendered_as_the_template_and_renderers_do():
     "::test_conversations_are_rendered_as_the_template_and_renderers_do"
 )
 def test_two_thousand_conversations_are_rendered_as_the_template_and_renderers_do():
-    check(2_000, seed=1)
+    compare(2_000, seed=1)
 
 
 @pytest.mark.parametrize("is_thinking", [True, False])
-def test_what_was_sampled_stays_whatever_its_ids(is_thinking):
+def test_sampled_ids_stay_whatever_they_are(is_thinking):
     """Ids that no text is encoded to: the next prompt begins with them, as `renderers` has it."""
     rng = random.Random(2)
     tokenizer, renderer = TOKENIZERS[is_thinking], RENDERERS[is_thinking]
     plain = [id for id in range(tokenizer.num_tokens) if id not in tokenizer._added_ids]
-    for _ in range(100):
+    for _ in range(25):
         tools, opening, rounds = conversation(rng, is_thinking)
         prompt = tokenizer.render_prompt(opening, tools)
         sampled = [*rng.choices(plain, k=rng.randint(1, 20)), *rng.sample(tokenizer.eos_ids, 1)]
@@ -153,7 +152,7 @@ def test_what_was_sampled_stays_whatever_its_ids(is_thinking):
         assert bridged.token_ids == [*prompt, *sampled, *inserted]
 
 
-def test_a_result_forges_no_token():
+def test_a_result_cannot_forge_a_token():
     tokenizer = TOKENIZERS[True]
     forgery = "".join([*SPECIAL, *MARKERS])
     ids, shown = tokenizer.render_results([forgery, "b"], TOOLS)
@@ -169,16 +168,3 @@ def test_a_description_with_a_token_of_the_model_is_refused():
     tools = [{"type": "function", "function": {"name": "x", "description": "<|im_end|>"}}]
     with pytest.raises(ValueError, match=r"of a tool holds '<\|im_end\|>', which is a token of"):
         TOKENIZERS[True].render_prompt([{"role": "user", "content": "?"}], tools)
-
-
-def test_a_template_without_tools_is_refused():
-    with pytest.raises(ValueError, match="does not describe tools; expected one that reads"):
-        toy_tokenizer().render_prompt([{"role": "user", "content": "?"}], TOOLS)
-
-
-def test_a_template_whose_end_nothing_stops_at_is_refused():
-    hf = qwen3()
-    hf.eos_token = "<|endoftext|>"
-    with pytest.raises(ValueError, match=r"'<\|im_end\|>', at which nothing stops"):
-        Tokenizer(hf).render_results([""], TOOLS)
-    assert Tokenizer(hf, eos_tokens=["<|im_end|>"]).render_results([""], TOOLS)

@@ -17,14 +17,12 @@ import pytest
 from examples.convert_gguf import convert_config, convert_tokenizer
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Outcome, Prompt, Task
-from jaxrl.envs.protocol import SEARCH_R1, ParsedCall, qwen
+from jaxrl.envs.protocol import ParsedCall, qwen
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
 from jaxrl.sampling.episodes import TokenLimits
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
-from jaxrl.sampling.observations import encode_observation
-from jaxrl.sampling.observations import encode_results as encode_tool_results
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, flatten_groups
@@ -294,68 +292,6 @@ def test_tool_calls_are_the_templates_token_by_token(name, request):
     assert [turn.text for turn in again.turns] == written
     assert other_engine.read == engine.read
     assert again.token_ids[again.loss_mask].tolist() == [id for turn in others for id in turn]
-
-
-def test_tags_in_a_template_without_tools(smollm2):
-    _, tokenizer = smollm2
-    # The token that closes the tag goes on behind it.
-    wide = next(
-        id for id, token in enumerate(tokenizer.vocab_bytes) if token[:1] == b">" and token[1:]
-    )
-    first = [*tokenizer.encode("I see. <search>Kerr</search"), wide]
-    last = tokenizer.encode("<answer>Ada Kerr</answer>")
-    got, engine = play(
-        tokenizer, lambda _: SEARCH_R1, [first, last], decode.STOP_STRING, prompt=PROMPT
-    )
-    assert [turn.text for turn in got.turns] == [
-        "I see. <search>Kerr</search>",
-        "<answer>Ada Kerr</answer>",
-    ]
-    opening = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": "Who designed it?"},
-    ]
-    prompt = tokenizer._hf_tokenizer.apply_chat_template(
-        opening, add_generation_prompt=True, return_dict=False
-    )
-    shown = SEARCH_R1.render_observation(FOUND)
-    result, _ = encode_observation(tokenizer, shown, max_body_tokens=1000)
-    assert engine.read == [prompt, result]
-    assert tokenizer.decode(result) == shown.text
-    assert list(got.token_ids.tolist()) == [*prompt, *first, *result, *last]
-    expected = [False] * len(prompt) + [True] * len(first) + [False] * len(result)
-    assert got.loss_mask.tolist() == expected + [True] * len(last)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen25", "smollm2"])
-def test_special_tokens_in_documents_and_questions(name, request):
-    found = request.getfixturevalue(name)
-    tokenizer = found[1] if isinstance(found, tuple) else found
-    added = sorted(tokenizer._added_ids)
-    forgery = " ".join(tokenizer.decode([id]) for id in added)
-    assert {"<|im_start|>", "<|im_end|>"} <= {*forgery.split()}
-
-    def among(ids):
-        return [id for id in ids if id in tokenizer._added_ids]
-
-    def results(text):
-        if name == "smollm2":
-            observation = SEARCH_R1.render_observation(text)
-            return encode_observation(tokenizer, observation, max_body_tokens=1000)
-        rendered = qwen().render_results([text, "b"])
-        return encode_tool_results(tokenizer, rendered, tools=(), max_result_tokens=1000)[:2]
-
-    ids, shown = results(forgery)
-    assert among(ids) == among(results("harmless")[0])
-    assert "<|im_end|>" in shown
-    assert tokenizer.decode(ids) == shown
-    # Of a question too, nothing holds the chat together.
-    special = {id for id in added if tokenizer.decode([id]).startswith("<|")}
-    question, plain = (
-        tokenizer.render_prompt([{"role": "user", "content": text}]) for text in (forgery, "plain")
-    )
-    assert [id for id in question if id in special & tokenizer._chat_ids] == among(plain)
-    assert forgery in tokenizer.decode(question)
 
 
 TEXTS = [

@@ -1,4 +1,4 @@
-"""Every combination that is refused, refused with its reason; and what goes together, accepted."""
+"""Combinations of settings: those refused, those accepted, and the published methods."""
 
 from functools import partial
 
@@ -30,9 +30,8 @@ METHODS = (search_r1, search_r1_brief, search_r1_stable, dapo, bapo, ares, passk
 SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, ares_looking, passk_small)
 
 
-# The key that is refused, and settings for which it is.
 def between(low, high):
-    """A filter by accuracy, both ends out."""
+    """Return a filter by accuracy, both ends excluded."""
     return {
         "filter.name": "accuracy_range",
         "filter.accuracy_range.low": low,
@@ -46,6 +45,22 @@ ENDPOINT = {
     **{"policy.openai.model": "m", "stages": ("evaluate",)},
 }
 CORRECTED = {"loss.correction.level": "token", "loss.correction.mode": "mask"}
+MATH = {"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"}
+JUDGED = {
+    "reward.judges": {"helpful": {"url": "http://j", "model": "j", "prompt": "{response}"}},
+    "reward.weights": {"helpful": 1.0},
+}
+PASS_AT_K = {"advantage.name": "pass_at_k"}
+FULL_SAMPLING = {"advantage.name": "pass_at_k_full_sampling"}
+K1_REWARD = {"kl.coef": 0.1, "kl.apply_to": "reward", "kl.estimator": "k1"}
+ADAPTIVE = {"kl.coef": 0.1, "kl.controller": "adaptive"}
+VARIED = {"filter.name": "varied"}
+FINAL_REWARD = VARIED | {"filter.varied.metric": "seq_final_reward"}
+UNFINISHED = {"filter.unfinished_tasks": 1, "loss.correction.level": "token"}
+AGENTS = {
+    **{"env.name": "agents", "eval.final_suites": ("greedy",), "reward.weights": {"reward": 1.0}},
+    "filter.resample_attempts": 1,
+}
 BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
@@ -63,153 +78,68 @@ BROKEN = [
     ("env.step_deadline_s", {"env.step_deadline_s": 400.0}),
     ("eval.suites", {"search.engine": "empty", "eval.suites": ("random_search",)}),
     ("eval.final_suites", {"search.engine": "http", "eval.final_suites": ("random_search",)}),
-    (
-        "rollout.max_cost",
-        {
-            **{"rollout.max_cost": 1.0, "ledger.prices": {"helpful": 1.0}},
-            "reward.judges": {"helpful": {"url": "http://j", "model": "j", "prompt": "{response}"}},
-            "reward.weights": {"helpful": 1.0},
-        },
-    ),
-    (
-        "rollout.max_cost",
-        {
-            **{"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"},
-            **{"rollout.max_cost": 1.0, "ledger.prices": {"search": 1.0}},
-        },
-    ),
-    (
-        "rollout.max_calls",
-        {
-            **{"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"},
-            "rollout.max_calls": 3,
-        },
-    ),
+    ("rollout.max_cost", {"rollout.max_cost": 1.0, "ledger.prices": {"helpful": 1.0}} | JUDGED),
+    ("rollout.max_cost", MATH | {"rollout.max_cost": 1.0, "ledger.prices": {"search": 1.0}}),
+    ("rollout.max_calls", MATH | {"rollout.max_calls": 3}),
     ("rollout.group_size", {"rollout.group_size": 1}),
-    ("advantage.pass_at_k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
-    (
-        "advantage.pass_at_k",
-        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k": 5},
-    ),
-    (
-        "advantage.pass_at_k",
-        {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": ((0, 1), (60, 8))},
-    ),
-    (
-        "advantage.pass_at_k",
-        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k_schedule": ((0, 5),)},
-    ),
-    ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
-    (
-        "kl.apply_to",
-        {
-            **{"advantage.name": "pass_at_k", "kl.apply_to": "reward"},
-            **{"kl.coef": 0.1, "kl.estimator": "k1"},
-        },
-    ),
-    ("advantage.by_turn", {"advantage.by_turn": True, "advantage.name": "pass_at_k"}),
+    ("advantage.pass_at_k", PASS_AT_K | {"advantage.pass_at_k.k": 8}),
+    ("advantage.pass_at_k", FULL_SAMPLING | {"advantage.pass_at_k.k": 5}),
+    ("advantage.pass_at_k", PASS_AT_K | {"advantage.pass_at_k.k_schedule": ((0, 1), (60, 8))}),
+    ("shaping", PASS_AT_K | {"shaping.overlong_buffer": 8}),
+    ("kl.apply_to", PASS_AT_K | K1_REWARD),
+    ("advantage.by_turn", PASS_AT_K | {"advantage.by_turn": True}),
     ("advantage.turn_discount", {"advantage.turn_discount": 0.5}),
     ("loss.aggregation", {"loss.name": "gspo"}),
-    (
-        "loss.mask_observations",
-        {"loss.correction.level": "token", "loss.mask_observations": False},
-    ),
+    ("loss.mask_observations", CORRECTED | {"loss.mask_observations": False}),
     (
         "loss.mask_observations",
         {"loss.token_filter.name": "off_policy", "loss.mask_observations": False},
     ),
-    (
-        "loss.correction.level",
-        {"loss.name": "dppo", "loss.dppo.anchor": "rollout", "loss.correction.level": "token"},
-    ),
+    ("loss.correction.level", CORRECTED | {"loss.name": "dppo", "loss.dppo.anchor": "rollout"}),
     ("loss.correction.level", {"rollout.async_level": 1}),
     ("loss.correction.mode", {"loss.correction.level": "geometric"}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),
-    ("loss.correction.low", {**CORRECTED, "loss.correction.low": 1.5}),
-    ("loss.correction.high", {**CORRECTED, "loss.correction.high": 0.9}),
+    ("loss.correction.low", CORRECTED | {"loss.correction.low": 1.5}),
+    ("loss.correction.high", CORRECTED | {"loss.correction.high": 0.9}),
     ("kl.low_factor", {"kl.low_factor": 0.5}),
-    ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
+    ("kl.anchor", ADAPTIVE | {"kl.anchor": "old"}),
     ("kl.estimator", {"kl.coef": 0.1, "kl.apply_to": "reward"}),
-    (
-        "kl.apply_to",
-        {
-            **{"kl.coef": 0.1, "kl.apply_to": "reward"},
-            **{"kl.estimator": "k1", "kl.controller": "budget"},
-        },
-    ),
-    (
-        "kl.adaptive.horizon",
-        # Of 16 × 8 trajectories.
-        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 127},
-    ),
+    ("kl.apply_to", K1_REWARD | {"kl.controller": "budget"}),
+    ("kl.adaptive.horizon", ADAPTIVE | {"kl.adaptive.horizon": 127}),  # of 16 × 8 trajectories
     ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
     ("filter.carry_over", {"filter.carry_over": True}),
     ("rollout.max_prompt_tokens", {"rollout.max_total_tokens": 512}),
     (
         "filter.accuracy_range.low",
-        {
-            **{"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
-            "filter.name": "accuracy_range",
-        },
+        between(0.01, 0.99) | {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
     ),
     ("filter.accuracy_range.low", between(0.99, 0.99)),
-    (
-        "filter.accuracy_range.low",  # between 3 / 8 and 4 / 8
-        between(0.375, 0.5),
-    ),
+    ("filter.accuracy_range.low", between(0.375, 0.5)),  # between 3 / 8 and 4 / 8
     ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
-    ("filter.varied.metric", {"filter.name": "varied", "filter.varied.metric": "seq_final_reward"}),
+    ("filter.varied.metric", FINAL_REWARD),
     (
         "filter.varied.metric",
-        {
-            "filter.name": "varied", "filter.varied.metric": "seq_final_reward", "kl.coef": 0.1,
-            "kl.apply_to": "reward", "kl.estimator": "k1", "rollout.async_level": 1,
-            "loss.correction.level": "token",
-        },
+        FINAL_REWARD | K1_REWARD | {"rollout.async_level": 1, "loss.correction.level": "token"},
     ),
-    (
-        "filter.max_batches",
-        {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
-    ),
+    ("filter.max_batches", VARIED | {"filter.tasks_per_batch": 1, "filter.max_batches": 2}),
     ("sft.source", {"stages": ("sft",)}),
-    ("filter.name", {**GATED, "filter.name": "varied"}),
-    ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
-    (
-        "filter.unfinished_tasks",
-        {
-            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
-            "model.replay": True,
-        },
-    ),
-    (
-        "filter.unfinished_tasks",
-        {
-            **{"filter.unfinished_tasks": 1, "loss.correction.level": "token"},
-            "env.name": "agents",
-            "eval.final_suites": ("greedy",),
-            "reward.weights": {"reward": 1.0},
-            "filter.resample_attempts": 1,
-        },
-    ),
+    ("filter.name", GATED | VARIED),
+    ("filter.name", GATED | {"filter.name": "accuracy_range"}),
+    ("filter.unfinished_tasks", UNFINISHED | {"model.replay": True}),
+    ("filter.unfinished_tasks", UNFINISHED | AGENTS),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
-    (
-        "shaping.overlong_max_tokens",
-        {"shaping.overlong_buffer": 8, "shaping.overlong_max_tokens": 100_000},
-    ),
-    (
-        "shaping.boundary_aware",
-        {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
-    ),
-    ("reward.weights", {**GATED, "reward.weights": {"format": 0.5}}),
-    # All answers are wrong, yet paid.
+    ("shaping.boundary_aware", GATED | {"env.name": "math", "eval.final_suites": ("sampled",)}),
+    ("reward.weights", GATED | {"reward.weights": {"format": 0.5}}),
+    # All answers are wrong, yet rewarded.
     ("reward.weights", {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}}),
-    ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
+    ("shaping.stage_level", GATED | {"shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
     ("shaping.centered_gain", {"shaping.centered_gain": True}),
     ("shaping.alpha_init", {"shaping.entropy_reward": True, "shaping.alpha_init": 2.5}),
     ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
     ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),
-]  # fmt: skip
+]
+"""The key that is refused, and settings for which it is."""
 
 
 PATHS = ("model.path", "tasks.train.source", "tasks.eval.source", "search.local.corpus")
@@ -222,7 +152,7 @@ def test_combinations_that_make_no_sense_are_refused(key, changes):
         validate(settings(**changes))
 
 
-def test_the_bound_of_overlong_is_where_something_is_charged():
+def test_the_bound_of_the_overlong_penalty_is_within_reach():
     rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
     rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
     validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
@@ -231,12 +161,17 @@ def test_the_bound_of_overlong_is_where_something_is_charged():
 
 
 @pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
-def test_the_methods_are_valid(module):
+def test_shipped_methods_are_valid(module):
     validate(module.get_config())
 
 
+@pytest.mark.parametrize("setup", dapo.SETUPS)
+def test_the_setups_of_dapo_are_valid(setup):
+    validate(dapo.get_config(setup), needs_data=False)
+
+
 @pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__)
-def test_a_small_sibling_keeps_the_method(module):
+def test_a_small_config_keeps_the_method(module):
     """Sizes may differ; of what the method chooses, every key it sets stays as it is published."""
     published = default_config()
     module.set_method(published)
@@ -259,32 +194,26 @@ def test_a_small_sibling_keeps_the_method(module):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        # ARES's masks, DAPO's filter and Pass@k's advantages are one configuration.
+        # ARES's masks, DAPO's filter and Pass@k's advantages in one configuration.
         {
             "advantage.name": "pass_at_k", "filter.name": "varied", "kl.coef": 0.01,
             "kl.low_factor": 0.5, "kl.controller": "budget", "loss.clip_high": 0.28,
         },
         {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
         # k itself is not read where it has a schedule.
-        {
-            "advantage.name": "pass_at_k", "advantage.pass_at_k.k": 9,
-            "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1)),
-        },
+        PASS_AT_K
+        | {"advantage.pass_at_k.k": 9, "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1))},
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
-        {
-            **{"kl.coef": 0.1, "kl.apply_to": "reward"},
-            **{"kl.estimator": "k1", "kl.controller": "adaptive"},
-        },
-        {**GATED, "filter.name": "varied", "filter.varied.metric": "seq_reward"},
+        K1_REWARD | {"kl.controller": "adaptive"},
+        GATED | VARIED | {"filter.varied.metric": "seq_reward"},
         {"filter.resample_attempts": 1},
-        {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
+        GATED | {"filter.resample_attempts": 1, "filter.resample_early": True},
         between(0.37, 0.5),
-        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 128},
+        ADAPTIVE | {"kl.adaptive.horizon": 128},
     ],
     ids=str,
 )  # fmt: skip
-def test_what_goes_together_is_accepted(changes):
+def test_combinations_that_make_sense_are_accepted(changes):
     validate(settings(**changes))
 
 
@@ -361,26 +290,10 @@ DIFFERING = {
 
 
 @pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
-def test_hyper_parameters_are_those_of_the_publication(module):
+def test_hyperparameters_are_those_of_the_publication(module):
     flat = flatten(module.get_config())
     differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
     assert differing == DIFFERING[module]
-
-
-def test_dapo_has_the_three_published_setups():
-    full = flatten(dapo.get_config())
-    changes = {}
-    for setup in dapo.SETUPS:
-        config = dapo.get_config(setup)
-        validate(config, needs_data=False)
-        changes[setup] = {key for key, value in flatten(config).items() if value != full[key]}
-    assert changes == {
-        "full": set(),
-        "no_dynamic_sampling": {"filter.name", "filter.tasks_per_batch"},
-        "early": {"filter.name", "filter.tasks_per_batch", "loss.aggregation"},
-    }
-    with pytest.raises(ValueError, match="no setup 'late'; expected one of full, no_dynamic_sampl"):
-        dapo.get_config("late")
 
 
 UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
@@ -389,29 +302,19 @@ UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({}, []),
-        ({"loss.clip_low": 0.1, "loss.clip_high": 0.3}, []),
-        ({"loss.clip_low": 0.09}, ["loss.clip_low is 0.09"]),
         ({"loss.clip_low": 0.4, "loss.clip_high": 0.31},
          ["loss.clip_low is 0.4", "loss.clip_high is 0.31"]),
-        # The other losses have ranges of their own; without training nothing is clipped.
+        # Other losses have ranges of their own.
         ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
-        ({"loss.name": "gspo", "loss.clip_high": 4e-4}, []),
-        ({"stages": ("evaluate",), "loss.clip_low": 0.4}, []),
         # 100 steps of two updates, twice.
         ({**UPDATES, "optimizer.warmup_steps": 400}, []),
         ({**UPDATES, "optimizer.warmup_steps": 401},
          ["optimizer.warmup_steps is 401"]),
-        ({"stages": ("evaluate",), "optimizer.warmup_steps": 1000}, []),
         ({"stages": ("sft",), "sft.source": "x", "sft.optimizer.warmup_steps": 101},
          ["sft.optimizer.warmup_steps is 101"]),
-        ({"sft.optimizer.warmup_steps": 101}, []),
         ({**CORRECTED, "filter.unfinished_tasks": 16}, []),
         ({**CORRECTED, "filter.unfinished_tasks": 17},
          ["filter.unfinished_tasks is 17"]),
-        ({"rollout.max_response_tokens": 2048}, []),
-        ({"rollout.max_response_tokens": 2049},
-         ["rollout.max_response_tokens is 2049"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -422,14 +325,9 @@ def test_unusual_settings_are_warned_of(changes, warned):
     ]
 
 
-def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):
-    config = helpers.settings(
-        **{
-            "model.path": "a",
-            "reward.weights": {"exact_match": 1.0},
-            "reward.correct": "math_verify",
-        }
-    )
+def test_reward_parts_of_no_environment_are_known_by_name(monkeypatch):
+    config = helpers.settings(**{"model.path": "a", "reward.correct": "math_verify"})
+    config.reward.weights = {"exact_match": 1.0}
     resolved = validate(config, needs_data=False)
     assert [*resolved.reward_parts] == ["math_verify"]
     assert resolved.reward_weights == {"exact_match": 1.0}
@@ -443,7 +341,7 @@ def test_parts_that_are_not_the_environments_are_known_by_name(monkeypatch):
         validate(config, needs_data=False)
 
 
-def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
+def test_reward_functions_are_named_by_their_last_part_where_unique():
     verl = "tests.extending.my_verl_reward"
     weights = {f"{verl}.compute_score": 1.0, f"{verl}:compute_score": 2.0}
     weights |= {"tests.extending.my_reward.brevity": 3.0}
@@ -451,20 +349,3 @@ def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
     assert resolved(config).reward_weights == {
         f"{verl}.compute_score": 1.0, f"{verl}:compute_score": 2.0, "brevity": 3.0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"reward.settings": {"os.path.join": {}}}, "'os.path.join', which config.reward.w"),
-        (
-            {"reward.weights": {"tests.extending.my_reward.brevity": 1.0},
-             "reward.settings": {"tests.extending.my_reward.brevity": {"tone": 1}}},
-            "the argument 'tone', which it does not accept; it accepts response, answers.",
-        ),
-        ({"reward.settings": {"f": 1}}, "expected names with mappings"),
-    ],
-)  # fmt: skip
-def test_settings_of_reward_functions_fit(changes, told):
-    with pytest.raises(ValueError, match=told):
-        validate(helpers.settings(**changes), needs_data=False)

@@ -4,62 +4,52 @@ import json
 import re
 
 import pytest
-import yaml
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.config.loading import check_keys, load_config_file, load_values, parse_overrides
+from jaxrl.config.loading import load_config_file, load_values, parse_overrides
 from jaxrl.config.schema import default_config, flatten, read_flat_config, to_json
 from tests.helpers import as_nobody, without_keys_of
 
 
 @pytest.fixture
 def config():
-    """One that is valid."""
+    """Return a valid configuration."""
     return debug_tiny.get_config()
 
 
-@pytest.mark.parametrize("extension", ["yaml", "json"])
 @pytest.mark.parametrize(
-    "values",
+    ("name", "text"),
     [
-        {"rollout": {"group_size": 3}, "optimizer": {"lr": 1e-4}, "stages": ["train"]},
-        {"rollout.group_size": 3, "optimizer.lr": 1e-4, "stages": ["train"]},
+        # A whole number for a float, and an exponent without a point.
+        (
+            "my.yaml",
+            "rollout: {group_size: 3}\noptimizer: {lr: 1e-6, grad_clip: 2}\nstages: [train]",
+        ),
+        (
+            "my.json",
+            '{"rollout.group_size": 3, "optimizer": {"lr": 1e-6, "grad_clip": 2}, '
+            '"stages": ["train"]}',
+        ),
     ],
 )
-def test_values_nested_and_dotted(config, tmp_path, extension, values):
-    file = tmp_path / f"my.{extension}"
-    file.write_text(json.dumps(values) if extension == "json" else yaml.safe_dump(values))
-    load_values(config, str(file))
-    assert (config.rollout.group_size, config.optimizer.lr) == (3, 1e-4)
+def test_nested_and_dotted_values_are_loaded(config, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    load_values(config, str(tmp_path / name))
+    assert config.rollout.group_size == 3
+    assert (config.optimizer.lr, config.optimizer.grad_clip) == (1e-6, 2.0)
     assert config.stages == ("train",)
     validate(config)
 
 
-def test_a_whole_number_for_a_float_and_an_exponent_without_a_point(config, tmp_path):
+def test_a_mapping_of_free_names_is_one_value(config, tmp_path):
     file = tmp_path / "my.yaml"
-    file.write_text("optimizer: {lr: 1e-6, grad_clip: 1}\n")
-    load_values(config, str(file))
-    assert (config.optimizer.lr, config.optimizer.grad_clip) == (1e-6, 1.0)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"prompt": {"chat_template_kwargs": {"enable_thinking": False}}},
-        {"prompt.chat_template_kwargs": {"enable_thinking": False}},
-    ],
-)
-def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
-    file = tmp_path / "my.yaml"
-    file.write_text(yaml.safe_dump(values))
+    file.write_text("prompt: {chat_template_kwargs: {enable_thinking: false}}")
     load_values(config, str(file))
     assert config.prompt.chat_template_kwargs == {"enable_thinking": False}
     validate(config)
-    other = default_config().lock()
-    other.prompt.chat_template_kwargs = {"enable_thinking": False}
-    other.prompt.chat_template_kwargs["depth"] = 2
-    assert flatten(other)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
+    config.prompt.chat_template_kwargs["depth"] = 2
+    assert flatten(config)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
     assert default_config().prompt.chat_template_kwargs == {}
 
 
@@ -67,74 +57,36 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
     ("text", "message"),
     [
         (
-            "prompt: {chat_template_kwargs: 1}",
-            "chat_template_kwargs is 1; expected a value of type",
-        ),
-        (
             "prompt.chat_template_kwargs.x: 1",
             "takes a mapping; set it as a whole, such as {'x': False}",
         ),
         ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
-        ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
-        ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
-        ("model.scan_layers: 1", "model.scan_layers is 1; expected a value of type bool"),
-        ("model.remat: true", "model.remat is True; expected a value of type str, such as 'full'"),
         ("model.remat: off", "model.remat is False; expected a value of type str, such as 'full'"),
-        ("stages: train", "stages is 'train'; expected a value of type tuple"),
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
-        ("xyzzy: 1", "no key config.xyzzy; docs/configuration.md has all keys."),
         ("- 1", "holds a list; expected keys and values"),
-        ("", "holds a NoneType; expected keys and values"),
-        ("[" * 10_000, "is not valid YAML or JSON"),
-        ("a: [", "is not valid YAML or JSON"),
         ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
-        ("seed: !!bool zz", "is not valid YAML or JSON: 'zz'"),
-        ("seed: !!timestamp x", "is not valid YAML or JSON: "),
-        (f"seed: !!bool {'z' * 10_000}", "is not valid YAML or JSON: 'zz"),
-        ("seed: *a", "found undefined alias"),
         ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
-        ("rollout:\n  max_turns: 1\n  max_turns: 1", "'max_turns' is set twice"),
         ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),
         ("rollout: {max_turns: 1}\nrollout.max_turns: 2", "sets rollout.max_turns twice"),
-        ("rollout:\n  max_turns: 1\nrollout:\n  max_calls: 2", "'rollout' is set twice"),
-        ("seed: " + "1" * 5000, "is not valid YAML or JSON"),
-        ("seed: 2026-99-99", "month must be in 1..12"),
         ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("seed: 1\n---\nseed: 2", "expected a single document"),
         ("seed: '\x1b[2J'", "special characters are not allowed"),
-        ("? [1]\n: 2", "found unhashable key"),
-        ("- " * 100_000 + "1", "is not valid YAML or JSON"),
         ("{a: " * 100_000, "is not valid YAML or JSON"),
     ],
 )
-def test_bad_values(config, tmp_path, text, message):
+def test_a_bad_values_file_is_refused_in_one_line_and_changes_nothing(
+    config, tmp_path, text, message
+):
     file = tmp_path / "my.yaml"
     file.write_text(text)
     before = flatten(config)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}") as told:
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(file))}.*{re.escape(message)}"
+    ) as raised:
         load_values(config, str(file))
-    assert "\n" not in str(told.value)
-    assert len(str(told.value)) < 2_000
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 2_000
     assert flatten(config) == before
-
-
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
-        ("optimizer.learning_rate", "optimizer.lr"),
-        ("sft.optimizer.learning_rate", "sft.optimizer.lr"),
-        ("learning_rate", "optimizer.lr or sft.optimizer.lr"),
-        ("kl_coef", "kl.coef"),
-        ("loss.kl_coef", "kl.coef"),
-        ("rollout.max_tokens", "rollout.max_response_tokens"),
-        ("batch_size", "rollout.tasks_per_step"),
-        ("sampling.temperature", "eval.temperature or rollout.temperature"),
-    ],
-)
-def test_a_key_is_suggested_by_its_meaning(key, near):
-    with pytest.raises(ValueError, match=re.escape(f"config.{key}; did you mean {near}?")):
-        check_keys([key])
 
 
 def test_json_round_trip(config, tmp_path):
@@ -176,7 +128,7 @@ def test_keys_of_a_folder_that_is_not_there_name_it(tmp_path):
     assert (config.seed, "lora" in config.model) == (7, False)
 
 
-def test_keys_of_the_command_line():
+def test_arguments_are_parsed_by_the_type_of_their_key():
     arguments = [
         "--config.num_steps=1e3",
         "-config.seed=7",
@@ -207,25 +159,17 @@ def test_keys_of_the_command_line():
     ("argument", "message"),
     [
         ("seed=1", "unexpected argument seed=1; set this key as --config.seed=value."),
-        ("--config.=1", "unexpected argument --config.=1; settings are --config.key=value."),
-        ("--config.seed", "--config.seed: expected --config.key=value."),
         ("--config.seed=many", "config.seed is 'many'; expected a value of type int"),
-        ("--config.seed=2.5", "config.seed is '2.5'; expected a value of type int"),
-        ("--config.optimizer.lr=fast", "config.optimizer.lr is 'fast'; expected a finite number"),
-        ("--config.model.scan_layers=maybe", "is 'maybe'; expected a value of type bool"),
         ("--config.rollout.deterministic=maybe", "expected True, False or None"),
         ("--config.stages=train", "expected a Python tuple"),
-        ("--config.ledger.prices=3", "config.ledger.prices is 3; expected a value of type dict"),
-        ("--config.ledger.prices={'a': []}", "expected names with values that are true, false"),
         (
             "--config.ledger.prices.search=1",
             "set it as a whole, such as --config.ledger.prices=\"{'search': 0.001}\"",
         ),
-        ("--config.model=x", "config.model is a section; set its keys"),
         ("--noconfig.model.remt", "there is no key config.model.remt; did you mean model.remat?"),
     ],
 )
-def test_bad_keys_of_the_command_line(argument, message):
+def test_bad_arguments_are_refused(argument, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_overrides([argument])
 
@@ -242,21 +186,18 @@ def get_config(seed="0"):
     [
         (f"{HEAD}    config.rollout.grup_size = 4", "mean rollout.group_size? ({file}:5)."),
         (f"{HEAD}    config.seed = sed", "NameError: name 'sed' is not defined ({file}:5)."),
-        (f"{HEAD}    config.unlock()\n    config.sed = 3\n    return", "returned a NoneType; exp"),
-        ("def get_config(:", "SyntaxError: invalid syntax"),
-        ("config = 3", "AttributeError: module 'config_file' has no attribute 'get_config'."),
         ("def get_config():\n    return {{}}", "get_config returned a dict; expected jaxrl.con"),
         ("def get_config(a, b):\n    pass", "missing 1 required positional argument: 'b'"),
         ("def get_config(_):\n    raise SystemExit(3)", "SystemExit: 3 ({file}:2)."),
     ],
 )
-def test_a_config_file_with_a_mistake(tmp_path, text, message):
+def test_a_mistake_in_a_config_file_is_named_with_its_line(tmp_path, text, message):
     file = tmp_path / "bad.py"
     file.write_text(text.replace("{{}}", "{}"))
-    with pytest.raises(ValueError, match=rf"^--config={file}: ") as told:
+    with pytest.raises(ValueError, match=rf"^--config={file}: ") as raised:
         load_config_file(f"{file}:7" if "get_config()" not in text else str(file))
-    assert message.format(file=file) in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message.format(file=file) in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_config_files_by_name(open_folder):

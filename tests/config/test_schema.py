@@ -1,10 +1,8 @@
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-import jaxrl
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl.builders.validation import validate
 from jaxrl.config import schema as configuration
@@ -14,8 +12,6 @@ from jaxrl.config.keys import (
     FREE,
     RESULTS,
     TRAINING,
-    ExtraKeys,
-    load_extra_keys,
 )
 from jaxrl.config.schema import KEYS, default_config
 
@@ -24,131 +20,78 @@ ROOT = Path(configuration.__file__).parents[1]
 
 @pytest.fixture
 def config():
-    """One that is valid."""
+    """Return a valid configuration."""
     return debug_tiny.get_config()
 
 
-@pytest.mark.parametrize("name", [debug_tiny, quickstart, looking, ares_looking, seeking])
-def test_shipped_configs_are_valid(name):
-    validate(name.get_config())
-    assert name.get_config("data/other").model.path == "data/other/model"
+def test_shipped_configs_are_valid():
+    for module in (debug_tiny, quickstart, looking, ares_looking, seeking):
+        validate(module.get_config())
+        assert module.get_config("data/other").model.path == "data/other/model"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         ("model.dtype", "float16", "one of float32, bfloat16"),
-        ("model.head_dtype", "bfloat16", "one of '', float32"),
-        ("search.engine", "google", "one of local, "),
         ("search.engine", "none", "an engine such as"),
-        ("advantage.name", "gae", "one of grpo"),
-        ("loss.name", "reinforce", "one of clip"),
-        ("loss.aggregation", "mean", "one of token-mean, seq-mean-token-mean"),
-        ("kl.estimator", "k4", "one of k1, k2, k3, abs"),
-        ("optimizer.schedule", "step", "one of constant, linear, cosine"),
-        ("stages", (), "each at most once, in the order of"),
         ("seed", 2**31, "a number of at least 0 and below 2147483648"),
         ("optimizer.epsilon", 0.0, "a number above 0"),
         ("stages", ("train", "train"), "each at most once, in the order of"),
         ("eval.patience", 2, "0, unless checkpoint.keep_best and eval.every_steps are above 0"),
-        (
-            "eval.suites",
-            ("beam",),
-            "a tuple with entries from ('sampled', 'greedy', ",
-        ),
+        ("eval.suites", ("beam",), "a tuple with entries from ('sampled', 'greedy', "),
         ("rollout.temperature", 0.0, "a number of at least 0.001"),
-        ("eval.samples", 257, "a number above 0 and of at most 256"),
         ("eval.ks", (1, 2), "a tuple of integers from 1 to eval.samples=1"),
-        ("advantage.pass_at_k.k_schedule", (4, 1), "pairs (step, k)"),
-        ("advantage.pass_at_k.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
-        ("advantage.pass_at_k.k_schedule", ((0, True),), "pairs (step, k)"),
-        ("advantage.pass_at_k.k_schedule", ((0, 0),), "pairs (step, k)"),
         ("advantage.pass_at_k.k_schedule", ((1, 4),), "pairs (step, k) of whole numbers"),
         ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) of whole"),
-        ("eval.ks", (True,), "a tuple of integers from 1 to eval.samples=1"),
         ("rollout.cache_gib", 1e300, "a number of at least 0 and of at most 1048576"),
         ("rollout.chunk_tokens", 10**9, "at most rollout.max_total_tokens="),
-        ("rollout.async_level", 2, "0 or 1"),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
-        ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),
-        ("sft.optimizer.final_lr_fraction", -0.1, "a number of at least 0 and of at most 1"),
-        ("log.trajectories", -2, "0 or more, or -1 for all"),
         ("optimizer.num_minibatches", 3, "a divisor of rollout.tasks_per_step=4"),
         ("rollout.max_prompt_tokens", 192, "less than rollout.max_total_tokens=192"),
-        ("rollout.context.max_tokens", 96, "0"),
         ("prompt.template", "Question:", "text that contains {question}"),
         ("prompt.examples", ({"role": "user"},), "messages with 'role' and 'content'"),
         ("model.path", "", "a path"),
-        ("tasks.train.source", "", "a path"),
-        ("search.local.corpus", "", "a path"),
         # What ml_collections lets through.
         ("seed", None, "a value of type int, such as 0"),
-        ("seed", True, "a value of type int, such as 0"),
-        ("stages", None, "a value of type tuple, such as ('train', 'evaluate')"),
         ("optimizer.lr", float("nan"), "a finite number"),
         ("reward.weights", {"exact_match": 10**400}, "a finite number for each part"),
         ("ledger.prices", {"search": -1.0}, "a price of at least 0 for each tool"),
-        ("eval.suites", ({},), "a tuple with entries from"),
-        ("stages", (("train",),), "a tuple with entries from"),
         # What no clock could wait for.
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
     ],
 )
-def test_rules(config, key, value, expected):
+def test_a_value_out_of_range_is_refused(config, key, value, expected):
     config.update_from_flattened_dict({key: value})
     message = f"config.{key} is {value!r}; expected {expected}"
     with pytest.raises(ValueError, match=re.escape(message)):
         validate(config)
 
 
-@pytest.mark.parametrize("key", ["api_key", "token", "X-Amz-Signature"])
+@pytest.mark.parametrize("key", ["api_key", "X-Amz-Signature"])
 def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
     config.search.engine, config.search.replay = "http", "only"  # whoever asks
     config.search.http.url = f"http://127.0.0.1:8000/retrieve?index=wiki&{key}=abc123"
-    told = rf"config\.search\.http\.url contains a parameter '{key}'.*config\.search\.http\.key_env"
-    with pytest.raises(ValueError, match=told) as raised:
+    message = (
+        rf"config\.search\.http\.url contains a parameter '{key}'.*config\.search\.http\.key_env"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
         validate(config)
     assert "abc123" not in str(raised.value)
     config.search.http.url = "http://127.0.0.1:8000/retrieve?index=wiki&keywords=1&author=me"
     validate(config)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (
-            {"engine": "http"},
-            "search.http.url is ''; expected the address of a server, such as http",
-        ),
-        (
-            {"engine": "web", "web.provider": "searxng"},
-            "search.web.url is ''; expected the address of a server",
-        ),
-    ],
-)
-def test_a_server_that_is_not_named(config, settings, expected):
+def test_an_engine_without_an_address_is_refused(config):
     config.search.local.corpus = ""
-    config.search.update_from_flattened_dict(settings)
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    config.search.engine = "http"
+    with pytest.raises(ValueError, match=r"search\.http\.url is ''; expected the address of a"):
         validate(config)
-    config.search.update_from_flattened_dict({"http.url": "http://x", "web.url": "http://x"})
+    config.search.http.url = "http://x"
     validate(config)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"format": 0.0, "exact_match": 0.0}, "reward.weights is .*: all weights are 0, so every"),
-        ({"helpful": 1.0}, r"no reward part 'helpful'.*config\.reward\.judges.*a dotted path"),
-    ],
-)
-def test_weights_that_pay_nothing(config, weights, message):
-    config.reward.weights = weights
-    with pytest.raises(ValueError, match=message):
-        validate(config)
-
-
-def test_what_a_stage_does_not_need_may_be_missing(config):
+def test_keys_of_other_stages_may_be_missing(config):
     config.stages = ("evaluate",)
     config.update_from_flattened_dict({"tasks.train.source": "", "sft.source": ""})
     config.rollout.group_size = 1
@@ -156,76 +99,46 @@ def test_what_a_stage_does_not_need_may_be_missing(config):
     validate(config)
 
 
-def test_a_key_added_by_a_config_file(config):
-    with config.unlocked():
-        config.rollout.groupsize = 8
-    with pytest.raises(ValueError, match=r"no key config\.rollout\.groupsize; did you mean"):
-        validate(config)
-
-
-@pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("optimizer.lr = '1e-3'", "config.optimizer.lr is '1e-3'; expected a finite number"),
         ("rollout.group_size = 2.5", "config.rollout.group_size is 2.5; expected a value of type"),
         ("optimizer = 3", "config.optimizer is a section; set its keys, such as optimizer.lr."),
         ("rollout.grup_size = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
-        ("rollout['grup_size'] = 4", "config.rollout.grup_size; did you mean rollout.group_size?"),
-        ("optimizer.learning_rate = 1.0", "learning_rate; did you mean optimizer.lr?"),
         ("lss.name = 'clip'", "there is no key config.lss; did you mean loss?"),
-        ("model.zebra.rank = 1", "there is no key config.model.zebra; docs/configuration.md has"),
     ],
 )
-def test_a_mistake_in_python_is_one_line_with_the_whole_key(line, message, is_copy):
-    config = default_config().lock()
-    if is_copy:
-        config = config.copy_and_resolve_references()
+def test_a_mistake_in_python_is_one_line_with_the_full_key(line, message):
+    config = default_config().lock().copy_and_resolve_references()
     with pytest.raises((ValueError, AttributeError), match=re.escape(message)) as raised:
-        exec(f"config.{line}")
+        exec(f"config.{line}", {"config": config})
     # Neither is there another error before it, with the whole configuration in its text.
     assert "\n" not in str(raised.value)
     assert raised.value.__context__ is None or raised.value.__suppress_context__
 
 
-def test_a_key_that_is_not_there_is_an_attribute_that_is_not_there():
-    config = default_config()
-    assert not hasattr(config.optimizer, "learning_rate")
-    assert config.optimizer.get("learning_rate", 3) == 3
-
-
-def test_entries():
+def test_defaults_are_valid_and_choices_are_explained():
     """A default is one that the key takes, and each choice is explained."""
     for name, key in KEYS.items():
         key.check(name, key.default)
         assert key.meaning.endswith("."), name
         assert key.restart in (FREE, EVALUATION, TRAINING, RESULTS), name
-        is_told = name == "eval.final_suites"  # where those of eval.suites are
-        choices = set() if is_told else {*key.one_of, *key.some_of} - {*DTYPES, ""}
+        is_explained = name == "eval.final_suites"  # by eval.suites
+        choices = set() if is_explained else {*key.one_of, *key.some_of} - {*DTYPES, ""}
         assert [c for c in choices if not re.search(rf"\b{c}\b", key.meaning)] == [], name
-
-
-def test_a_changed_default_is_not_another_runs():
-    config = default_config()
-    config.reward.weights["f1"] = 1.0
-    assert default_config().reward.weights == {"exact_match": 1.0}
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "is_written"),
     [
         ("val-core/all/exact_match/mean@1", {}, True),
-        ("val-core/all/exact_match/greedy", {}, True),
         ("val-aux/two_hop/f1/sampled", {}, True),
-        ("val-core/all/exact_match/mean@4", {"eval.samples": 4}, True),
         ("val-core/all/exact_match/maj@4/mean", {"eval.samples": 4}, True),
         ("val-core/all/exact_match/mean@1", {"eval.samples": 4}, False),
         ("val-core/all/exact_match/mean@1", {"eval.samples": 4, "stages": ("evaluate",)}, True),
         ("val-core/all/exact_match/mean@1", {"eval.suites": ("greedy",)}, False),
         ("val-core/openai/gsm8k/exact_match/mean@1", {}, True),
-        ("val-core/openai/gsm8k/exact_match/mean@3", {}, False),
         ("val-core/all/exact_match/empty_search", {}, False),
-        ("val-aux/all/f1/beam", {}, False),
         ("reward", {}, False),
     ],
 )
@@ -235,26 +148,5 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
     if is_written:
         validate(config)
     else:
-        wanted = r"config\.eval\.best_metric is "
-        with pytest.raises(ValueError, match=wanted) as refused:
+        with pytest.raises(ValueError, match=r"config\.eval\.best_metric is "):
             validate(config)
-        _, offered = str(refused.value).split(", such as ")
-        assert name not in offered.split(";")[0].split(" or ")
-
-
-def test_each_capability_with_keys_brings_its_own():
-    folders = Path(jaxrl.__file__).parent.glob("extras/*/keys.py")
-    assert {path.parent.name for path in folders} == {*configuration.EXTRA_KEYS}
-    brought = [key for one in configuration.EXTRA_KEYS.values() for key in one.keys]
-    assert len(brought) == len({*brought})
-    assert {*brought} < {*KEYS}
-
-
-def test_a_module_that_another_needs_is_not_taken_for_a_removed_folder(monkeypatch, tmp_path):
-    (tmp_path / "keys.py").write_text("import not_installed_here\n")
-    monkeypatch.setattr("jaxrl.extras.mcp.__path__", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "jaxrl.extras.mcp.keys")
-    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
-        load_extra_keys("mcp")
-    (tmp_path / "keys.py").unlink()
-    assert load_extra_keys("mcp") == ExtraKeys()

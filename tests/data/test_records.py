@@ -1,12 +1,9 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from examples import tfds_tasks
 from jaxrl.data.stream import Stream
@@ -27,7 +24,7 @@ def file(tmp_path):
     return tmp_path / "tasks.jsonl"
 
 
-def test_a_whole_record(file):
+def test_a_record_with_all_fields(file):
     record = {"id": 7, "question": "Où ?", "answers": ["a", "b"], "data_source": "nq"}
     [task] = read_tasks(write(file, {**record, "metadata": {"hops": 2}, "other": 1}), KEY)
     assert (task.id, task.question, task.answers) == ("7", "Où ?", ("a", "b"))
@@ -39,13 +36,13 @@ def test_a_whole_record(file):
 
 
 @pytest.mark.parametrize("answers", [{"golden_answers": ["a"]}, {"answer": "a"}, {"answers": "a"}])
-def test_the_least_record(file, answers):
+def test_a_record_with_the_fewest_fields(file, answers):
     [task] = read_tasks(write(file, {"question": "?", **answers}), KEY)
     assert task.answers == ("a",)
     assert (task.id, task.data_source, task.metadata) == (f"{file}:1", "default", {})
 
 
-def test_messages_instead_of_a_question(file):
+def test_messages_take_the_place_of_a_question(file):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
     [task] = read_tasks(write(file, {"messages": messages, "answers": ["a"]}), KEY)
     assert (task.question, list(task.messages)) == (None, messages)
@@ -58,7 +55,6 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"
     ("message", "read"),
     [
         ({"tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
-        ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
         (
             {"content": "x", "tool_calls": [{"function": {"name": "f", "arguments": '{"n": 1}'}}]},
             {
@@ -87,22 +83,18 @@ def test_fields_of_messages_are_kept(file, message, read):
     "message",
     [
         {"role": "assistant", "content": None},
-        {"role": "user", "content": None, "name": "ada"},
-        {"role": "assistant", "content": None, "tool_calls": ["f"]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": {}}}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": "f"}]},
         {"role": "user", "content": [{"type": "text", "text": "x", "image": "a.png"}]},
-        {"role": "user", "content": [{"type": "image", "image": "a.png", "max_pixels": 9}]},
     ],
 )
-def test_messages_that_are_none_are_refused_with_their_line(file, message):
+def test_malformed_messages_are_refused_with_their_line(file, message):
     good = {"messages": [{"role": "user", "content": "?"}], "answers": ["a"]}
     bad = {"messages": [*good["messages"], message], "answers": ["a"]}
     with pytest.raises(ValueError, match=re.escape(f"{file}:2: ")):
         read_tasks(write(file, good, bad), KEY)
 
 
-def test_chats_with_other_calls_ask_other_things():
+def test_chats_with_other_calls_do_not_overlap():
     chats = [
         Task(id=str(n), messages=({"role": "assistant", "content": "", "tool_calls": [n]},))
         for n in (0, 0, 1)
@@ -124,22 +116,16 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
     [
         ('{"question": "x"\n', "is not valid JSON: Expecting ',' delimiter"),
         (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
-        ("[1]", "holds a list; expected a JSON object"),
         (
             '{"question": "x", "answer": "a", "metadata": ' + '{"a": [' * 60 + "]}" * 60 + "}",
             "is nested too deeply to be read; flatten it",
         ),
-        ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
         ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
-        ("{}", "expected either 'question' or 'messages', found the fields none"),
-        ('{"question": 3, "answer": "a"}', "'question' is 3; expected text"),
-        ('{"messages": [{"role": "user"}], "answer": "a"}', "'messages' must be a list of objects"),
         ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
         ('{"question": "x", "answers": [true]}', "expected a text, a number or a list of these"),
-        ('{"question": "x", "answer": "a", "metadata": 1}', "'metadata' is 1; expected an object"),
     ],
 )
-def test_a_malformed_line(file, line, message):
+def test_a_malformed_line_is_named(file, line, message):
     good = b'{"question": "x", "answer": "a"}'
     file.write_bytes(b"\n".join([good, b"", line if isinstance(line, bytes) else line.encode()]))
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
@@ -147,33 +133,16 @@ def test_a_malformed_line(file, line, message):
     assert str(raised.value).startswith(f"{file}:3")
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_an_array_of_tasks_and_how_it_is_converted(tmp_path, indent):
-    file = tmp_path / "my data's" / "tasks.jsonl"
-    file.parent.mkdir()
-    file.write_text(json.dumps([{"question": "x", "answer": "a"}] * 2, indent=indent))
-    with pytest.raises(ValueError, match=r"is a JSON array; expected JSONL") as raised:
-        read_tasks(file, KEY)
-    command = str(raised.value).partition("This converts it: ")[2]
-    subprocess.run(command, shell=True, check=True)
-    assert len(read_tasks(file.with_name("tasks_lines.jsonl"), KEY)) == 2
-
-
 @pytest.mark.parametrize(
-    ("start", "what"),
-    [
-        (b"PAR1", "a Parquet file"),
-        (b"\x1f\x8b\x08", r"compressed \(gzip\)"),
-        (b"PK\x03\x04", "a zip"),
-    ],
+    ("content", "what"), [(b"PAR1", "a Parquet file"), (b"[{}]", "a JSON array; expected JSONL")]
 )
-def test_other_formats_are_named(file, start, what):
-    file.write_bytes(start + bytes(range(256)))
+def test_files_of_other_formats_are_named(file, content, what):
+    file.write_bytes(content)
     with pytest.raises(ValueError, match=f"{file} is {what}"):
         read_tasks(file, KEY)
 
 
-def test_no_line_and_no_file(file):
+def test_an_empty_or_missing_file_is_refused(file):
     with pytest.raises(FileNotFoundError, match=r"is not a file; set config.tasks.train.source to"):
         read_tasks(file, KEY)
     file.write_text("\n")
@@ -181,8 +150,7 @@ def test_no_line_and_no_file(file):
         read_tasks(file, KEY)
 
 
-@settings(max_examples=20, deadline=None)
-@given(size=st.integers(1, 30), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
+@pytest.mark.parametrize(("size", "seed", "epochs"), [(1, 0, 3), (2, 7, 3), (30, 1, 2)])
 def test_an_epoch_has_each_item_once(size, seed, epochs):
     stream = Stream(range(size), seed=seed)
     taken = stream.take(0, size * epochs)
@@ -190,14 +158,13 @@ def test_an_epoch_has_each_item_once(size, seed, epochs):
         assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@settings(max_examples=20, deadline=None)
-@given(position=st.integers(0, 50), counts=st.lists(st.integers(0, 10), max_size=5))
+@pytest.mark.parametrize(("position", "counts"), [(0, [3, 0, 4, 9]), (5, [2, 2, 10]), (50, [1])])
 def test_the_order_depends_on_the_position_alone(position, counts):
     whole = Stream(range(7), seed=3).take(position, sum(counts))
-    parts, at = [], position
+    parts, start = [], position
     for count in counts:
-        parts += Stream(range(7), seed=3).take(at, count)
-        at += count
+        parts += Stream(range(7), seed=3).take(start, count)
+        start += count
     assert parts == whole
 
 
@@ -238,53 +205,24 @@ class TestTfds:
 
     def test_the_same_tasks_as_from_jsonl(self, prepared):
         folder, train = prepared
-        assert read_tasks(folder, KEY, split="train") == read_tasks(train, KEY)
-
-    def test_splits_may_be_cut(self, prepared):
-        tasks = read_tasks(prepared[0], KEY, split="train[1:]")
-        assert [task.id for task in tasks] == ["q2", "q3"]
-
-    def test_fields_of_their_own_types(self, tmp_path):
-        import numpy as np
-        import tensorflow_datasets as tfds
-
-        features = tfds.features
-        info = {
-            "question": features.Text(),
-            "golden_answers": features.Sequence(features.Text()),
-            "id": np.int64,
-            "metadata": features.FeaturesDict(
-                {"hops": np.int64, "years": features.Sequence(np.int64), "by": features.Text()}
-            ),
-        }
-        metadata = {"hops": 2, "years": [1932, 1933], "by": "Kerr"}
-        example = {"question": "?", "golden_answers": ["a"], "id": 7, "metadata": metadata}
-        folder = tfds_tasks.prepare(tmp_path, "typed", "1.0.0", info, {"train": [example]})
-        [task] = read_tasks(folder, KEY, split="train")
-        assert (task.id, task.answers, task.metadata) == ("7", ("a",), metadata)
-        assert json.dumps(task.metadata)
+        tasks = read_tasks(train, KEY)
+        assert read_tasks(folder, KEY, split="train") == tasks
+        assert read_tasks(folder, KEY, split="train[1:]") == tasks[1:]
 
     @pytest.mark.parametrize(
         ("split", "message"),
         [
             ("trin", r"config.tasks.train.split is 'trin'.* Unknown split 'trin'.*'train', 'test'"),
-            ("train[", r"config.tasks.train.split is 'train\['"),
             ("train[3:]", r"holds no example"),
         ],
     )
-    def test_a_split_that_is_none(self, prepared, split, message):
+    def test_an_unknown_or_empty_split_is_refused(self, prepared, split, message):
         with pytest.raises(ValueError, match=message) as raised:
             read_tasks(prepared[0], KEY, split=split)
         assert "\n" not in str(raised.value)
 
-    def test_a_folder_that_is_none(self, copy, tmp_path):
-        with pytest.raises(ValueError, match=r"has no dataset_info.json.* 1\.2\.0"):
-            read_tasks(copy.parent, KEY)
-        with pytest.raises(ValueError, match=r"has no dataset_info.json; set config.tasks.train"):
-            read_tasks(tmp_path, KEY)
-
     def test_only_array_record_is_read(self, copy):
-        # Of Parquet, TFDS would say how many examples there are and return a part of them.
+        # From Parquet, TFDS would count all examples and return only a part of them.
         file = copy / "dataset_info.json"
         info = json.loads(file.read_text())
         file.write_text(json.dumps(info | {"fileFormat": "parquet"}))
@@ -292,7 +230,7 @@ class TestTfds:
             read_tasks(copy, KEY)
 
     @pytest.mark.parametrize("damage", ["features", "cut"])
-    def test_damage_is_one_line(self, copy, damage):
+    def test_damage_is_refused_in_one_line(self, copy, damage):
         if damage == "cut":
             [data] = copy.glob("*-train.*")
             data.write_bytes(data.read_bytes()[:100])
@@ -301,21 +239,3 @@ class TestTfds:
         with pytest.raises(ValueError, match=re.escape(str(copy))) as raised:
             read_tasks(copy, KEY)
         assert "\n" not in str(raised.value)
-
-
-def test_held_out_questions_that_are_trained_on_are_told():
-    chat = ({"role": "user", "content": "What is 3-1?"},)
-    trained = [
-        Task(id="a", question="Who wrote  Emma ?"),
-        Task(id="b", question="who wrote Emma"),
-        Task(id="c", question="What is 31?"),
-        Task(id="d", messages=chat),
-    ]
-    held_out = [Task(id="1", question="What is 3-1?"), Task(id="2", question="Who wrote EMMA?")]
-    assert describe_overlap(trained, held_out[:1]) == ""
-    line = describe_overlap(trained, [*held_out, Task(id="3", messages=chat)])
-    assert line.startswith("warning: 2 of 3 held-out questions are among the tasks trained on")
-    assert line.endswith(
-        "'Who wrote EMMA?', '2' of config.tasks.eval and 'a' of config.tasks.train"
-    )
-    assert describe_overlap([], held_out) == describe_overlap(trained, []) == ""

@@ -1,8 +1,5 @@
-import copy
+import itertools
 import json
-import random
-import subprocess
-import sys
 from datetime import datetime
 
 import pytest
@@ -31,7 +28,7 @@ def save(
     pre_tokenizer=None,
     **config,
 ):
-    """Trains a small tokenizer and writes it the way a model's folder has it."""
+    """Train a small tokenizer and write it as a model's folder has it."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizer or GPT2
@@ -66,23 +63,13 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.from_folder(save(tmp_path_factory.mktemp("tokenizer")))
 
 
+@settings(max_examples=25, deadline=None)
 @given(text=st.text() | st.text("<>/searchanwer|im_end 塔é\n"))
 def test_bytes_survive_a_round_trip(tokenizer, text):
     text = normalizers.NFC().normalize_str(text)
     for ids in (tokenizer.encode(text), tokenizer.encode_plain(text)):
         assert b"".join(tokenizer.vocab_bytes[id] for id in ids) == text.encode()
         assert tokenizer.decode(ids) == text
-
-
-def test_single_bytes_are_the_alphabet(tokenizer):
-    alphabet = [token for token in tokenizer.vocab_bytes if len(token) == 1]
-    assert sorted(alphabet) == [bytes([byte]) for byte in range(256)]
-    assert len(tokenizer.vocab_bytes) == tokenizer.num_tokens
-
-
-def test_half_a_character_decodes_to_a_replacement(tokenizer):
-    half = tokenizer.vocab_bytes.index("é".encode()[:1])
-    assert tokenizer.decode([half, *tokenizer.encode("a")]) == "\N{REPLACEMENT CHARACTER}a"
 
 
 def test_special_tokens_are_parsed_and_none_added(tokenizer):
@@ -96,7 +83,7 @@ def test_special_tokens_are_parsed_and_none_added(tokenizer):
     assert len(tokenizer.encode("a" * 50)) > 5  # the file's own limit on the length is off
 
 
-@pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "<think>"])
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<think>"])
 def test_text_from_outside_cannot_forge_a_token(tokenizer, marker):
     (forged,) = tokenizer.encode(marker)
     text = f"a{marker}b {marker}{marker}"
@@ -122,7 +109,7 @@ QWEN = pre_tokenizers.Sequence(
         ONE_PIECE,
     ]
 )
-"""How GPT-2 and Qwen take a text to pieces, and no pieces at all."""
+"""The pre-tokenizers of GPT-2 and Qwen, and one that never splits."""
 
 PIECES = st.sampled_from(
     [*"ab 1.\né塔<", "aaa", "   ", "\n\n", " \n ", "the tower", "'re", "e\u0301", "<|im_end|>"]
@@ -130,27 +117,27 @@ PIECES = st.sampled_from(
 
 
 @pytest.fixture(scope="module", params=[GPT2, QWEN, ONE_PIECE], ids=["gpt2", "qwen", "one piece"])
-def cutting(request, tmp_path_factory):
-    """Tokenizers that look at few tokens beyond the last one: texts need not be long."""
-    folder = save(tmp_path_factory.mktemp("cutting"), pre_tokenizer=request.param)
+def short_sighted(request, tmp_path_factory):
+    """Return tokenizers that look at few tokens beyond the last one, so texts can be short."""
+    folder = save(tmp_path_factory.mktemp("tokenizer"), pre_tokenizer=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrl.data.tokenizer._SLACK_TOKENS", 16)
         yield Tokenizer.from_folder(folder)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     pieces=st.lists(st.tuples(PIECES | st.text(max_size=8), st.integers(1, 40)), max_size=12),
     max_tokens=st.integers(0, 20),
 )
-def test_the_start_of_a_text_has_the_ids_that_the_whole_has(cutting, pieces, max_tokens):
+def test_a_prefix_has_the_ids_of_the_whole_text(short_sighted, pieces, max_tokens):
     text = "".join(piece * count for piece, count in pieces)
-    whole = cutting.encode_plain(text)
-    assert cutting.encode_prefix(text, max_tokens) == whole[:max_tokens]
+    whole = short_sighted.encode_plain(text)
+    assert short_sighted.encode_prefix(text, max_tokens) == whole[:max_tokens]
 
 
-@pytest.mark.parametrize("unit", ["the tower is in Paris. ", "a", " ", "\n", "塔"])
-def test_no_more_of_a_long_text_is_encoded_than_is_kept(tokenizer, monkeypatch, unit):
+@pytest.mark.parametrize("unit", ["the tower is in Paris. ", " ", "塔"])
+def test_little_more_of_a_long_text_is_encoded_than_needed(tokenizer, monkeypatch, unit):
     seen = []
     encode = tokenizer.encode_plain
     monkeypatch.setattr(
@@ -176,22 +163,15 @@ def test_prompt_is_the_template_as_transformers_encodes_it(tokenizer):
 
 def test_end_tokens_come_from_both_files(tmp_path):
     save(tmp_path)
-    one = Tokenizer.from_folder(tmp_path)
-    assert one.pad_id == one.eos_ids[0]
-    start, end = one.encode("<|im_start|>") + one.encode("<|im_end|>")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.pad_id == tokenizer.eos_ids[0]
+    start, end = tokenizer.encode("<|im_start|>") + tokenizer.encode("<|im_end|>")
     for value, expected in [(start, (end, start)), ([end, start], (end, start)), (None, (end,))]:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
         assert Tokenizer.from_folder(tmp_path).eos_ids == expected
 
 
-def test_pad_token_of_its_own(tmp_path):
-    save(tmp_path, special=("<|im_end|>", "<|im_start|>", "<|pad|>"), pad_token="<|pad|>")
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.vocab_bytes[tokenizer.pad_id] == b"<|pad|>"
-    assert len(tokenizer.encode("a")) == len(tokenizer.encode_plain("a")) == 1
-
-
-def test_ids_that_the_vocabulary_skips_stand_for_nothing(tmp_path):
+def test_skipped_ids_are_empty_tokens(tmp_path):
     spec = json.loads((save(tmp_path) / "tokenizer.json").read_text())
     spec["added_tokens"].append(spec["added_tokens"][-1] | {"id": 400, "content": "<late>"})
     spec["model"]["vocab"]["<late>"] = 400
@@ -201,7 +181,7 @@ def test_ids_that_the_vocabulary_skips_stand_for_nothing(tmp_path):
     assert tokenizer.vocab_bytes[399:] == [b"", b"<late>"]
 
 
-def test_a_missing_folder_is_no_name_on_a_hub():
+def test_a_missing_folder_is_refused_without_asking_a_hub():
     with pytest.raises(FileNotFoundError, match=r"'Qwen/Qwen3-0.6B' is not a folder.*model\.path"):
         Tokenizer.from_folder("Qwen/Qwen3-0.6B")
 
@@ -215,114 +195,62 @@ def test_a_missing_folder_is_no_name_on_a_hub():
         ({"special": ("<|im_end|>", "<|im_start|>", "search")}, "'search' is also"),
     ],
 )
-def test_a_tokenizer_that_lacks_something_is_refused(tmp_path, fields, message):
+def test_a_tokenizer_without_a_required_field_is_refused(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(save(tmp_path, **fields))
 
 
-@pytest.mark.parametrize(
-    ("model", "pre_tokenizer"),
-    [
-        (models.WordLevel({"a": 0, "b": 1}, unk_token="a"), pre_tokenizers.Whitespace()),
-        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.Metaspace()),
-        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.ByteLevel()),
-    ],
-)
-def test_other_kinds_are_refused(tmp_path, model, pre_tokenizer):
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizer
+def test_other_kinds_of_tokenizers_are_refused(tmp_path):
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "▁": 1}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
     save(tmp_path)
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="expected byte-level BPE"):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_loading_prints_nothing(tmp_path):
-    folder = str(save(tmp_path))
-    code = f"from jaxrl.data.tokenizer import Tokenizer; Tokenizer.from_folder({folder!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+WRONG = (None, -1, 10**30, 1.5, "x\n\x1b[2J", [[1]], {"a": 1})
 
 
-def places(value, before=()):
-    """The way to each value, of large lists and objects to the first two and the last."""
-    pairs = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-    for key, inner in pairs if len(pairs) <= 20 else [*pairs[:2], pairs[-1]]:
-        yield (*before, key)
-        if isinstance(inner, dict | list):
-            yield from places(inner, (*before, key))
-
-
-def changed(value, place, new):
-    """A copy with another value in that place; without it where that is `DELETED`."""
-    value = copy.deepcopy(value)
-    inner = value
-    for key in place[:-1]:
-        inner = inner[key]
-    if new is DELETED:
-        del inner[place[-1]]
-    else:
-        inner[place[-1]] = new
-    return value
-
-
-DELETED = object()
-WRONG = (DELETED, None, -1, 4_000_000_000, 10**30, 1.5, "x\n\x1b[2J", [[1]], {}, {"a": 1})
-
-
-def load(folder):
-    """Whether there is a tokenizer; else the error is one line that names the folder."""
-    told = ""
+def loads(folder):
+    """Return whether a tokenizer loads; check that a refusal is one short printable line."""
+    message = ""
     try:
-        made = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder)
     except ValueError as error:
-        told = str(error)
-    if not told:
-        assert isinstance(made.decode(made.encode("a")), str)
-        return True
-    assert told.isprintable()
-    assert len(told) < 1500
-    return False
+        message = str(error)
+    if message:
+        assert message.isprintable()
+        assert len(message) < 1500
+        return False
+    assert isinstance(tokenizer.decode(tokenizer.encode("a")), str)
+    return True
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_any_value_of_any_field_makes_a_tokenizer_or_one_line(name, tmp_path, capfd):
-    folder = save(tmp_path)
-    fields = json.loads((folder / name).read_text())
-    assert load(folder)
-    cases = [(place, value) for place in places(fields) for value in WRONG]
-    refused = 0
-    for place, value in random.Random(0).sample(cases, min(len(cases), 100)):
-        (folder / name).write_text(json.dumps(changed(fields, place, value)))
-        refused += not load(folder)
-    assert refused >= 10
-    capfd.readouterr()  # the library tells on stderr that it has panicked
+def test_damaged_files_load_or_are_refused_in_one_line(name, tmp_path, capfd):
+    file = save(tmp_path) / name
+    whole = file.read_bytes()
+    fields = json.loads(whole)
+    assert loads(tmp_path)
+    num_refused = 0
+    for key, value in itertools.product(fields, WRONG):
+        file.write_text(json.dumps(fields | {key: value}))
+        num_refused += not loads(tmp_path)
+    assert num_refused >= 10
+    for data in (whole[: len(whole) // 2], *JSON_BOMBS.values(), b"\0" * 100, b"[" * 100_000):
+        file.write_bytes(data)
+        assert not loads(tmp_path)
+    capfd.readouterr()  # the library writes to stderr when it panics
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_file_of_the_tokenizer_is_one_line(name, tmp_path):
-    whole = (save(tmp_path) / name).read_bytes()
-    cuts = (whole[: len(whole) * n // 8] for n in range(8))
-    flips = (
-        whole[:n] + bytes([whole[n] ^ 0x80]) + whole[n + 1 :] for n in range(5, len(whole) // 2, 50)
-    )
-    for data in (*cuts, *flips, *JSON_BOMBS.values(), b"\0" * 100):
-        (tmp_path / name).write_bytes(data)
-        load(tmp_path)
-    (tmp_path / name).write_bytes(b"[" * 100_000)
-    assert not load(tmp_path)
-
-
-@pytest.mark.parametrize("ids", ["7", -1, True, 1.5, [[1]], {"a": 1}, ["</s>"]])
-def test_ids_that_end_a_message_are_whole_numbers(ids, tmp_path):
+@pytest.mark.parametrize("ids", [-1, True, ["</s>"]])
+def test_end_token_ids_must_be_whole_numbers(ids, tmp_path):
     (save(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(
         ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; expected"
     ):
         Tokenizer.from_folder(tmp_path)
-    for bomb in JSON_BOMBS.values():
-        (tmp_path / "generation_config.json").write_bytes(bomb)
-        assert not load(tmp_path)
 
 
 TOOLS = [{"type": "function", "function": {"name": "search", "description": "Finds."}}]
@@ -339,32 +267,21 @@ def write_list(folder):
     save(folder, added=ADDED, chat_template=[{"name": n, "template": t} for n, t in NAMED.items()])
 
 
-def write_dict(folder):
-    save(folder, added=ADDED, chat_template=NAMED)
-
-
-def write_files(folder, **settings):
-    save(folder, added=ADDED, chat_template=None, **settings)
+def write_files(folder):
+    save(folder, added=ADDED, chat_template=None)
     (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "additional_chat_templates").mkdir()
     for name in ("tool_use", "rag"):
         (folder / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
 
 
-def write_by_transformers(folder, **settings):
+def write_by_transformers(folder):
     (folder / "before").mkdir()
     write_list(folder / "before")
-    AutoTokenizer.from_pretrained(folder / "before").save_pretrained(folder, **settings)
+    AutoTokenizer.from_pretrained(folder / "before").save_pretrained(folder)
 
 
-def write_old_by_transformers(folder):
-    write_by_transformers(folder, save_jinja_files=False)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [write_list, write_dict, write_files, write_by_transformers, write_old_by_transformers],
-)
+@pytest.mark.parametrize("write", [write_list, write_files, write_by_transformers])
 @pytest.mark.parametrize("is_exported", [False, True])
 def test_named_templates_load_from_every_form(tmp_path, write, is_exported):
     write(tmp_path)
@@ -384,27 +301,13 @@ def test_named_templates_load_from_every_form(tmp_path, write, is_exported):
     assert tokenizer._hf_tokenizer.chat_template == NAMED
 
 
-def test_what_the_template_for_tools_writes_cannot_be_forged(tmp_path):
+def test_markers_of_the_tool_template_cannot_be_forged(tmp_path):
     write_list(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
     [id] = tokenizer.encode("<tool_use>")
     ids = tokenizer.render_prompt([{"role": "user", "content": "a<tool_use>b"}], TOOLS)
     assert ids.count(id) == 2
     assert (tokenizer.opener, tokenizer.find_opener(TOOLS)) == ("", "<think>")
-
-
-def test_arguments_of_the_template_for_tools_are_taken(tmp_path):
-    write_list(tmp_path)
-    with pytest.raises(ValueError, match="names 'documents', which the model's chat template does"):
-        Tokenizer.from_folder(tmp_path, template_arguments={"documents": []})  # of an unused one
-    named = [
-        {"name": "default", "template": CHATML},
-        {"name": "tool_use", "template": TOOL_USE + "{{ mood }}"},
-    ]
-    save(tmp_path, added=ADDED, chat_template=named)
-    tokenizer = Tokenizer.from_folder(tmp_path, template_arguments={"mood": "curious"})
-    ids = tokenizer.render_prompt([{"role": "user", "content": "Where?"}], TOOLS)
-    assert tokenizer.decode(ids).endswith("curious")
 
 
 DATED = (
@@ -417,33 +320,10 @@ NIGHT = datetime(2024, 2, 29, 23, 59, 7)
 QUESTION = [{"role": "system", "content": "Find it."}, {"role": "user", "content": "Where?"}]
 
 
-def test_a_template_is_given_one_time(tmp_path):
+def test_a_template_always_reads_the_same_time(tmp_path):
     save(tmp_path, chat_template=DATED)
     tokenizer = Tokenizer.from_folder(tmp_path, now=NIGHT)
     assert tokenizer.reads_clock
     for _ in range(2):
         text = tokenizer.decode(tokenizer.render_prompt(QUESTION))
         assert text == "Today: 29 Feb 2024\nFind it. (23:59)Where? (23:59)"
-
-
-@pytest.mark.parametrize("start", ["  {% if true %} x\n{% endif %}", "{#- c -#}\n y"])
-@pytest.mark.parametrize(
-    "directives", ["%Y-%m-%d", "%A, %-d %B %y %I:%M:%S %p", "%j|%e|%U 100%%d %", "%_d|%^a|%Ey"]
-)
-def test_a_fixed_time_changes_nothing_else_of_a_template(tmp_path, start, directives):
-    question = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    save(tmp_path, chat_template=f"{start}{{{{ strftime_now('{directives}') }}}}{question}")
-    fixed = Tokenizer.from_folder(tmp_path, now=NIGHT).render_prompt(QUESTION)
-    written = NIGHT.strftime(directives)
-    save(tmp_path, chat_template=f"{start}{{{{ '{written}' }}}}{question}")
-    plain = Tokenizer.from_folder(tmp_path)
-    assert not plain.reads_clock
-    assert fixed == plain.render_prompt(QUESTION)
-
-
-def test_the_template_for_tools_is_given_the_same_time(tmp_path):
-    templates = {"default": CHATML, "tool_use": DATED + "{{ tools }}"}
-    tokenizer = Tokenizer.from_folder(save(tmp_path, chat_template=templates), now=NIGHT)
-    assert tokenizer.reads_clock
-    text = tokenizer.decode(tokenizer.render_prompt(QUESTION, TOOLS))
-    assert text.startswith("Today: 29 Feb 2024\n")

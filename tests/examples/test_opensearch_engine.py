@@ -19,7 +19,7 @@ DOCUMENTS = [
 
 
 class Cluster:
-    """`_msearch` over the index `wiki`, ranked by words in common; the title counts twice."""
+    """Server of `_msearch` over the index `wiki`, by common words; the title counts twice."""
 
     def __call__(self, request):
         if (request.method, request.path) != ("POST", "/es/_msearch"):
@@ -32,16 +32,14 @@ class Cluster:
 
     def search(self, header, body):
         if header != {"index": "wiki"}:
-            error = {"type": "index_not_found_exception", "reason": f"no such index {header}"}
-            return {"error": error, "status": 404}
+            return {"error": {"type": "index_not_found_exception"}, "status": 404}
         match = body["query"].pop("multi_match")
         assert body["query"] == {}
         assert match["fields"] == ["name^2", "body"]
-        assert match["type"] == "cross_fields"
         assert body["_source"] == ["name", "body"]
-        wanted = words(match["query"])
+        query = words(match["query"])
         scores = [
-            2 * (words(d.title) & wanted).total() + (words(d.text) & wanted).total()
+            2 * (words(d.title) & query).total() + (words(d.text) & query).total()
             for d in DOCUMENTS
         ]
         best = sorted(((-s, d) for s, d in zip(scores, DOCUMENTS, strict=True) if s))
@@ -53,7 +51,7 @@ class Cluster:
 
 
 def make(url, **settings):
-    """Return the engine as a run makes it."""
+    """Return the engine as a run builds it."""
     config = debug_tiny.get_config()
     config.search.engine = "examples.opensearch_engine.OpenSearch"
     config.search.local.corpus = ""
@@ -76,13 +74,7 @@ def test_queries_go_together_and_documents_come_back():
         assert search.run("?") == "No information found"
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        'title:x AND (Rome OR "',
-        'Rome\n{"index": "other"}\n',
-    ],
-)
+@pytest.mark.parametrize("query", ['title:x AND (Rome OR "', 'Rome\n{"index": "other"}\n'])
 def test_hostile_queries_stay_plain_text(query):
     with served(Cluster()) as server:
         [[hit]] = make(server.url).retrieve([query], 3)

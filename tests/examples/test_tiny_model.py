@@ -1,8 +1,6 @@
-"""A model of random weights for texts of one's own."""
+"""A model with random weights and a tokenizer for the user's texts."""
 
 import json
-
-import pytest
 
 from examples import tiny_model
 from jaxrl.builders.validation import validate
@@ -40,8 +38,7 @@ def measure(bridge: str) -> str:
     return f"{bridge} is 90 m long."
 
 
-@pytest.mark.parametrize("protocol", ["search_r1", "qwen"])
-def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
+def test_a_run_of_the_tiny_model_needs_no_settings_but_paths(tmp_path):
     corpus, questions = tmp_path / "corpus.jsonl", tmp_path / "questions.jsonl"
     document = {"id": "d1", "title": "Avington Bridge", "text": "Ada Kerr designed it."}
     question = {"question": "Who designed the bridge at Avington?", "answers": ["Ada Kerr"]}
@@ -52,7 +49,7 @@ def test_a_rehearsal_needs_no_settings_but_paths(protocol, tmp_path):
     config.model.path = str(tmp_path / "tiny")
     config.tasks.train.source = config.tasks.eval.source = str(questions)
     config.search.local.corpus = str(corpus)
-    config.env.search.protocol = protocol
+    config.env.search.protocol = "qwen"
     validate(config)
     tokenizer = build(config).tokenizer
     tools = [build_chat_schema(FunctionTool(measure))]

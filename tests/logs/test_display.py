@@ -16,8 +16,8 @@ def clock(monkeypatch):
     return now
 
 
-def shown(*, width=80, terminal=False, **settings):
-    """A display that writes to memory."""
+def make_display(*, width=80, terminal=False, **settings):
+    """Return a display that writes to memory."""
     display = Display(**settings)
     display.console = Console(
         file=io.StringIO(), width=width, force_terminal=terminal, highlight=False
@@ -26,8 +26,8 @@ def shown(*, width=80, terminal=False, **settings):
 
 
 class TestDisplay:
-    def test_lines_now_and_then(self, clock):
-        display = shown(interval_s=5)
+    def test_lines_are_written_at_intervals(self, clock):
+        display = make_display(interval_s=5)
         display.start("train", 10, 70)
         for step in range(11, 71):
             clock[0] += 2 if step > 11 else 100  # the first step compiles
@@ -40,43 +40,21 @@ class TestDisplay:
         assert lines[-1] == f"train 70/70  {numbers}  0:00 left"
         assert len(lines) == 1 + 19 + 1
 
-    def test_hours(self, clock):
-        display = shown()
+    def test_a_resumed_stage_shows_the_hours_left(self, clock):
+        display = make_display()
         display.start("sft", 0, 101)
         display.step(1, {})
         clock[0] += 60
         display.step(2, {"loss": math.nan})
         assert display.console.file.getvalue().endswith("\nsft 2/101  loss nan  1:39:00 left\n")
 
-    def test_text_is_not_markup(self):
-        display = shown(width=20)
-        display.log("decode 8 steps of [4, 16] rows; [red]")
-        assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
+    def test_hostile_text_is_escaped_on_a_terminal(self):
+        display = make_display(width=80, terminal=True)
+        display.log("a :heart: [red] \x1b[2J\ud800 b")
+        assert display.console.file.getvalue() == "a :heart: [red] \\x1b[2J\ufffd b\n"
 
-    def test_foreign_text_does_nothing_to_a_terminal(self):
-        display = shown(width=80, terminal=True)
-        display.log("a :heart: \x1b[2J\ud800 b")
-        assert display.console.file.getvalue() == "a :heart: \\x1b[2J\ufffd b\n"
-
-    @pytest.mark.parametrize("width", [80, 200])
-    def test_a_terminal_shows_everything(self, width):
-        display = shown(width=width, terminal=True)
-        display.start("train", 0, 600)
-        display.step(100, NUMBERS)
-        display.log("train 100 greedy: exact match all 0.250")
-        display.stop()
-        text = display.console.file.getvalue()
-        assert "train 100/600" in text
-        # No entry is split between lines.
-        for entry in ("reward 0.123", "exact match 0.25", "searches 1.5", "tokens/s 16,759"):
-            assert entry in text
-        assert "━" in text
-        assert "train 100 greedy: exact match all 0.250" in text
-        assert "\x1b[?25h" in text  # the cursor is back
-        assert "…" not in text
-
-    def test_parts_are_told_where_it_was_silent_for_long(self, clock):
-        display = shown(activity_interval_s=30)
+    def test_parts_of_a_step_are_shown_after_a_long_silence(self, clock):
+        display = make_display(activity_interval_s=30)
         count = display.counter("trajectories")
         for done in range(0, 100, 10):
             clock[0] += 7
@@ -92,8 +70,8 @@ class TestDisplay:
             "train 1/2    --:-- left",
         ]
 
-    def test_a_terminal_shows_parts_on_a_line_that_goes(self):
-        display = shown(terminal=True, width=120)
+    def test_a_terminal_shows_parts_of_a_step_on_a_live_line(self):
+        display = make_display(terminal=True, width=120)
         display.activity("building the index of [c].jsonl, documents 1,000")
         display.log("sampler shapes")
         display.start("train", 0, 2)

@@ -13,28 +13,29 @@ from jaxrl.logs.records import (
 from tests.episodes import in_turns, make_trajectory
 
 
-def test_calls_of_judges_stand_where_there_are_some():
-    made = dataclasses.replace(make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),))
-    [record] = trajectory_to_record(made)["reward_records"]
+def test_calls_of_judges_are_recorded():
+    judged = dataclasses.replace(
+        make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),)
+    )
+    [record] = trajectory_to_record(judged)["reward_records"]
     assert (record["call"], record["tool"], record["source"]) == ("p", "j", "tool")
     assert "reward_records" not in trajectory_to_record(make_trajectory())
 
 
-def test_fields_that_are_rare_stand_where_they_differ_from_the_default():
+def test_optional_fields_are_recorded_where_they_differ_from_the_default():
     plain = dataclasses.replace(make_trajectory(), turn_starts=())
     assert not trajectory_to_record(plain).keys() & set(OPTIONAL_FIELDS)
-    made = in_turns([0.1, -0.2], 0.25, lengths=[1, 2])
-    made = dataclasses.replace(
-        made,
+    trajectory = dataclasses.replace(
+        in_turns([0.1, -0.2], 0.25, lengths=[1, 2]),
         turn_advantages=(0.1, 0.7),
         is_abstention=True,
         is_well_formed=False,
         opener="<think>",
         contexts=((3, 2),),
     )
-    record = trajectory_to_record(made)
+    record = trajectory_to_record(trajectory)
     assert {name: record[name] for name in OPTIONAL_FIELDS} == {
-        "turn_starts": list(made.turn_starts),
+        "turn_starts": list(trajectory.turn_starts),
         "contexts": [(3, 2)],
         "turn_rewards": [0.1, -0.2],
         "rest_reward": 0.25,
@@ -56,9 +57,9 @@ def test_numbers_are_rounded_so_that_small_weights_remain():
     }
 
 
-def test_an_evaluation_tells_what_a_chat_asked():
-    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
-    chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=asked))
+def test_the_question_of_a_chat_is_its_last_message():
+    messages = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
+    chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=messages))
     assert question_to_record(chat, "")["question"] == "Where?"
     alone = make_trajectory()
     assert question_to_record(alone, "")["question"] == alone.task.question

@@ -12,8 +12,6 @@ from jaxrl.config import default_config
 from jaxrl.envs.base import Task
 from jaxrl.logs.trackers import (
     TensorBoard,
-    WandB,
-    check_trackers,
     open_metrics_log,
     warn_about_missing_files,
 )
@@ -32,7 +30,7 @@ def read(path):
 
 
 class TestLog:
-    def test_numbers_of_any_kind(self, path):
+    def test_numbers_of_any_kind_become_json(self, path):
         log = MetricsLog(path, 0)
         values = {"a": 1, "b": np.float32(0.5), "c": jnp.int32(3), "d": math.nan, "e": -math.inf}
         log.write(7, "train", values)
@@ -42,7 +40,7 @@ class TestLog:
         assert list(record.values()) == [7, "train", 1, 0.5, 3, None, None]
         assert "NaN" not in path.read_text()
 
-    def test_is_cut_back(self, path):
+    def test_records_after_the_checkpoint_are_cut(self, path):
         log = MetricsLog(path, 0)
         for step in range(5):
             log.write(step, "train", {})
@@ -55,43 +53,35 @@ class TestLog:
         assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
         assert list(path.parent.iterdir()) == [path]
 
-    @pytest.mark.parametrize(
-        ("kept", "where"),
-        [
-            (None, "it is missing"),
-            (0, "the first ones are lost"),
-            (3, "the last one is of step 2 (train)"),
-        ],
-    )
-    def test_lost_records_are_told_and_counted(self, path, kept, where):
-        said = []
+    @pytest.mark.parametrize("num_kept", [None, 0, 3])
+    def test_lost_records_are_reported_and_counted(self, path, num_kept):
+        messages = []
         lines = [f'{{"step": {step}, "stage": "train"}}\n' for step in range(9)]
-        if kept is not None:
-            path.write_text("".join(lines[:kept]))
-        log = MetricsLog(path, 9, log=said.append)
-        head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
-        assert said == [f"{head}{where}. Reports do not contain lost records"]
+        if num_kept is not None:
+            path.write_text("".join(lines[:num_kept]))
+        log = MetricsLog(path, 9, log=messages.append)
+        [warning] = messages
+        assert f"{path} holds {num_kept or 0} of the 9 records" in warning
         assert log.num_records == 9  # as W&B counts them
-        # Killed before the next checkpoint, the run goes on from the same one.
+        # Killed before the next checkpoint, the run resumes from the same one.
         log.write(9, "train", {})
-        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, log=said.append)
-        assert path.read_text() == "".join(lines[: kept or 0])
+        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, log=messages.append)
+        assert path.read_text() == "".join(lines[: num_kept or 0])
 
-    @pytest.mark.parametrize("bad", ["{", "[1]", '{"stage": "train"}', "\udcff", "[" * 9999, ""])
-    def test_a_bad_line_is_named_and_kept_aside(self, path, bad):
-        said = []
+    @pytest.mark.parametrize("bad", ["{", '{"stage": "train"}', "\udcff", "[" * 9999])
+    def test_a_bad_line_is_named_and_moved_aside(self, path, bad):
+        messages = []
         text = f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n{{"step": 4}}\n'
         path.write_text(text, errors="surrogateescape")
-        log = MetricsLog(path, 3, log=said.append)
+        log = MetricsLog(path, 3, log=messages.append)
         aside = path.with_name("metrics.jsonl.damaged")
-        named = f"warning: {path}:2 is no valid record and is removed; see {aside}"
-        assert said[0] == named
-        assert "holds 2 of the 3 records" in said[1]
+        assert f"{path}:2 is no valid record" in messages[0]
+        assert "holds 2 of the 3 records" in messages[1]
         assert aside.read_text(errors="surrogateescape") == text
         assert [record["step"] for record in log.records()] == [1, 3]
 
 
-def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
+def test_missing_files_that_records_mention_are_reported(tmp_path):
     records = [
         {"step": 2, "stage": "train", "val-core/all/exact_match/greedy": 0.5},
         *({"step": step, "stage": "train", "timing_s/step": 1.0} for step in (3, 4, 5)),
@@ -99,10 +89,7 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
         {"step": 1, "stage": "sft", "timing_s/step": 1.0},
     ]
     [line] = warn_about_missing_files(tmp_path, records)
-    assert line.endswith(
-        "eval/train_2.json, trajectories/step_000003.jsonl, trajectories/step_000004.jsonl and 2 "
-        "more"
-    )
+    assert "eval/train_2.json, trajectories/step_000003.jsonl" in line
     for name in ("eval/train_2.json", "eval/evaluate_5.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -113,10 +100,10 @@ def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
 
 
 def test_trajectories_as_json(tmp_path):
-    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Warum ?"})
+    chat = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Warum ?"})
     members = [make_trajectory(reward=1.0, parts={"exact_match": 1.0}), make_failure()]
     members[0] = dataclasses.replace(members[0], advantage=0.25)
-    members[1] = dataclasses.replace(members[1], task=Task(id="t1", messages=asked))
+    members[1] = dataclasses.replace(members[1], task=Task(id="t1", messages=chat))
     file = tmp_path / "trajectories" / "step_000001.jsonl"
     fields = [{"difficulty": "hard"}, {"difficulty": None}]
     write_trajectories(file, members, fields)
@@ -136,7 +123,7 @@ def test_trajectories_as_json(tmp_path):
     assert "Où" in file.read_text(encoding="utf-8")
 
 
-def test_what_happens_between_records_is_in_the_next(path):
+def test_values_between_records_are_added_to_the_next(path):
     log = MetricsLog(path, 0)
     log.add_to_next("timing_s/save_checkpoint", 0.5)
     log.add_to_next("timing_s/save_checkpoint", 0.25)
@@ -147,21 +134,21 @@ def test_what_happens_between_records_is_in_the_next(path):
     assert "timing_s/save_checkpoint" not in second
 
 
-def events(folder):
-    """Steps and values as another reader of the format finds them.
+def read_events(folder):
+    """Return steps and values as another reader of the format sees them.
 
     A record is its length (8 bytes), a checksum (4), the event, a checksum (4).
     """
-    found = []
+    pairs = []
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         while data:
             [size] = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + size])
             values = {v.tag: v.simple_value for v in event.summary.value}
-            found += [(event.step, values)] if values else []
+            pairs += [(event.step, values)] if values else []
             data = data[16 + size :]
-    return found
+    return pairs
 
 
 class TestTensorBoard:
@@ -173,76 +160,32 @@ class TestTensorBoard:
             log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
         log.close()
 
-    def test_holds_every_record(self, tmp_path):
+    def test_every_record_is_mirrored(self, tmp_path):
         self.write(tmp_path, 0, [1, 2, 2])
-        found = events(tmp_path / "tensorboard")
-        entropies = [(step, values["actor/entropy"]) for step, values in found]
+        pairs = read_events(tmp_path / "tensorboard")
+        entropies = [(step, values["actor/entropy"]) for step, values in pairs]
         assert entropies == [(1, 0.5), (2, 1.0), (2, 1.0)]
-        assert set(found[0][1]) == {"actor/entropy", "timing_s/wall"}
+        assert set(pairs[0][1]) == {"actor/entropy", "timing_s/wall"}
 
-    def test_a_full_disk_ends_the_mirror_and_waits_for_nobody(self, tmp_path):
-        said = []
-        mirror = TensorBoard(tmp_path / "tensorboard", [{"step": 1, "x": 1.0}], said.append)
+    def test_a_full_disk_ends_the_mirror_without_waiting(self, tmp_path):
+        messages = []
+        mirror = TensorBoard(tmp_path / "tensorboard", [{"step": 1, "x": 1.0}], messages.append)
         with no_file_beyond(50):
             for step in range(2, 30):
                 mirror.write(step, {"step": step, "x": 1.0})
             mirror.close()
-        [warning] = said
-        assert warning.startswith(
-            "warning: TensorBoard failed and is disabled for the rest of the run: OSErr"
-        )
+        [warning] = messages
+        assert warning.startswith("warning: TensorBoard failed and is disabled for the rest")
 
-    def test_forgets_what_a_restart_takes_back(self, tmp_path):
+    def test_records_that_a_restart_cuts_are_forgotten(self, tmp_path):
         self.write(tmp_path, 0, [1, 2, 3, 4])
         self.write(tmp_path, 2, [3])
-        assert [step for step, _ in events(tmp_path / "tensorboard")] == [1, 2, 3]
-
-
-class Failing:
-    """A W&B run whose connection breaks at a record."""
-
-    def __init__(self, *, step, breaks_at):
-        self.step, self.breaks_at, self.sent, self.is_finished = step, breaks_at, [], False
-
-    def log(self, record, step):
-        if step == self.breaks_at:
-            raise ConnectionError("gone")
-        self.sent.append(step)
-
-    def finish(self):
-        self.is_finished = True
+        assert [step for step, _ in read_events(tmp_path / "tensorboard")] == [1, 2, 3]
 
 
 class TestWandB:
-    def mirror(self, run, said):
-        mirror = WandB.__new__(WandB)
-        mirror._run, mirror._num_logged, mirror._log, mirror._is_enabled = (
-            run,
-            run.step,
-            said.append,
-            True,
-        )
-        return mirror
-
-    def test_a_broken_connection_ends_the_mirror_and_not_the_run(self):
-        run, said = Failing(step=1, breaks_at=3), []
-        mirror = self.mirror(run, said)
-        for index in range(6):
-            mirror.write(index, {"step": index})
-        mirror.close()
-        assert run.sent == [1, 2]  # W&B had the first
-        assert said == [
-            "warning: W&B failed and is disabled for the rest of the run: ConnectionError('gone')"
-        ]
-
-    def test_without_the_package(self, monkeypatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        check_trackers("")
-        with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
-            check_trackers("project")
-
     @pytest.mark.minutes
-    def test_offline(self, tmp_path, monkeypatch):
+    def test_an_offline_run_resumes_under_the_same_id(self, tmp_path, monkeypatch):
         pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
         config = default_config()
@@ -259,7 +202,7 @@ class TestWandB:
         assert all(folder.name.endswith(run_id) for folder in folders)  # the same run
 
 
-def test_an_error_that_no_file_can_hold_is_written_as_far_as_it_can(tmp_path):
+def test_half_a_surrogate_pair_in_an_error_is_replaced(tmp_path):
     file = tmp_path / "step_000001.jsonl"
     failure = make_failure()
     turn = dataclasses.replace(failure.turns[-1], error="half a \ud83d pair")
