@@ -69,19 +69,27 @@ def test_call_once_makes_one_object_for_concurrent_threads():
 
 
 def test_the_thread_of_a_canceled_call_is_used_again():
-    pool, idents, may_end = ThreadPool(), queue.SimpleQueue(), threading.Event()
+    pool, threads, may_end = ThreadPool(), queue.SimpleQueue(), threading.Event()
 
     def wait_for_end():
-        idents.put(threading.get_ident())
+        threads.put(threading.current_thread())
         may_end.wait(10)
 
     call = pool.start(wait_for_end)
-    ident = idents.get(timeout=10)
+    thread = threads.get(timeout=10)
     call.cancel()
     may_end.set()
+    barrier = threading.Barrier(2)
+
+    def meet_another_thread():
+        barrier.wait(10)
+        return threading.current_thread()
+
     for _ in range(200):
-        if (reused := pool.start(threading.get_ident).result(10)) == ident:
+        pair = [pool.start(meet_another_thread) for _ in range(2)]
+        used = {started.result(10) for started in pair}
+        if thread in used:
             break
         time.sleep(0.01)
-    assert reused == ident
+    assert thread in used
     pool.close()
