@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 from tests.extras.serve.served import TOKENIZER
-from tests.extras.serve.writing import MESSAGES, CLIENT_TOOL, TOOL
+from tests.extras.serve.writing import CLIENT_TOOL, MESSAGES, TOOL
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -184,7 +184,7 @@ def test_few_pages_and_disconnections_change_no_answer(engine):
 
     with serving(engine) as (_, client), ThreadPoolExecutor(num) as pool:
         expected = list(pool.map(lambda number: ask(client, number), range(num)))
-    tight = make_engine(num_pages=34)
+    tight = make_engine(num_pages=40)
     with serving(tight) as (server, client), ThreadPoolExecutor(num) as pool:
         answers = [pool.submit(ask, client, number) for number in range(num)]
         for _ in range(4):

@@ -13,7 +13,7 @@ from jaxrl.extras.serve.messages import build_messages_response, parse_messages_
 from jaxrl.extras.serve.schemas import ChatBody, MessagesBody, parse_body
 from jaxrl.extras.serve.worker import STOP, OutputChunk
 from tests.extras.serve.served import MODEL, TOKENIZER, serving
-from tests.extras.serve.writing import MESSAGES, CALL, CLIENT_TOOL, TOOL, engine_that_writes
+from tests.extras.serve.writing import CALL, CLIENT_TOOL, MESSAGES, TOOL, engine_that_writes
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

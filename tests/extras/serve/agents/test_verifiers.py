@@ -1,10 +1,9 @@
-"""Environments of verifiers, played by its own training client.
+"""verifiers environments, played by its own training client.
 
 `JAXRL_VERIFIERS_PYTHON` names a Python with `verifiers==0.4.0` and `textarena`; it needs no jaxrl.
 Without it only what needs neither is tested.
 """
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -154,19 +153,6 @@ def test_a_tool_is_called_and_the_trace_has_what_was_sampled(rooms, searched):
     assert {body["sampling_params"]["max_tokens"] for _, body in script.bodies} == {50}
 
 
-@needs_verifiers
-def test_a_game_is_played_as_verifiers_has_it(folder):
-    """Of each of the five words one of the guesses is right."""
-    tasks = tasks_of(folder, GAME, 3, HANGMAN)
-    script = Scripted(["I try [e].", "[ease]", "[idea]", "[area]", "[tree]", "[seat]"])
-    with serving(script) as port:
-        got, traces = play(folder, port, GAME, tasks, HANGMAN)
-    assert [one["reward"] for one in got["results"]] == [1.0] * 3
-    assert got["num_refused"] == 0
-    assert got["num_checked"] == sum(map(len, script.told.values()))
-    assert {address: sampled(trace)[0] for address, trace in traces.items()} == script.told
-
-
 def damage(address, choice):
     """Makes an answer one that verifiers refuses, at each address in another way."""
     content = choice["logprobs"]["content"]
@@ -257,15 +243,6 @@ def test_the_file_needs_the_standard_library_alone_and_is_not_the_package():
     assert done.returncode == 1
     assert "No module named 'verifiers'" in done.stderr
     assert "not a package" not in done.stderr
-
-
-def test_a_task_that_the_command_did_not_write_is_refused():
-    played = verifiers.play(
-        {"id": "q1", "metadata": {}}, base_url="http://127.0.0.1:1/v1", api_key="", model="tiny",
-        environment="textarena", tokenizer="model",
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"task 'q1' has no metadata.verifiers; .* textarena"):
-        asyncio.run(played)
 
 
 def trace_of(base_url, name):
