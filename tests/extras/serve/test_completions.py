@@ -130,20 +130,6 @@ def test_a_stream_is_the_answer_in_pieces(client, fields):
         assert reasons == [choice["finish_reason"]]
 
 
-def test_a_stop_string_ends_the_text_before_it(client):
-    fields = {"seed": 11, "temperature": 1.0, "max_tokens": 40, "return_token_ids": True}
-    free = client.chat("Ada", **fields)["choices"][0]
-    text = free["message"]["content"]
-    stop = re.search("[a-z]{3}", text[8:])[0]
-    cut = client.chat("Ada", stop=["never there", stop], **fields)["choices"][0]
-    assert cut["message"]["content"] == text[: text.index(stop)]
-    assert cut["finish_reason"] == "stop"
-    count = len(cut["token_ids"])
-    assert cut["token_ids"] == free["token_ids"][:count]
-    assert stop in TOKENIZER.decode(cut["token_ids"])
-    assert stop not in TOKENIZER.decode(cut["token_ids"][:-1])
-
-
 class TestTurns:
     """Later turns of a chat continue the sampled ids."""
 

@@ -6,8 +6,6 @@ import queue
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,12 +19,9 @@ from jaxrl.extras.serve.worker import (
     Worker,
 )
 from jaxrl.sampling.engine import Request
-from jaxrl.sampling.next_token import FULL, GREEDY, KINDS, TOP_P, sample, select_kind
 from tests.extras.serve.served import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-DRAW = jax.jit(sample, static_argnames="kind")
 
 
 @pytest.fixture(scope="module")
@@ -53,29 +48,6 @@ def play(engine, request, params=SamplingParams(0.0, 1.0)):
     return ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_drawn_as_if_alone(kind):
-    """Each row's draw, log-probability and entropy are those of a call for it alone."""
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(3 * rng.standard_normal((6, 50)), jnp.float32)
-    uniforms = jnp.asarray(rng.random(6), jnp.float32)
-    temperatures, shares = {
-        GREEDY: ([0] * 6, [1] * 6),
-        FULL: ([0, 0.5, 1, 2, 0, 0.1], [1] * 6),
-        TOP_P: ([0, 0.5, 1, 2, 0.7, 1], [0.5, 0.5, 1, 0.9, 0.1, 1e-6]),
-    }[kind]
-    got = DRAW(logits, uniforms, jnp.float32(temperatures), jnp.float32(shares), kind=kind)
-    for row, (temperature, share) in enumerate(zip(temperatures, shares, strict=True)):
-        alone = DRAW(
-            logits[row : row + 1], uniforms[row : row + 1],
-            jnp.float32(temperature), jnp.float32(share), kind=select_kind(temperature, share),
-        )  # fmt: skip
-        for one, other in zip(got, alone, strict=True):
-            np.testing.assert_allclose(one[row], other[0], rtol=1e-6)
-    greedy = np.array(temperatures) == 0
-    np.testing.assert_array_equal(got[0][greedy], np.argmax(logits, axis=1)[greedy])
-
-
 def test_a_truncated_row_continues_as_if_it_had_never_been_longer(empty):
     prompt = tuple(TOKENIZER.encode("Who is Ada Kerr?"))
     request = Request(prompt_ids=prompt, sample_key=key(0), budget=22)
@@ -92,23 +64,6 @@ def test_a_truncated_row_continues_as_if_it_had_never_been_longer(empty):
     empty.finish(number)
     fresh = Request(prompt_ids=(*prefix, *new), sample_key=key(1), budget=8)
     assert ids == play(empty, fresh, params=SamplingParams(1.0, 1.0))
-
-
-def test_running_and_queued_requests_are_cancelled(empty):
-    prompts = [tuple(TOKENIZER.encode(f"number {n}")) for n in range(6)]
-    requests = [Request(prompt_ids=p, sample_key=key(0), budget=40) for p in prompts]
-    numbers = empty.submit(requests, temperature=0.0)
-    empty.step()
-    assert (empty.num_running, empty.num_queued) == (4, 2)
-    empty.cancel(numbers[5])  # waits for a row
-    empty.cancel(numbers[0])  # runs
-    assert (empty.num_running, empty.num_queued) == (3, 1)
-    empty.step()
-    assert (empty.num_running, empty.num_queued) == (4, 0)
-    for number in numbers[1:5]:
-        empty.cancel(number)
-    assert empty.is_idle
-    assert empty.num_free_pages == empty.num_pages
 
 
 @pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])
@@ -242,16 +197,6 @@ def play_sessions(client):
     assert finish(outlet)[1].finish_reason == CANCELLED
     ids, chunk = client.ask([*prompts[1], 61], 5)
     return [*results, (ids, chunk.finish_reason, chunk.num_cached)]
-
-
-def test_a_job_that_is_cancelled_before_it_runs_ends(engine):
-    with WorkerClient(engine) as client:
-        jobs, outlets = zip(*(client.job(PROMPT, 30) for _ in range(6)), strict=True)
-        for job in jobs:
-            job.is_cancelled = True
-        client.worker.submit(jobs)
-        assert [finish(outlet)[1].finish_reason for outlet in outlets] == [CANCELLED] * 6
-        assert client.ask(PROMPT, 2)[1].finish_reason == LENGTH
 
 
 def test_a_full_row_is_not_cached(engine):

@@ -1,4 +1,4 @@
-"""A server that speaks verifiers' training dialect and answers with given texts."""
+"""A server with the API of verifiers' training client, which answers with given texts."""
 
 import contextlib
 import http.server
@@ -10,36 +10,39 @@ from tests.qwen import qwen3
 
 
 class Scripted:
-    """Answers the n-th request of an address with the n-th text, and keeps what was said.
+    """Answers the n-th request to an address with the n-th text, and records everything.
 
-    `asked` and `told` hold the ids of prompts and of answers by address; `bodies` all requests,
-    with their headers. `damage` changes the choice of an answer at an address; `lengths` are of
-    the longest prompts by address; `refusals` by address what second requests are told; second
-    ones of `silent` addresses get no answer.
+    Attributes:
+        prompts: Token ids of the prompts, by address.
+        answers: Token ids of the answers, by address.
+        requests: Headers and bodies of all requests.
+        lengths: Maximum lengths of prompts, by address.
+        refusals: Messages with which second requests are rejected, by address.
+        silent: Addresses whose second requests get no answer.
     """
 
-    def __init__(self, texts, damage=None, lengths=None, refusals=None, silent=()):
+    def __init__(self, texts, lengths=None, refusals=None, silent=()):
         self.tokenizer = Tokenizer(qwen3())
-        self.texts, self.damage = texts, damage or (lambda address, choice: None)
-        self.lengths, self.refusals, self.silent = lengths or {}, refusals or {}, silent
-        self.asked: dict[str, list[list[int]]] = {}
-        self.told: dict[str, list[list[int]]] = {}
-        self.bodies: list[tuple[dict[str, str], dict]] = []
+        self.texts, self.lengths = texts, lengths or {}
+        self.refusals, self.silent = refusals or {}, silent
+        self.prompts: dict[str, list[list[int]]] = {}
+        self.answers: dict[str, list[list[int]]] = {}
+        self.requests: list[tuple[dict[str, str], dict]] = []
         self.lock = threading.Lock()
 
     def answer(self, address, headers, body):
-        """Status and answer of a request."""
+        """Return status and answer of a request."""
         with self.lock:
-            turn = len(self.told.setdefault(address, []))
+            turn = len(self.answers.setdefault(address, []))
             if turn and address in self.refusals:
                 return 400, {"error": {"message": self.refusals[address], "type": "refused"}}
             ids = [*self.tokenizer.encode(self.texts[turn]), self.tokenizer.eos_ids[0]]
-            self.bodies.append((headers, body))
-            self.asked.setdefault(address, []).append(body["token_ids"])
-            self.told[address].append(ids)
+            self.requests.append((headers, body))
+            self.prompts.setdefault(address, []).append(body["token_ids"])
+            self.answers[address].append(ids)
         logprobs = [
-            {"token": f"token_id:{id}", "logprob": -0.5 - 0.001 * place}
-            for place, id in enumerate(ids)
+            {"token": f"token_id:{id}", "logprob": -0.5 - 0.001 * index}
+            for index, id in enumerate(ids)
         ]
         choice = {
             "index": 0,
@@ -47,13 +50,12 @@ class Scripted:
             "finish_reason": "stop",
             "logprobs": {"content": logprobs},
         }
-        self.damage(address, choice)
         return 200, {"request_id": f"{address}-{turn}", "choices": [choice]}
 
 
 @contextlib.contextmanager
 def serving(script):
-    """Yields the port of a server that answers by a script."""
+    """Yield the port of a server that answers by a script."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -73,7 +75,7 @@ def serving(script):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             address = self.path.removesuffix("/inference/v1/generate")
-            if address in script.silent and script.told.get(address):
+            if address in script.silent and script.answers.get(address):
                 self.connection.recv(1)  # until the client leaves
                 self.close_connection = True
                 return
