@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, ToolError, Turn
 from jaxrl.envs.rewards.combiner import MAX_THREADS, RewardCombiner
-from jaxrl.extras.endpoints.judges import Judge, JudgeEndpoint, JudgeSettings, parse_score
+from jaxrl.extras.endpoints.judges import Judge, JudgeSettings, parse_score
 from jaxrl.training.usage import UsageStats
 from jaxrl.utils.concurrency import DeadlineError
 from tests.episodes import ANSWER, make_trajectory
@@ -118,7 +118,6 @@ BASE = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
 TRANSIENT = {
     "status": {"status": 500},
     "cut JSON": {"raw": '{"choices": [{"mess'},
-    "no choice": {"raw": '{"choices": []}'},
     "null content": {"raw": '{"choices": [{"message": {"content": null}}]}'},
     "cut within its number": {"text": "Score: 1", "finish_reason": "length"},
     "no number": {"text": "I would rather not say."},
@@ -153,13 +152,6 @@ def test_a_judge_without_a_number_is_an_error_and_no_score(server, fault, messag
     assert time.monotonic() - start < 5
 
 
-def test_an_unreachable_server_has_a_deadline():
-    start = time.monotonic()
-    errors = compute_rewards(make_judge("http://127.0.0.1:9/v1"), "a", "b", "c")
-    assert all(isinstance(error, ToolError) for error in errors)
-    assert time.monotonic() - start < 5
-
-
 def test_requests_are_counted_and_cached_replies_cost_nothing(server, tmp_path):
     judge = make_judge(server.url, tmp_path)
     server.script[:] = [{"status": 500}, {"text": "no number"}, {"text": "Score: 2"}]
@@ -168,31 +160,19 @@ def test_requests_are_counted_and_cached_replies_cost_nothing(server, tmp_path):
     assert [r.parts["helpful"] for r in rewards] == [pytest.approx(0.2), pytest.approx(0.7)]
     replayed = make_judge("http://127.0.0.1:9/v1", tmp_path, replay="only")
     _, again = compute_rewards_and_records(replayed, "b")
-    records = [*first, *then, *again]
-    sources = [(record.source, record.attempts) for record in records]
-    assert sources == [("tool", 3), ("cache", 0), ("tool", 1), ("replay", 0)]
-    stats = compute_usage(records)
-    assert stats.num_calls == {"helpful": 4}
-    assert stats.usage.attempts == {"helpful": 4} == {"helpful": len(server.requests)}
-    assert stats.usage.cost == 1.0
-
-
-def test_concurrent_equal_prompts_are_one_request(server):
-    server.script[:] = [{"wait": 0.3}]
-    _, records = compute_rewards_and_records(make_judge(server.url), "a", "a", "a")
-    assert sorted(record.source for record in records) == ["shared", "shared", "tool"]
-    assert compute_usage(records).usage.cost == 0.25
-
-
-def test_a_missing_score_costs_its_attempts_and_leaves_other_rewards(server):
-    judge = make_judge(server.url)
-    _, first = compute_rewards_and_records(judge, "good")  # the server has answered
-    server.script[:] = [{"text": "no"}] * 20
-    (good, error), records = compute_rewards_and_records(judge, "good", "bad")
-    assert good.parts["helpful"] == pytest.approx(0.7)
+    server.script[:] = [{"text": "no number"}] * 3
+    (good, error), failed = compute_rewards_and_records(judge, "a", "c")
+    assert good.parts["helpful"] == pytest.approx(0.2)  # another episode's error changes nothing
     assert isinstance(error, ToolError)
-    assert compute_usage([*first, *records]).usage.cost == 0.25 * len(server.requests) > 0.5
-    assert "the reply ends 'no'" in records[1].error
+    records = [*first, *then, *again, *failed]
+    sources = [(record.source, record.attempts) for record in records]
+    assert sources == [
+        *(("tool", 3), ("cache", 0), ("tool", 1), ("replay", 0), ("cache", 0), ("tool", 3)),
+    ]
+    stats = compute_usage(records)
+    assert stats.num_calls == {"helpful": 6}
+    assert stats.usage.attempts == {"helpful": 7} == {"helpful": len(server.requests)}
+    assert stats.usage.cost == 7 * 0.25
 
 
 def test_abandoned_calls_count_one_attempt_if_they_were_sent(server):
@@ -266,10 +246,3 @@ def test_a_custom_pattern_searches_the_end_of_a_reply_within_a_second():
     thread.join()
     assert ticks[-1] - ticks[0] < 20
     assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.5  # on a busy machine
-
-
-def test_a_url_may_have_parameters():
-    with served(lambda request: {"path": request.path, **request.params}) as server:
-        settings = JudgeSettings(**{**BASE, "url": f"{server.url}/v1/?api-version=2026"})
-        answer = JudgeEndpoint(settings, "reward.judges").send_request({})
-        assert answer == {"path": "/v1/chat/completions", "api-version": "2026"}

@@ -22,20 +22,20 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.images import Picture, UnreadableImageError
+from jaxrl.envs.images import Picture
 from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.extras.endpoints.policy import CONTINUE_MESSAGE, ChatModel, ChatRollout, parse_turn
-from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
+from jaxrl.extras.endpoints.policy import CONTINUE_MESSAGE, ChatModel, parse_turn
+from jaxrl.extras.endpoints.sent_images import prepare_image
+from jaxrl.extras.vision.processor import HFImageProcessor
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.training.usage import UsageStats
 from jaxrl.types import Draw, flatten_groups
 from tests.images import drawn, encoded, looking_tokenizer, save_processor
-from tests.qwen import TEMPLATE
 from tests.servers import Reply, served
 from tests.toys import toy_tokenizer
 
@@ -98,13 +98,9 @@ def capital(request):
     return completion(" <answer> Oslo " if has_result else " I play_images it up. <search> Norway ")
 
 
-def make_env(kind=SearchEnv):
-    return kind(
-        CapitalSearch(),
-        prompt=Prompt(system="", template="{question}"),
-        protocol=PROTOCOLS["search_r1"],
-        max_turns=2,
-    )
+def make_env():
+    prompt = Prompt(system="", template="{question}")
+    return SearchEnv(CapitalSearch(), prompt=prompt, protocol=PROTOCOLS["search_r1"], max_turns=2)
 
 
 def play(
@@ -261,14 +257,6 @@ def test_a_reply_with_invalid_usage_is_no_score(usage):
     assert len(requests) >= 3  # it was requested again
 
 
-@pytest.mark.parametrize("usage", [None, {"prompt_tokens": None, "completion_tokens": 3}])
-def test_missing_token_counts_are_0(usage):
-    [trajectory], _ = play(lambda _: {**completion("<answer>Oslo</answer>"), "usage": usage})
-    assert trajectory.outcome == Outcome.ANSWERED
-    assert trajectory.usage["prompt_tokens"] == 0
-    assert trajectory.usage["completion_tokens"] == (3 if usage else 0)
-
-
 def test_a_rejected_request_is_an_error_of_its_episode():
     def answer(request):
         return Reply("too long", status=400) if is_first(request) else capital(request)
@@ -278,19 +266,6 @@ def test_a_rejected_request_is_an_error_of_its_episode():
     assert failed == Outcome.ENVIRONMENT_ERROR
     assert others == [Outcome.ANSWERED] * 2
     assert trajectories[0].reward_parts == {}
-
-
-def test_a_request_has_a_deadline():
-    is_over = threading.Event()
-
-    def answer(request):
-        is_over.wait(5)
-        return capital(request)
-
-    [trajectory], _ = play(answer, deadline_s=0.1)
-    is_over.set()
-    assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("no answer within|gave no complete response", trajectory.error)
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "key_env"), (404, "model")])
@@ -308,18 +283,6 @@ def test_a_wrong_key_or_address_is_an_outage(status, key, monkeypatch):
     assert KEY not in str(e.value)
 
 
-def test_tools_in_the_chat_template_are_rejected():
-    class TemplateEnv(SearchEnv):
-        chat_tools = ({"type": "function"},)
-
-    model = ChatModel({"url": "http://127.0.0.1:1", "model": "m"})
-    tokenizer = toy_tokenizer(chat_template=TEMPLATE)
-    with pytest.raises(ValueError, match=r"config\.policy\.name.*config\.env\.search\.protocol"):
-        ChatRollout(
-            model, make_env(TemplateEnv), tokenizer, LIMITS, ReplySchedule(), lambda groups: []
-        )
-
-
 def test_a_rollout_stops_when_it_is_asked_to():
     with pytest.raises(Interrupted):
         play(capital, num_tasks=50, should_stop=lambda: True)
@@ -330,24 +293,6 @@ def test_lone_surrogates_are_replaced():
     [trajectory], _ = play(lambda _: completion(odd))
     assert trajectory.outcome == Outcome.ANSWERED
     trajectory.generated_text.encode()
-
-
-class FailingEnv(SearchEnv):
-    """An environment that starts one batch of episodes and then fails."""
-
-    num_starts = 0
-
-    def start(self, tasks):
-        self.num_starts += 1
-        if self.num_starts > 1:
-            raise RuntimeError("not twice")
-        return super().start(tasks)
-
-
-def test_an_environment_that_fails_is_no_score():
-    [trajectory], _ = play(capital, env=make_env(FailingEnv))
-    assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert "not twice" in trajectory.error
 
 
 class ShowingEnv(MathEnv):
@@ -376,7 +321,6 @@ def play_images(answer, images, *, question="", shown=(), **settings):
 
 def read_image(part, kind="png"):
     """Return the bytes of a message part that is an image of this format."""
-    assert part["type"] == "image_url"
     head, _, data = part["image_url"]["url"].partition(",")
     assert head == f"data:image/{kind};base64"
     return base64.b64decode(data)
@@ -418,28 +362,18 @@ def test_images_are_sent_in_order_with_the_text(processor, tmp_path):
     assert trajectory.turns[0].images == (Picture(data=seen),)
 
 
-def test_other_image_formats_are_sent_upright_as_png(processor):
+def test_images_are_sent_upright_or_blank():
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    images = (Picture(data=encoded(drawn(16, 24), "TIFF", exif=exif)),)
-    _, [messages] = play_images(
-        lambda _: completion("Answer: a", "length"), images, processor=processor
+    picture = Picture(data=encoded(drawn(16, 24), "TIFF", exif=exif))
+    upright, blank = (
+        PIL.Image.open(io.BytesIO(prepare_image(picture, is_blank=is_blank).read()))
+        for is_blank in (False, True)
     )
-    image = PIL.Image.open(io.BytesIO(read_image(messages[1]["content"][0])))
-    assert image.size == (24, 16)
-    upright = np.asarray(drawn(16, 24).transpose(PIL.Image.Transpose.ROTATE_270))
-    np.testing.assert_array_equal(np.asarray(image), upright)
-
-
-def test_a_blank_image_keeps_its_size(processor):
-    images = (Picture(data=encoded(drawn(40, 24))),)
-    _, [messages] = play_images(
-        lambda _: completion("Answer: a", "length"), images, processor=BlankProcessor(processor)
-    )
-    blank = PIL.Image.open(io.BytesIO(read_image(messages[1]["content"][0])))
-    assert blank.size == (40, 24)
-    [(_, color)] = blank.getcolors()
-    assert color == (128, 128, 128)
+    expected = drawn(16, 24).transpose(PIL.Image.Transpose.ROTATE_270)
+    np.testing.assert_array_equal(np.asarray(upright), np.asarray(expected))
+    assert (upright.format, upright.size) == (blank.format, blank.size) == ("PNG", (24, 16))
+    assert blank.getcolors() == [(24 * 16, (128, 128, 128))]
 
 
 def test_a_recorded_answer_belongs_to_its_image(processor, tmp_path):
@@ -465,14 +399,7 @@ def test_an_image_within_the_models_message_is_an_error(processor):
         shown=[Picture(data=encoded(drawn()))], continues_message=True,
     )  # fmt: skip
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-    assert re.search("returned an image.*policy.openai.continues_message", trajectory.error)
-
-
-def test_images_need_a_processor():
-    images = (Picture(data=encoded(drawn())),)
-    message = r"the model does not support images.*Set config\.model\.path"
-    with pytest.raises(UnreadableImageError, match=message):
-        play_images(lambda _: completion("Answer: a"), images, processor=None)
+    assert "continues_message" in trajectory.error
 
 
 def test_tool_calls_are_sent_in_openais_format():

@@ -93,13 +93,6 @@ def make_tool(properties, **schema):
     return McpTool(McpServer({"command": COMMAND}), listed)
 
 
-@pytest.mark.parametrize("reference", ["#/$defs/Missing", "http://127.0.0.1:1/schema.json"])
-def test_a_missing_reference_is_an_error_of_the_server(reference):
-    tool = make_tool({"place": {"items": {"$ref": reference}}})
-    with pytest.raises(ToolError, match="the tool 'find' with a schema that cannot be used"):
-        tool.encode_call({"place": ["here"]})
-
-
 def test_nested_arguments_are_checked_to_their_depth():
     inner = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}
     node = {"type": "object", "properties": {"in": inner}}
@@ -145,7 +138,6 @@ def test_a_call_has_a_deadline(tools):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"command": ("/nowhere/server",)}, "No such file or directory"),
         (
             {"command": (sys.executable, "-c", "import sys; sys.exit('no way')")},
             r"Connection closed \(its standard error ends: no way\)",
@@ -165,9 +157,6 @@ def test_a_server_gets_only_named_environment_variables(monkeypatch):
     reveal = by_name(McpServer(spec, deadline_s=60).tools())["reveal"]
     assert reveal.run('{"name": "JAXRL_TEST_KEY"}') == "hunter2"
     assert reveal.run('{"name": "JAXRL_TEST_OTHER"}') == "None"
-    talks = "import os, sys; sys.exit('key ' + os.environ['JAXRL_TEST_KEY'])"
-    with pytest.raises(ToolError, match=r"ends: key \*\*\*"):
-        McpServer({**spec, "command": (sys.executable, "-c", talks)}, deadline_s=60).tools()
     monkeypatch.delenv("JAXRL_TEST_KEY")
     with pytest.raises(ValueError, match="names the environment variable 'JAXRL_TEST_KEY', which"):
         McpServer(spec)

@@ -1,7 +1,6 @@
 """Engine rows with settings of their own, cut, resumed and cancelled; and their worker."""
 
 import itertools
-import math
 import queue
 import threading
 import time
@@ -199,14 +198,6 @@ def play_sessions(client):
     return [*results, (ids, chunk.finish_reason, chunk.num_cached)]
 
 
-def test_a_full_row_is_not_cached(engine):
-    with WorkerClient(engine) as client:
-        ids, chunk = client.ask([5] * (engine.max_total_tokens - 2), 2)
-        assert (len(ids), chunk.finish_reason) == (2, LENGTH)
-        assert client.worker.num_cached_rows == 0
-        assert engine.num_free_pages == engine.num_pages
-
-
 def test_the_least_recently_used_rows_are_evicted(engine):
     with WorkerClient(engine, max_cached_rows=3) as client:
         prompts = [[*PROMPT, 40 + n] for n in range(5)]
@@ -216,46 +207,6 @@ def test_the_least_recently_used_rows_are_evicted(engine):
             for prompt, ids in zip(prompts[::-1], answers[::-1], strict=True)
         ]
         assert [count > 0 for count in cached] == [True, True, True, False, False]
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_continued_sessions_go_first_unless_a_new_one_has_waited_long(engine, is_late):
-    with WorkerClient(engine) as client:
-        ids, _ = client.ask(PROMPT, 4)
-        ended, all_ended = [], threading.Semaphore(0)
-
-        def make_job(name, prompt, budget):
-            job, _ = client.job(prompt, budget)
-
-            def record(chunk):
-                if chunk.finish_reason:
-                    ended.append((name, chunk.num_cached))
-                    all_ended.release()
-
-            job.on_output = record
-            return job
-
-        # Four rows, of which one is free after eight chunks and the others after twelve.
-        first, *others = [make_job("long", [*PROMPT, 50 + n], 48 if n else 32) for n in range(4)]
-        waiting = [
-            make_job("new", [*PROMPT, 60], 3),
-            make_job("continued", [*PROMPT, *ids, 40], 3),
-        ]
-        record = first.on_output
-
-        def record_and_submit(chunk):  # these come when all rows are taken
-            if not waiting[0].yields_until:
-                client.worker.submit(waiting)
-                waiting[0].yields_until = -1.0 if is_late else math.inf
-            record(chunk)
-
-        first.on_output = record_and_submit
-        client.worker.submit([first, *others])
-        for _ in range(6):
-            assert all_ended.acquire(timeout=60)
-    expected = [("continued", len(PROMPT) + 3), ("new", 0)]
-    order = [item for item in ended if item[0] != "long"][:2]
-    assert order == (expected[::-1] if is_late else expected)
 
 
 def test_sessions_on_few_pages_prefill_nothing_twice(quick_compilation):

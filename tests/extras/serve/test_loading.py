@@ -142,13 +142,3 @@ def test_stop_strings_are_those_of_the_environment(tiny_world):
     assert resolved(config).stop_strings == ("</search>", "</answer>", "</python>")
     config.env.search.protocol = "qwen"
     assert resolved(config).stop_strings == ()
-
-
-def test_a_missing_end_of_sequence_id_is_logged(run):
-    file = run / "export" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
-    (run / "export" / "generation_config.json").unlink(missing_ok=True)
-    lines, display = [], Display()
-    display.log = lines.append
-    load_model(run / "export", display, rows=3)
-    assert [line for line in lines if "ends a message with <|im_end|>, but only" in line]

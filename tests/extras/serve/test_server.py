@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import itertools
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from jaxrl.extras.serve import server as server_module
 from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine, serving
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -120,16 +118,6 @@ def test_a_large_body_is_rejected_with_or_without_a_length(engine):
                                headers={"Transfer-Encoding": "chunked"})  # fmt: skip
             assert connection.getresponse().status == 413
         connection.close()
-        assert client.chat(max_tokens=1)["choices"]
-
-
-def test_a_slow_body_times_out(engine, monkeypatch):
-    monkeypatch.setattr(server_module, "BODY_TIMEOUT_S", 0.3)
-    with serving(engine) as (_, client):
-        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as slow:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\n"
-            slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-            assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
         assert client.chat(max_tokens=1)["choices"]
 
 

@@ -1,7 +1,5 @@
 """Facts about runs, with hand-worked numbers."""
 
-import json
-
 import pytest
 
 from jaxrl.extras.view import facts
@@ -17,7 +15,6 @@ from tests.extras.view.workdirs import (
     trajectory,
     view,
     write_evaluation,
-    write_json,
     write_lines,
 )
 
@@ -52,39 +49,6 @@ class TestScores:
             ("sampled", "all", "exact_match"): [(2, 0.25, 0.125, 0.375), (5, 0.75, 0.625, 0.875)],
             ("empty_search", "all", "exact_match"): [(5, 0.25, 0.125, 0.375)],
         }
-
-    def test_rewards_come_first_and_data_sets_apart(self, run):
-        means = {"searches": 1.5, "mine.brevity": 0.5, "f1": 0.125}
-        summary = {"greedy": {"all": means, "one": {"f1": 0.5}, "two": {"f1": None}}}
-        weights = {"greedy": {"mine.brevity": 0.5, "f1": 0}}
-        for stage, step in (("train", 2), ("evaluate", 5)):
-            write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
-        rows = facts.compute_scores(read(run))
-        assert [(row["measure"], row["data_set"], row["weight"]) for row in rows] == [
-            ("reward", "all", None),
-            ("mine.brevity", "all", 0.5),
-            ("f1", "all", 0.0),
-            ("f1", "one", 0.0),
-            ("searches", "all", None),
-        ]
-        # Without exact match, the reward is the held-out score.
-        [(name, (first, last))] = facts.get_held_out_scores(read(run)).items()
-        assert name == ("reward", "greedy")
-        assert first[1] == last[1] == 0.5 * 0.5
-
-    def test_early_stopping(self, run):
-        """At step 5 of 12, with an evaluation of the weights of step 4."""
-        config = json.loads((run / "config.json").read_text())
-        write_json(run / "config.json", config | {"num_steps": 10})
-        end = {"step": 5, "stage": "train", "timing_s/step": 2.0}
-        change_records(run, lambda r: r | {"stopped_early": 1} if end.items() <= r.items() else r)
-        write_evaluation(run, "train", 5, {"sampled": FIRST})
-        write_evaluation(run, "evaluate", 5, {"sampled": LAST}, weights_step=4)
-        write_evaluation(run, "train", 9, {"greedy": LAST})  # left behind by a killed run
-        [scores] = points_of(run).values()
-        assert [(step, value) for step, value, *_ in scores] == [(2, 0.25), (5, 0.25), (4, 0.75)]
-        assert facts.is_finished(read(run))
-        assert facts.compute_progress(read(run))[1]["stopped_early"] == 5
 
 
 class TestAnswers:
@@ -137,12 +101,6 @@ class TestProgress:
         keep_records(run, -2)
         assert not facts.is_finished(read(run))
 
-    def test_times(self, run):
-        assert [row["parts"] for row in facts.compute_times(read(run))] == [
-            {"update": 4.0, "other": 2.0},
-            {"generation": 1.5, "update": 4.5, "evaluation": 4.0, "checkpoint": 0.75},
-        ]
-
 
 class TestWarnings:
     def test_steps_without_effect_are_warnings(self, run):
@@ -178,24 +136,6 @@ class TestWarnings:
             (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
             (True, "an environment error: down"),
             (True, "optimizer.lr changed after step 2: not a single experiment"),
-        ]
-
-
-class TestCurves:
-    def test_by_stage_and_without_gaps(self, run):
-        curves = view(run).respond("curves/0")
-        assert curves["sft"]["sft/loss"] == [[1, 4.0], [2, 2.0]]
-        assert curves["train"]["critic/rewards/mean"] == [[3, 0.25], [4, 0.5], [5, 0.75]]
-        assert "actor/ppo_kl" not in curves["train"]  # null throughout
-        assert set(view(run).respond("curves/0", names=["sft/loss"])["sft"]) == {"sft/loss"}
-
-    def test_long_curves_keep_means_and_extremes(self, tmp_path):
-        run = make_run(tmp_path / "run", rewards=[float(i % 2) for i in range(7)])
-        # Steps 3 to 9 in bins of three.
-        assert facts.compute_curve(read(run), "train", "critic/rewards/mean", 3) == [
-            [4, pytest.approx(1 / 3), 0, 1],
-            [7, pytest.approx(2 / 3), 0, 1],
-            [9, 0, 0, 0],
         ]
 
 

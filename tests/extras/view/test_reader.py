@@ -12,13 +12,10 @@ from jaxrl.extras.view.reader import JsonLines, RunReader
 from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_head
 from tests.extras.view.workdirs import (
     HOSTILE,
-    LAST,
     make_run,
     step_file,
     trajectory,
     view,
-    write_evaluation,
-    write_json,
     write_lines,
     write_trajectories,
 )
@@ -107,33 +104,6 @@ class TestRunReader:
         assert (summary["step"], summary["config"], summary["scores"]) == (None, [], [])
         assert viewer.respond("curves/0") == {}
 
-    @pytest.mark.parametrize("value", [None, 5, {"a": 1}])
-    def test_answers_with_fields_of_other_types(self, tmp_path, value):
-        run = make_run(tmp_path / "run")
-        path = run / "eval" / "evaluate_5.json"
-        content = json.loads(path.read_text())
-        content["questions"] = {"sampled": [dict.fromkeys(LAST[0], value), 3, *LAST], "x": 4}
-        write_json(path, content | {"weights_step": [1], "summary": 3, "reward_weights": []})
-        last = read(run).evaluations[-1]
-        assert [len(rows) for rows in last.answers.values()] == [5, 0]
-        assert last.weights_step == 5
-
-    def test_a_run_that_grows(self, tmp_path):
-        run = make_run(tmp_path / "run")
-        reader = read(run)
-        version = reader.version
-        reader.refresh()
-        assert reader.version == version
-        write_evaluation(run, "train", 4, {"sampled": LAST})
-        reader.refresh()
-        assert [evaluation.step for evaluation in reader.evaluations] == [2, 4, 5]
-        (run / "eval" / "train_4.json").unlink()
-        write_trajectories(run, steps=[3])
-        reader.refresh()
-        assert [evaluation.step for evaluation in reader.evaluations] == [2, 5]
-        assert len(reader.index.rows) == 4
-        assert reader.version == version + 2
-
 
 class TestTrajectoryIndex:
     def test_rows_are_the_records(self, tmp_path):
@@ -170,17 +140,6 @@ class TestTrajectoryIndex:
         assert num_tokens == len(record["token_ids"])
         assert num_sampled == sum(record["loss_mask"])
 
-    def test_damage_in_the_lists_shows_when_a_trajectory_is_opened(self, tmp_path):
-        line = json.dumps(trajectory()).replace('"loss_mask": [', '"loss_mask": [x')
-        write_lines(step_file(tmp_path, 1), [line, trajectory()])
-        index = TrajectoryIndex(tmp_path / "trajectories")
-        index.refresh(FOREVER)
-        with pytest.raises(ValueError, match=r"step_000001\.jsonl:1 is not valid JSON"):
-            index.read(1, 0)
-        assert index.read(1, 1) == trajectory()
-        with pytest.raises(LookupError):
-            index.read(2, 0)
-
     def test_files_that_change_or_go(self, tmp_path):
         write_trajectories(tmp_path, steps=[1, 2])
         index = TrajectoryIndex(tmp_path / "trajectories")
@@ -196,14 +155,6 @@ class TestTrajectoryIndex:
         step_file(tmp_path, 1).unlink()
         assert index.refresh(FOREVER)
         assert (index.generation, [row[0] for row in index.rows]) == (1, [3, 2, 2])
-
-    def test_indexing_pauses_at_its_deadline(self, tmp_path):
-        write_trajectories(tmp_path, steps=[1, 2])
-        index = TrajectoryIndex(tmp_path / "trajectories")
-        for count in (1, 2):
-            assert index.refresh(-FOREVER)
-            assert (index.num_indexed, index.num_files, len(index.rows)) == (count, 2, 4 * count)
-        assert not index.refresh(-FOREVER)
 
     def test_trajectories_do_not_stay_in_memory(self, tmp_path):
         long = {name: [12345] * 600 for name in ("token_ids", "loss_mask", "rollout_logprobs")}

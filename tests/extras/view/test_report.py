@@ -103,13 +103,6 @@ class TestStaticPage:
         assert "<script>window.hit=1" in text
         assert not {"\x00", "\x1b", "\u202e"} & set(page.data["answers/0/0"][0]["question"])
 
-    def test_where_it_is_written(self, run, tmp_path):
-        other = make_run(tmp_path / "more" / "other")
-        assert write_report([run]) == run / "report.html"
-        assert write_report([run, other]) == tmp_path / "report.html"
-        assert write_report([run], out=tmp_path / "x" / "a.html") == tmp_path / "x" / "a.html"
-        assert not list(tmp_path.rglob(".*"))
-
 
 class TestTerminal:
     def test_a_run_is_its_scores_and_its_controls(self, run, capsys):
@@ -119,20 +112,6 @@ class TestTerminal:
             "controls, exact match: search finds nothing 0.250",
             str(run / "report.html"),
         ]
-
-    def test_several_runs_are_a_table(self, tmp_path, capsys):
-        runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
-        main(["--static", *map(str, runs)])
-        *_, first, below, second, last, path = capsys.readouterr().out.splitlines()
-        cells = [re.split(r"\s{2,}", line.strip()) for line in (first, below, second, last)]
-        scores = ["0.250 → 0.750", "0.250"]
-        assert cells == [
-            ["lr_1e-06", "3", *scores, "–", "16.8 s"],
-            ["optimizer.lr=1e-06", "0.625 to 0.875", "0.125 to 0.375"],
-            ["lr_3e-06", "3", *scores, "–", "16.8 s"],
-            ["optimizer.lr=3e-06", "0.625 to 0.875", "0.125 to 0.375"],
-        ]
-        assert path == str(tmp_path / "report.html")
 
     def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(self, run, monkeypatch):
         lines = []

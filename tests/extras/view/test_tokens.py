@@ -44,17 +44,6 @@ class TestQuantities:
         }
         assert values_of(record(**LISTS)) == expected
 
-    def test_advantages_of_turns_need_those_of_tokens(self):
-        by_turn = record(turn_advantages=[1.0, -2.0])
-        assert values_of(by_turn)["advantage"] is None
-        by_token = by_turn | {"token_advantages": [0.0, 1.0, -2.0, -2.0]}
-        assert values_of(by_token)["advantage"] == [None, 1.0, -2.0, -2.0]
-        assert values_of(record(advantage=None))["advantage"] is None
-
-    def test_observations_with_a_loss_have_no_gap(self):
-        lists = {"rollout_logprobs": [0.0, 0.0, -1.0, -1.0], "old_logprobs": [0, -3.0, -1.5, -1.0]}
-        assert values_of(record(**lists))["gap"] == [None, None, -0.5, 0.0]
-
     @pytest.mark.parametrize("changes", [{"token_ids": [1]}, {"loss_mask": None}])
     def test_damaged_tokens_are_rejected(self, changes):
         with pytest.raises(ValueError, match="line damaged"):

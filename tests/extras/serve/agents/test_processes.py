@@ -33,21 +33,9 @@ def plays(task, *, base_url, api_key, model, **settings):
         sys.stderr.write("y" * 100_000)
     return [task, base_url, api_key, model, os.getpid(), settings]
 
-async def waits(task, *, base_url, api_key, model):
-    await asyncio.sleep(3600 if task == "hangs" else 0)
-    return 1
-
 async def blocks(task, *, base_url, api_key, model):
     if task.endswith("hangs"):
         hang(task)
-    return 1
-
-async def ignores(task, *, base_url, api_key, model):
-    while task == "hangs":
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            pass
     return 1
 
 def reads(task, *, base_url, api_key, model):
@@ -59,20 +47,9 @@ def chatters(task, *, base_url, api_key, model):
         sys.stdout.write("x" * 1_000_000)
     return {"reward": 1, "final_answer": "x" * 2_000_000}
 
-def forks(task, *, base_url, api_key, model):
-    if os.fork() == 0:
-        os.setsid()
-        hang(task)
-    while not os.path.exists(task):
-        time.sleep(0.01)
-    os._exit(1)
-
 def runs(task, *, base_url, api_key, model):
     child = subprocess.run(["cat"], capture_output=True, timeout=60)
     return [child.returncode, child.stdout.decode()]
-
-def lonely(task, *, base_url, api_key, model):
-    import numpy
 """
 
 READ_FILE = f"""FILE=$({sys.executable} -c \
@@ -167,36 +144,6 @@ def test_a_process_that_ignores_a_stop_is_killed(play, monkeypatch, tmp_path):
     assert all("its process is gone" in why for _, _, why in results)
     agents.start_episode(episode("c"))
     assert ended.get(timeout=60) == ("c", 1, "")
-
-
-def test_an_async_agent_that_ignores_its_cancellation_counts_as_hanging(play, monkeypatch):
-    agents, ended = play("waits")
-    for name in "ab":
-        agents.start_episode(episode(name, "hangs"))
-        agents.stop(name)
-        agents.stop(name)
-        assert ended.get(timeout=60) == (name, None, "it was stopped")
-    assert agents._processes[0].num_abandoned == 0
-    monkeypatch.setattr(processes, "MAX_ABANDONED", 1)
-    agents, ended = play("ignores")
-    agents.start_episode(episode("a", "hangs"))
-    [process] = agents._processes
-    agents.stop("a")
-    assert ended.get(timeout=60) == ("a", None, "it was stopped")
-    agents.start_episode(episode("b"))
-    assert ended.get(timeout=60) == ("b", 1, "")
-    agents.check()
-    assert until(lambda: is_gone(process.pid))
-
-
-def test_an_agent_may_run_in_another_python(play, tmp_path):
-    python = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
-    agents, ended = play("lonely", python=str(python / "bin" / "python"))
-    agents.start_episode(episode("a"))
-    _, _, why = ended.get(timeout=60)
-    assert "No module named 'numpy'" in why
-    assert "agent.py, line" in why
 
 
 @pytest.mark.parametrize(
@@ -317,13 +264,6 @@ def test_output_and_results_of_agents_are_limited(play):
     assert "expected at most 1048576" in ended.get()[2]
 
 
-def test_a_dead_process_is_noticed_though_a_fork_holds_its_pipes(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_POLL_S", 0.2)
-    agents, ended = play("forks")
-    agents.start_episode(episode("a", f"{tmp_path}/forked"))
-    assert "its process is gone" in ended.get(timeout=60)[2]
-
-
 @pytest.mark.parametrize(
     ("script", "value", "why"),
     [
@@ -344,17 +284,6 @@ def test_reward_files_of_all_kinds(play, tmp_path, monkeypatch, script, value, w
     assert why in error if why else not error
     agents.close()
     assert not list(tmp_path.glob("jaxrl-agents-*"))
-
-
-def test_programs_end_when_their_process_is_killed(play, tmp_path):
-    agents, ended = play(command=("sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600"))
-    agents.start_episode(program_episode("a"))
-    pid = read_pid(tmp_path / "shell")
-    [process] = agents._processes
-    process.kill()
-    assert "its process is gone" in ended.get(timeout=30)[2]
-    assert until(lambda: is_gone(pid), 5)
-    assert not os.path.exists(process.folder)
 
 
 def until(condition, seconds=30.0):

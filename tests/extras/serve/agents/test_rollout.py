@@ -1,7 +1,6 @@
 """Agent rollouts over HTTP: exactly what was sampled is trained."""
 
 import json
-import socket
 import sys
 import time
 import types
@@ -160,25 +159,16 @@ def play_programs(*names, log=lambda _: None):
         return flatten_groups(rollout(draws(*names), sampling(1)))
 
 
-def test_a_program_posts_or_writes_its_reward():
-    posts, writes, forgets, ends = play_programs("posts-again", "writes", "forgets", "ends")
-    assert posts.reward_parts["reward"] == 0.25
+def test_a_program_posts_or_writes_its_reward_and_its_subprocesses_cannot():
+    lines = []
+    names = ("cheats-writes", "cheats-posts-again", "cheats-forgets", "ends")
+    writes, posts, forgets, ends = play_programs(*names, log=lines.append)
     assert writes.reward_parts["reward"] == 0.75
-    assert writes.is_abstention
     assert writes.outcome == Outcome.ABSTAINED
+    assert posts.reward_parts["reward"] == 0.25
     assert "gave no reward" in forgets.error
     assert "ended with 4: I cannot" in ends.error
-
-
-def test_code_that_an_agent_runs_cannot_reward_the_episode():
-    lines = []
-    writes, posts, forgets = play_programs(
-        "cheats-writes", "cheats-posts", "cheats-forgets", log=lines.append
-    )
-    assert writes.reward_parts["reward"] == 0.75
-    assert posts.reward_parts["reward"] == 0.25
-    assert "gave no reward" in forgets.error
-    # Each attempt is visible.
+    # Each attempt is logged.
     assert [line.split("'")[1] for line in lines] == [t.task_id for t in (writes, posts, forgets)]
 
 
@@ -239,44 +229,28 @@ def test_concurrent_completions_share_the_episodes_tokens(tmp_path, total, respo
 
 
 def test_an_unfinished_group_continues_in_the_next_rollout(tmp_path, monkeypatch):
+    """An evaluation in between neither ages its episodes nor waits for them to make room."""
     delay = [0.0]  # the clock goes on between rollouts, and an episode's time does not
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + delay[0])
     monkeypatch.setattr(agent_rollout, "time", clock)
-    tasks = draws("a", ("b", {"slow": True}), "c")
-    folder = {"folder": str(tmp_path)}
-    with agents("waits", settings=folder, max_concurrent=8) as rollout:
-        first = rollout(tasks, sampling(step=0, max_unfinished=1))
-        assert [group and group.task_id for group in first] == ["a", None, "c"]
+    tasks = draws("a", ("b", {"slow": True}))
+    with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=2) as rollout:
+        [finished, unfinished] = rollout(tasks, sampling(step=0, max_unfinished=1))
+        assert (finished.task_id, unfinished) == ("a", None)
         rollout._engine.set_weights(PARAMS)  # as after an update
         delay[0] += 1000.0
-        # Another rollout in between, as of an evaluation, leaves it alone.
         between = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
         [evaluated] = rollout(draws("e"), between)
         assert evaluated.task_id == "e"
         delay[0] += 1000.0
         (tmp_path / "go").touch()
-        [group] = rollout(tasks[1:2], sampling(step=1))
+        [group] = rollout(tasks[1:], sampling(step=1))
     for trajectory in group.trajectories:
         assert trajectory.contexts == ()
         assert len(trajectory.turns) == 2
         versions = trajectory.policy_versions[trajectory.loss_mask]
         assert Counter(versions.tolist()) == {0: 6, 1: 6}
     assert sampled_pairs(group.trajectories) == sort_pairs(read_notes(tmp_path)["b"])
-
-
-def test_an_evaluation_neither_ages_nor_waits_for_unfinished_episodes(tmp_path):
-    tasks = draws(("b", {"slow": True}), "a")
-    folder = {"folder": str(tmp_path)}
-    evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
-    with agents("waits", settings=folder, max_concurrent=2, deadline_s=3.0) as rollout:
-        first = rollout(tasks, sampling(1, max_unfinished=1))
-        assert [group is None for group in first] == [True, False]
-        groups = rollout(draws(("e", {"slow": True}), "f"), evaluation)
-        assert ["not ended after 3 s" in t.error for t in flatten_groups(groups)] == [True, False]
-        assert "f" in read_notes(tmp_path)  # though b and e still ran
-        (tmp_path / "go").touch()
-        [group] = rollout(tasks[:1], sampling(1, step=1))
-    assert [t.error for t in group.trajectories] == [""]
 
 
 def test_groups_that_are_not_drawn_again_are_dropped(tmp_path):
@@ -342,15 +316,7 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_port_in_use_and_a_public_host_are_rejected(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        why = rf"config\.env\.agents\.port is {port}.*in use"
-        with (
-            pytest.raises(ValueError, match=why),
-            agents("converses", settings={"folder": str(tmp_path)}, port=port),
-        ):
-            pass
+def test_a_public_host_is_rejected():
     with (
         pytest.raises(ValueError, match=r"config\.env\.agents\.host is '0\.0\.0\.0'"),
         agents("converses", host="0.0.0.0"),
