@@ -22,37 +22,23 @@ SERPER = {
         {"title": "Rome & its hills", "link": ROME.id, "snippet": "Seven\n of  them."},
         {"title": "", "link": "https://blank.example/"},
     ],
-    "credits": 1,
 }
-BRAVE = {
-    "type": "search",
-    "query": {"original": "capital"},
-    "web": {
-        "type": "search",
-        "results": [
-            {
-                "title": "Paris",
-                "url": PARIS.id,
-                "description": "The <strong>capital</strong> of France.",
-            },
-            {
-                "title": "Rome &amp; its hills",
-                "url": ROME.id,
-                "description": "Seven&nbsp; of <b></b> them.",
-                "extra_snippets": ["x"],
-            },
-        ],
+BRAVE_RESULTS = [
+    {"title": "Paris", "url": PARIS.id, "description": "The <strong>capital</strong> of France."},
+    {
+        "title": "Rome &amp; its hills",
+        "url": ROME.id,
+        "description": "Seven&nbsp; of <b></b> them.",
+        "extra_snippets": ["x"],
     },
-}
+]
+BRAVE = {"type": "search", "web": {"type": "search", "results": BRAVE_RESULTS}}
 TAVILY = {
-    "query": "capital",
     "answer": None,
-    "images": [],
     "results": [
         {"title": "Paris", "url": PARIS.id, "content": "The capital of France.", "score": 0.9},
         {"title": "Rome & its hills", "url": ROME.id, "content": "Seven of them.", "score": 0.8},
     ],
-    "response_time": 1.1,
 }
 SEARXNG = {
     "query": "capital",

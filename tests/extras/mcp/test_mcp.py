@@ -187,7 +187,7 @@ for line in sys.stdin:
     if request["method"] == "tools/call":
         del answer["result"]
         answer["error"] = {"code": int(code), "message": message + os.environ["MCP_KEY"]}
-    if "id" in asked:
+    if "id" in request:
         print(json.dumps(answer), flush=True)
 """
 
@@ -250,12 +250,10 @@ def test_standard_error_shows_no_part_of_a_long_key(times, monkeypatch):
 
 
 def test_a_server_that_dies_is_started_again(stdio_tools):
-    answer = run_call(stdio_tools["die"], "{}")
-    assert isinstance(answer, ToolError)
-    assert "mcp_server.py': " in str(answer)
-    assert stdio_tools["add"].run('{"a": 1}') == "3"
     [answer] = stdio_tools["die"].answer_all(["{}"])
     assert (type(answer.result), answer.record.attempts) == (ToolError, 2)
+    assert "mcp_server.py': " in str(answer.result)
+    assert stdio_tools["add"].run('{"a": 1}') == "3"
 
 
 def test_they_answer_tool_calls(stdio_tools):

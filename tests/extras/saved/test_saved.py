@@ -41,8 +41,9 @@ def test_export_writes_the_newest_or_an_earlier_checkpoint(run, tmp_path, capsys
 @pytest.mark.minutes
 def test_a_run_is_evaluated_with_other_settings(run, quick_compilation):
     module = [sys.executable, "-m", "jaxrl.extras.saved.evaluate"]
+    settings = ["--config.eval.final_suites=('greedy',)", "--config.rollout.max_num_seqs=1"]
     done = subprocess.run(
-        [*module, str(run), "--config.eval.final_suites=('greedy',)"],
+        [*module, str(run), *settings],
         env=os.environ | quick_compilation, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,12 @@ from tests.qwen import qwen3
 from tests.toys import SMALL, one_device_mesh
 
 TOKENIZER = Tokenizer(qwen3())
-CONFIG = dataclasses.replace(SMALL, vocab_size=TOKENIZER.num_tokens + 5, max_positions=2048)
+CONFIG = dataclasses.replace(
+    SMALL,
+    vocab_size=TOKENIZER.num_tokens + 5,
+    max_positions=2048,
+    width=96,  # as many tokens can be trained
+)
 PARAMS = tiny_params(CONFIG)
 MAX_TOTAL = 512
 MODEL = ServedModel(

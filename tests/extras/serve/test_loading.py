@@ -40,7 +40,7 @@ def run(tmp_path, tiny_world):
 def test_the_command_samples_as_chat_does_until_a_signal(run, quick_compilation):
     """The same weights greedily continue a prompt as an episode of `jaxrl chat` does."""
     flags = ["--port=0", "--rows=1", "--name=ada", "--end_s=20"]
-    flags += ["--config.rollout.max_total_tokens=96", "--config.rollout.chunk_tokens=4"]
+    flags += ["--config.rollout.max_total_tokens=64", "--config.rollout.chunk_tokens=4"]
     environment = {**os.environ, **quick_compilation, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxrl.extras.serve", str(run), *flags],
@@ -53,7 +53,7 @@ def test_the_command_samples_as_chat_does_until_a_signal(run, quick_compilation)
         client = Client(int(match[1]))
         _, _, body = client.raw("GET", "/v1/models")
         [model] = json.loads(body)["data"]
-        assert (model["id"], model["max_model_len"]) == ("ada", 96)
+        assert (model["id"], model["max_model_len"]) == ("ada", 64)
         parts, config = load_saved_run(run, None, Display())
         trajectory, _ = Conversation(parts, config).ask("Who taught Ada?")
         start = trajectory.prompt_length
@@ -64,7 +64,7 @@ def test_the_command_samples_as_chat_does_until_a_signal(run, quick_compilation)
         assert choice["token_ids"] == sampled
         # After the first signal, running requests are finished.
         with ThreadPoolExecutor() as pool:
-            answer = pool.submit(client.generate, prompt, temperature=0.0, max_tokens=40)
+            answer = pool.submit(client.generate, prompt, temperature=0.0, max_tokens=16)
             client.until(lambda m: m["jaxrl_samples_total"] == 2)
             process.send_signal(signal.SIGTERM)
             assert answer.result()["token_ids"][: len(sampled)] == sampled

@@ -26,21 +26,6 @@ def post(client, body):
     return value
 
 
-def test_a_chat_is_continued_in_the_other_dialect(client):
-    client.prefix = "/r/both"
-    # The template renders the same tool, whichever dialect it came in.
-    chat = client.chat(**{**BODY, "tools": [TOOL]})
-    stored = chat["prompt_token_ids"] + chat["choices"][0]["token_ids"]
-    call = {"type": "tool_use", "id": "any", "name": "search", "input": {"query": "Ada Kerr"}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]},
-        {"role": "user", "content": "?"},
-    ]
-    answer = post(client, {**BODY, "messages": messages, "max_tokens": 1})
-    assert answer["prompt_token_ids"][: len(stored)] == stored
-
-
 def test_stop_reasons(client):
     body = {**BODY, "tools": [], "system": "Be kind.", "max_tokens": 3, "logprobs": True}
     answer = post(client, body)

@@ -1,9 +1,6 @@
 """A model that was trained to call a tool."""
 
-import dataclasses
-
-from tests.extras.serve.served import CONFIG, TOKENIZER, make_engine
-from tests.helpers import tiny_params
+from tests.extras.serve.served import CONFIG, PARAMS, TOKENIZER, make_engine
 from tests.toys import taught
 
 TOOL = {
@@ -23,12 +20,10 @@ CLIENT_TOOL = {
 
 MESSAGES = [{"role": "user", "content": "Who is Ada?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada Kerr"}}\n</tool_call>'
-WIDE = dataclasses.replace(CONFIG, width=96, mlp_width=64)  # as many ids can be taught
 
 
 def engine_that_writes(text):
     """Return an engine whose model answers the question with a text and ends its message."""
     prompt = TOKENIZER.render_prompt(MESSAGES, [TOOL])
     ids = [*prompt, *TOKENIZER.encode(text), TOKENIZER.eos_ids[0]]
-    params = taught(tiny_params(WIDE), WIDE, ids, start=len(prompt))
-    return make_engine(params, WIDE)
+    return make_engine(taught(PARAMS, CONFIG, ids, start=len(prompt)))

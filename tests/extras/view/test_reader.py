@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -155,27 +153,3 @@ class TestTrajectoryIndex:
         step_file(tmp_path, 1).unlink()
         assert index.refresh(FOREVER)
         assert (index.generation, [row[0] for row in index.rows]) == (1, [3, 2, 2])
-
-    def test_trajectories_do_not_stay_in_memory(self, tmp_path):
-        long = {name: [12345] * 600 for name in ("token_ids", "loss_mask", "rollout_logprobs")}
-        write_lines(step_file(tmp_path, 1), [trajectory(f"task {i}", **long) for i in range(100)])
-        for step in range(2, 101):
-            os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
-        command = [sys.executable, "-c", INDEX, str(tmp_path / "trajectories")]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        num_rows, num_tasks, mib = map(int, output.split())
-        assert (num_rows, num_tasks) == (10_000, 100)
-        assert step_file(tmp_path, 1).stat().st_size * 100 / 2**20 > 80
-        assert mib < 40
-
-
-INDEX = """
-import resource, sys
-from pathlib import Path
-from jaxrl.extras.view.trajectories import TrajectoryIndex
-index = TrajectoryIndex(Path(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-index.refresh(float("inf"))
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(len(index.rows), len(index.tasks), (after - before) // 1024)
-"""

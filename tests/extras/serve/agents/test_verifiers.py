@@ -136,9 +136,9 @@ def test_a_trace_has_what_was_sampled(rooms, searched):
         # Every prompt starts with the ids before it: an episode is one row.
         for prompt, answer, following in zip(prompts, answers, prompts[1:], strict=False):
             assert following[: len(prompt) + len(answer)] == prompt + answer
-    keys = {headers["authorization"] for headers, _ in script.requests}
+    keys = {request.headers["authorization"] for request in script.requests}
     assert keys == {f"Bearer key-{number}" for number in range(5)}
-    assert {body["sampling_params"]["max_tokens"] for _, body in script.requests} == {50}
+    assert {r.json["sampling_params"]["max_tokens"] for r in script.requests} == {50}
 
 
 @needs_verifiers
