@@ -21,7 +21,7 @@ from configs import debug_tiny
 from jaxrl.builders import saved_run
 from jaxrl.config.loading import parse_overrides
 from jaxrl.config.schema import to_json
-from jaxrl.envs.base import OutageError, Turn
+from jaxrl.envs.base import Turn
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.logs.display import Display
@@ -214,21 +214,6 @@ def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert message == (
         f"error: --image={Path('a.png').absolute()}: the model reads text alone; leave it out."
     )
-
-
-def test_an_outage_of_the_search_engine_is_an_error(monkeypatch, capsys):
-    message = "the search engine has not answered for 300 s"
-
-    def fail(*_):
-        raise OutageError(message)
-
-    parts = types.SimpleNamespace(rollout=fail)
-    config = resolved(debug_tiny.get_config())
-    monkeypatch.setattr(chat, "load_saved_run", lambda *_, **__: (parts, config))
-    with pytest.raises(SystemExit) as ended:
-        chat.main(["run", "Who taught Ada?", "Who taught Ben?"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == f"error: {message}\n" * 2
 
 
 # Conversations.

@@ -59,7 +59,7 @@ def completion(content, reason="stop", **more):
 @pytest.mark.parametrize(
     ("answer", "text", "is_cut"),
     [
-        (completion("I play_images. <search> x "), "I play_images. <search> x </search>", False),
+        (completion("I look. <search> x "), "I look. <search> x </search>", False),
         (completion("<search>a</search> <answer> b"), "<search>a</search>", False),
         (completion("no tag"), "no tag", False),
         (completion("<search>x", "length"), "<search>x", True),
@@ -95,7 +95,7 @@ class CapitalSearch(DocumentSearch):
 def capital(request):
     """Search once and then answer."""
     has_result = "Oslo" in request.json["messages"][-1]["content"]
-    return completion(" <answer> Oslo " if has_result else " I play_images it up. <search> Norway ")
+    return completion(" <answer> Oslo " if has_result else " I look it up. <search> Norway ")
 
 
 def make_env():
@@ -137,7 +137,7 @@ def test_an_episode_is_played_with_the_environment():
         "stop": list(STOPS),
         "reasoning_effort": "low",
     }
-    turn = " I play_images it up. <search> Norway </search>"
+    turn = " I look it up. <search> Norway </search>"
     shown = trajectory.turns[0].observation
     assert shown.strip().startswith("<information>")
     assert second.json["messages"][1:] == [
@@ -234,38 +234,31 @@ def test_a_transient_fault_is_retried(reply):
     assert (trajectory.usage["calls"], trajectory.usage["attempts"]) == (2, 4)
 
 
-def is_first(request):
-    return request.json["messages"][0]["content"] == "Capital 0?"
+def with_usage(usage):
+    return {**completion("<answer>Oslo</answer>"), "usage": usage}
 
 
 @pytest.mark.parametrize(
-    "usage",
-    [{"prompt_tokens": 10**400}, {"prompt_tokens": True}, {"completion_tokens": 7.0}, 7, []],
+    "reply",
+    [
+        Reply("too long", status=400),
+        with_usage({"prompt_tokens": 10**400}),
+        with_usage({"prompt_tokens": True}),
+        with_usage({"completion_tokens": 7.0}),
+        with_usage(7),
+    ],
 )
-def test_a_reply_with_invalid_usage_is_no_score(usage):
+def test_a_failed_request_is_an_error_of_its_episode_and_no_score(reply):
     def answer(request):
-        reply = completion("<answer>Oslo</answer>")
-        return {**reply, "usage": usage if is_first(request) else None}
+        is_first = request.json["messages"][0]["content"] == "Capital 0?"
+        return reply if is_first else with_usage(None)
 
-    (failed, other), requests = play(
-        answer, num_tasks=2, prompt_price=1.0, retries=1, outage_deadline_s=5.0
-    )
+    settings = {"prompt_price": 1.0, "retries": 1, "outage_deadline_s": 5.0}
+    (failed, other), _ = play(answer, num_tasks=2, **settings)
     assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
     assert failed.reward_parts == {}
-    assert re.search(r"response's usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
+    assert re.search(r"status 400|usage is .*; expected \w+_tokens from 0 to 1000", failed.error)
     assert len(failed.error) < 500
-    assert len(requests) >= 3  # it was requested again
-
-
-def test_a_rejected_request_is_an_error_of_its_episode():
-    def answer(request):
-        return Reply("too long", status=400) if is_first(request) else capital(request)
-
-    trajectories, _ = play(answer, num_tasks=3)
-    failed, *others = [t.outcome for t in trajectories]
-    assert failed == Outcome.ENVIRONMENT_ERROR
-    assert others == [Outcome.ANSWERED] * 2
-    assert trajectories[0].reward_parts == {}
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "key_env"), (404, "model")])

@@ -17,7 +17,6 @@ from jaxrl.extras.serve.worker import (
     GenerationJob,
     Worker,
 )
-from jaxrl.sampling.engine import Request
 from tests.extras.serve.served import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -28,41 +27,8 @@ def engine(quick_compilation):
     return make_engine()
 
 
-@pytest.fixture
-def empty(engine):
-    engine.clear()
-    return engine
-
-
 def key(number):
     return np.array([number, 7], np.uint32)
-
-
-def play(engine, request, params=SamplingParams(0.0, 1.0)):
-    """Return the ids of a request that runs alone."""
-    engine.submit([request], temperature=params.temperature, top_p=params.top_p)
-    ids = []
-    while engine.num_queued or engine.num_running:
-        ids += [id for event in engine.step() for id in event.token_ids.tolist()]
-    return ids
-
-
-def test_a_truncated_row_continues_as_if_it_had_never_been_longer(empty):
-    prompt = tuple(TOKENIZER.encode("Who is Ada Kerr?"))
-    request = Request(prompt_ids=prompt, sample_key=key(0), budget=22)
-    prefix = (*prompt, *play(empty, request)[:9])
-    [number] = empty.submit([request], temperature=0.0, top_p=1.0)
-    while empty.num_queued or empty.num_running:
-        empty.step()
-    empty.truncate(number, prefix)
-    new = TOKENIZER.encode("Then?")
-    empty.resume_with(number, new, 8, sample_key=key(1), params=SamplingParams(1.0, 1.0))
-    ids = []
-    while empty.num_running:
-        ids += [id for event in empty.step() for id in event.token_ids.tolist()]
-    empty.finish(number)
-    fresh = Request(prompt_ids=(*prefix, *new), sample_key=key(1), budget=8)
-    assert ids == play(empty, fresh, params=SamplingParams(1.0, 1.0))
 
 
 @pytest.fixture(params=[False, True], ids=["no_overlap", "overlap"])

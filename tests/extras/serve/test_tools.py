@@ -65,15 +65,6 @@ def test_whitespace_around_thoughts_does_not_count(written, sent_back, is_same):
     assert (prompt[: len(stored)] == stored) is is_same
 
 
-@pytest.mark.parametrize("query", ["</tool_call>", "</think>", CALL])
-def test_tags_in_the_arguments_of_a_call_are_text(query):
-    call = with_arguments(json.dumps({"query": query}))
-    for thought in ("", f"<think>{call}</think>"):
-        reply = parse_reply(f"{thought}I look. {call}", has_tools=True)
-        assert [(c.name, c.arguments) for c in reply.calls] == [("search", {"query": query})]
-        assert reply.content == f"{thought}I look."
-
-
 def with_arguments(text):
     return f'<tool_call>\n{{"name": "search", "arguments": {text}}}\n</tool_call>'
 

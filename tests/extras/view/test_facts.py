@@ -14,7 +14,6 @@ from tests.extras.view.workdirs import (
     step_file,
     trajectory,
     view,
-    write_evaluation,
     write_lines,
 )
 
@@ -122,20 +121,6 @@ class TestWarnings:
             (False, "1 of 3 steps had no effect: every episode failed"),
             (True, "2 of 3 steps had no effect: all compared rewards were equal"),
             (True, "an environment error: no <host>"),
-        ]
-
-    def test_failed_evaluations_and_changed_settings(self, run):
-        failed = [question("a", outcome="environment_error", error="down")]
-        counts = {"all": {"num_questions": 1, "unscored_questions": 1}}
-        write_evaluation(run, "evaluate", 5, {"greedy": failed}, summary={"greedy": counts})
-        change = {"optimizer.lr": {"before": 1e-6, "now": 1e-3}}
-        line = {"step": 4, "changes": change, "accepted": ["optimizer.lr"]}
-        write_lines(run / "config_history.jsonl", [{"step": 0, "changes": {}}, line, "{"])
-        assert read(run).changes == [line]
-        assert facts.find_warnings(read(run)) == [
-            (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
-            (True, "an environment error: down"),
-            (True, "optimizer.lr changed after step 2: not a single experiment"),
         ]
 
 

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxrl.extras.view import report
-from jaxrl.extras.view.__main__ import main
 from jaxrl.extras.view.report import write_report, write_report_or_warn
 from tests.extras.view.workdirs import (
     make_hostile,
@@ -104,23 +103,14 @@ class TestStaticPage:
         assert not {"\x00", "\x1b", "\u202e"} & set(page.data["answers/0/0"][0]["question"])
 
 
-class TestTerminal:
-    def test_a_run_is_its_scores_and_its_controls(self, run, capsys):
-        main(["--static", str(run)])
-        assert capsys.readouterr().out.splitlines() == [
-            "exact match: sampled 0.250 -> 0.750",
-            "controls, exact match: search finds nothing 0.250",
-            str(run / "report.html"),
-        ]
-
-    def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(self, run, monkeypatch):
-        lines = []
-        write_report_or_warn(run, lines.append)
-        score, _, page = lines
-        assert score == "exact match: sampled 0.250 -> 0.750"
-        assert page == f"report: {run / 'report.html'}"
-        monkeypatch.setattr(report, "render", lambda _: 1 / 0)
-        write_report_or_warn(run, lines.append)
-        line = lines[-1]
-        assert line.startswith("warning: no report: ZeroDivisionError")
-        assert f"jaxrl report {run}" in line
+def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(run, monkeypatch):
+    lines = []
+    write_report_or_warn(run, lines.append)
+    assert lines == [
+        "exact match: sampled 0.250 -> 0.750",
+        "controls, exact match: search finds nothing 0.250",
+        f"report: {run / 'report.html'}",
+    ]
+    monkeypatch.setattr(report, "render", lambda _: 1 / 0)
+    write_report_or_warn(run, lines.append)
+    assert lines[-1].startswith("warning: no report: ZeroDivisionError")

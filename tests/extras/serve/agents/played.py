@@ -17,11 +17,6 @@ from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine
 TO_PLAY = Path(__file__).with_name("to_play.py")
 
 
-def agents_section(**changes):
-    section = default_config().env.agents.to_dict()
-    return section | changes
-
-
 def limits(**changes):
     settings = {
         "max_prompt_tokens": 64,
@@ -42,7 +37,11 @@ def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _:
     """Yield a rollout of agents; close it at the end."""
     if function:
         section["function"] = f"{TO_PLAY}:{function}"
-    env = AgentEnv(agents=agents_section(**section), max_turns=max_turns, correct_by="exact_match")
+    env = AgentEnv(
+        agents=default_config().env.agents.to_dict() | section,
+        max_turns=max_turns,
+        correct_by="exact_match",
+    )
     engine = engine or played_engine()
     engine.clear()
     engine.set_weights(PARAMS)

@@ -233,24 +233,25 @@ def test_an_unfinished_group_continues_in_the_next_rollout(tmp_path, monkeypatch
     delay = [0.0]  # the clock goes on between rollouts, and an episode's time does not
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + delay[0])
     monkeypatch.setattr(agent_rollout, "time", clock)
-    tasks = draws("a", ("b", {"slow": True}))
-    with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=2) as rollout:
-        [finished, unfinished] = rollout(tasks, sampling(step=0, max_unfinished=1))
-        assert (finished.task_id, unfinished) == ("a", None)
+    tasks = draws(("b", {"slow": True}), "a")
+    settings = {"folder": str(tmp_path)}
+    with agents("waits", settings=settings, max_concurrent=2, deadline_s=5.0) as rollout:
+        unfinished, finished = rollout(tasks, sampling(1, step=0, max_unfinished=1))
+        assert (unfinished, finished.task_id) == (None, "a")
         rollout._engine.set_weights(PARAMS)  # as after an update
         delay[0] += 1000.0
-        between = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
-        [evaluated] = rollout(draws("e"), between)
-        assert evaluated.task_id == "e"
+        evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
+        groups = rollout(draws(("e", {"slow": True}), "f"), evaluation)
+        assert ["not ended after 5 s" in t.error for t in flatten_groups(groups)] == [True, False]
         delay[0] += 1000.0
         (tmp_path / "go").touch()
-        [group] = rollout(tasks[1:], sampling(step=1))
-    for trajectory in group.trajectories:
-        assert trajectory.contexts == ()
-        assert len(trajectory.turns) == 2
-        versions = trajectory.policy_versions[trajectory.loss_mask]
-        assert Counter(versions.tolist()) == {0: 6, 1: 6}
-    assert sampled_pairs(group.trajectories) == sort_pairs(read_notes(tmp_path)["b"])
+        [group] = rollout(tasks[:1], sampling(1, step=1))
+    [trajectory] = group.trajectories
+    assert trajectory.contexts == ()
+    assert len(trajectory.turns) == 2
+    versions = trajectory.policy_versions[trajectory.loss_mask]
+    assert Counter(versions.tolist()) == {0: 6, 1: 6}
+    assert sampled_pairs([trajectory]) == sort_pairs(read_notes(tmp_path)["b"])
 
 
 def test_groups_that_are_not_drawn_again_are_dropped(tmp_path):

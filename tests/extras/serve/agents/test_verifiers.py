@@ -4,23 +4,25 @@
 what needs no verifiers is tested.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxrl.data.records import parse_task
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.extras.serve.agents import verifiers
-from tests.extras.serve.agents.scripted import Scripted, serving
-from tests.extras.serve.served import CONFIG, make_engine
-from tests.extras.serve.served import serving as served
+from tests.extras.serve.served import CONFIG, make_engine, serving
 from tests.helpers import ROOT, tiny_params
 from tests.qwen import qwen3
+from tests.servers import Reply, served
 from tests.toys import taught
 
 MODULE = ROOT / "jaxrl/extras/serve/agents/verifiers.py"
@@ -43,6 +45,62 @@ def write_call(room):
 
 # The key of house 0 is in the jar, which the attic does not know.
 SEARCH = (write_call("attic"), "<think>\nhm\n</think>\n\nThere." + write_call("hall"), "jar")
+
+
+class Scripted:
+    """A server for verifiers' training client.
+
+    It answers the n-th request to an address with the n-th text, and records everything.
+
+    Attributes:
+        prompts: Token ids of the prompts, by address.
+        answers: Token ids of the answers, by address.
+        requests: Received requests for answers.
+        lengths: Maximum lengths of prompts, by address.
+        refusals: Messages with which second requests are rejected, by address.
+        silent: Addresses whose second requests get no answer.
+    """
+
+    def __init__(self, texts, lengths=None, refusals=None, silent=()):
+        self.tokenizer = Tokenizer(qwen3())
+        self.texts, self.lengths = texts, lengths or {}
+        self.refusals, self.silent = refusals or {}, silent
+        self.prompts: dict[str, list[list[int]]] = {}
+        self.answers: dict[str, list[list[int]]] = {}
+        self.requests = []
+        self.is_over = threading.Event()
+
+    def answer(self, request):
+        """Answer a request for a list of models or for a completion."""
+        if request.method == "GET":
+            length = self.lengths.get(request.path.removesuffix("/v1/models"), 2048)
+            return {"data": [{"id": "tiny", "max_model_len": length}]}
+        address = request.path.removesuffix("/inference/v1/generate")
+        turn = len(self.answers.setdefault(address, []))
+        if turn and address in self.silent:
+            self.is_over.wait()
+            return Reply(status=503)
+        if turn and address in self.refusals:
+            return Reply({"error": {"message": self.refusals[address], "type": "refused"}}, 400)
+        ids = [*self.tokenizer.encode(self.texts[turn]), self.tokenizer.eos_ids[0]]
+        self.requests.append(request)
+        self.prompts.setdefault(address, []).append(request.json["token_ids"])
+        self.answers[address].append(ids)
+        logprobs = [
+            {"token": f"token_id:{id}", "logprob": -0.5 - 0.001 * index}
+            for index, id in enumerate(ids)
+        ]
+        choice = {"index": 0, "token_ids": ids, "finish_reason": "stop"}
+        choice["logprobs"] = {"content": logprobs}
+        return {"request_id": f"{address}-{turn}", "choices": [choice]}
+
+
+@contextlib.contextmanager
+def answering(script):
+    """Yield the port of a server that answers by a script."""
+    with served(script.answer) as server:
+        yield int(server.url.rpartition(":")[2])
+        script.is_over.set()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +170,7 @@ def rooms(folder):
 def searched(folder, rooms):
     """Results and traces of five scripted searches, and the script."""
     script = Scripted(SEARCH)
-    with serving(script) as port:
+    with answering(script) as port:
         return *play(folder, port, rooms, sampling={"max_tokens": 50}), script
 
 
@@ -158,7 +216,7 @@ def test_an_episode_without_tokens_or_turns_ends_without_an_error(folder, rooms,
         },
         silent=("/r/4",),
     )
-    with serving(script) as port:
+    with answering(script) as port:
         output, traces = play(folder, port, rooms, deadline_s=40.0)
     *ended, failed, late = output["results"]
     assert [result["reward"] for result in ended] == [0.0] * 3
@@ -179,7 +237,7 @@ def test_a_trace_has_the_ids_of_the_engine(folder, rooms, searched, quick_compil
     ids = prompts[-1] + answers[-1]
     params = taught(tiny_params(config), config, ids, start=len(prompts[0]))
     engine = make_engine(params, config, max_total_tokens=1024, max_prompt_tokens=1023)
-    with served(engine, max_cached_rows=4) as (server, client):
+    with serving(engine, max_cached_rows=4) as (server, client):
         output, traces = play(folder, server.port, rooms[:1] * 3)
         metrics = client.metrics()
     assert [result["reward"] for result in output["results"]] == [1.0] * 3
