@@ -248,12 +248,6 @@ def test_no_message_shows_a_part_of_a_key(monkeypatch, key, before):
     assert key[:5] not in str(error)
 
 
-def test_a_self_hosted_service_may_require_a_key(monkeypatch):
-    monkeypatch.setenv("MY_KEY", KEY)
-    [request] = search("searxng", SEARXNG, key_env="MY_KEY")[1]
-    assert request.headers["authorization"] == f"Bearer {KEY}"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

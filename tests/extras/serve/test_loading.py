@@ -20,7 +20,7 @@ from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.loading import is_run, load_model
 from jaxrl.logs.display import Display
 from tests.extras.serve.served import Client
-from tests.helpers import ROOT, resolved, without_keys_of
+from tests.helpers import ROOT, without_keys_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
@@ -134,11 +134,3 @@ def test_prompts_use_the_time_of_the_run(run):
     for tokenizer in (served.tokenizer, assembled.tokenizer):
         prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
         assert tokenizer.decode(prompt) == "2024-02-29 Where?"
-
-
-def test_stop_strings_are_those_of_the_environment(tiny_world):
-    config = debug_tiny.get_config(str(tiny_world))
-    config.env.search.tools = ("python",)
-    assert resolved(config).stop_strings == ("</search>", "</answer>", "</python>")
-    config.env.search.protocol = "qwen"
-    assert resolved(config).stop_strings == ()

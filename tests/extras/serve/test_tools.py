@@ -1,8 +1,10 @@
-"""Tool calls: rendered by the template, parsed and continued; with OpenAI's client."""
+"""Tool calls: rendered, parsed and continued; with the clients of OpenAI and Anthropic."""
 
 import json
 from decimal import Decimal
+from typing import ClassVar
 
+import anthropic
 import openai
 import pytest
 
@@ -12,11 +14,19 @@ from jaxrl.extras.serve.generation import Completion
 from jaxrl.extras.serve.messages import build_messages_response, parse_messages_request
 from jaxrl.extras.serve.schemas import ChatBody
 from jaxrl.extras.serve.worker import STOP, OutputChunk
-from tests.extras.serve.served import MODEL, TOKENIZER, serving
+from tests.extras.serve.served import MODEL, TOKENIZER, Client, serving
 from tests.extras.serve.writing import CALL, CLIENT_TOOL, MESSAGES, TOOL, engine_that_writes
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def port(quick_compilation):
+    """The port of a server whose model calls a tool."""
+    with serving(engine_that_writes("I look." + CALL)) as (server, _):
+        yield server.port
+
 
 END = "<|im_end|>"
 SENT_CALL = {
@@ -216,7 +226,7 @@ class TestOpenAI:
 
     @pytest.fixture
     def library(self, port):
-        address = f"http://127.0.0.1:{port}/r/library/v1"
+        address = f"http://127.0.0.1:{port}/r/openai/v1"
         with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as library:
             yield library
 
@@ -257,3 +267,103 @@ class TestOpenAI:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
         assert choice.message.tool_calls[0].function.name == "search"
+
+
+MESSAGES_BODY = {
+    "model": "claude",
+    "messages": MESSAGES,
+    "tools": [CLIENT_TOOL],
+    "temperature": 0,
+    "max_tokens": 80,
+    "return_token_ids": True,
+}
+
+
+def post_messages(client, body):
+    status, value = client.post("/v1/messages", body)
+    assert status == 200, value
+    return value
+
+
+def test_stop_reasons(port):
+    client = Client(port)
+    body = {**MESSAGES_BODY, "tools": [], "system": "Be kind.", "max_tokens": 3, "logprobs": True}
+    response = post_messages(client, body)
+    assert (response["stop_reason"], response["stop_sequence"]) == ("max_tokens", None)
+    assert len(response["logprobs"]) == 3
+    text = TOKENIZER.decode(response["token_ids"])
+    assert response["content"] == [{"type": "text", "text": text}]
+    messages = [{"role": "system", "content": "Be kind."}, *MESSAGES]
+    assert response["prompt_token_ids"] == TOKENIZER.render_prompt(messages)
+    response = post_messages(client, {**MESSAGES_BODY, "stop_sequences": ["nowhere", "ook"]})
+    assert (response["stop_reason"], response["stop_sequence"]) == ("stop_sequence", "ook")
+    assert response["content"] == [{"type": "text", "text": "I l"}]
+
+
+class TestAnthropic:
+    """Anthropic's client library, which parses and checks responses."""
+
+    ASK: ClassVar = {
+        **{"model": "claude", "messages": MESSAGES, "tools": [CLIENT_TOOL], "max_tokens": 80},
+        # The library has no arguments for these.
+        "extra_body": {"temperature": 0, "return_token_ids": True},
+    }
+
+    @pytest.fixture
+    def library(self, port):
+        address = f"http://127.0.0.1:{port}/r/anthropic"
+        with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as library:
+            yield library
+
+    def test_a_call_and_its_result(self, library):
+        first = library.messages.create(**self.ASK)
+        prompt = TOKENIZER.render_prompt(MESSAGES, [TOOL])
+        assert first.prompt_token_ids == prompt
+        assert (first.role, first.stop_reason) == ("assistant", "tool_use")
+        text, call = first.content
+        assert (text.text, call.name, call.input) == ("I look.", "search", {"query": "Ada Kerr"})
+        assert first.usage.input_tokens == len(prompt)
+        assert first.usage.cache_read_input_tokens == 0
+        assert first.usage.output_tokens == len(first.token_ids)
+        counted = library.messages.count_tokens(
+            **{name: self.ASK[name] for name in ("model", "messages", "tools")}
+        )
+        assert counted.input_tokens == len(prompt)
+
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "She designs."}
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
+        ]
+        second = library.messages.create(**{**self.ASK, "messages": messages, "max_tokens": 1})
+        stored = prompt + first.token_ids
+        assert second.prompt_token_ids[: len(stored)] == stored
+        assert TOKENIZER.decode(second.prompt_token_ids[len(stored) :]) == (
+            "\n<|im_start|>user\n<tool_response>\nShe designs.\n</tool_response><|im_end|>\n"
+            "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert second.usage.cache_read_input_tokens == len(stored) - 1
+        assert second.usage.input_tokens == len(second.prompt_token_ids) - len(stored) + 1
+        assert second.stop_reason == "max_tokens"
+
+    def test_a_stream_carries_the_same_answer(self, library):
+        response = library.messages.create(**self.ASK)
+        with library.messages.stream(**self.ASK) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_message()
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        assert final.token_ids == response.token_ids
+        assert [block.type for block in final.content] == ["text", "tool_use"]
+        assert final.content[0].text == "I look."
+        assert final.content[1].input == {"query": "Ada Kerr"}
+        assert final.stop_reason == "tool_use"
+        assert final.usage.output_tokens == response.usage.output_tokens
+
+    def test_errors(self, library):
+        long = {**self.ASK, "messages": [{"role": "user", "content": "x y " * 600}]}
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            library.messages.create(**long)
+        with pytest.raises(anthropic.BadRequestError, match="top_k") as refused:
+            library.messages.create(**{**self.ASK, "extra_body": {"top_k": 3}})
+        assert refused.value.body["error"]["type"] == "invalid_request_error"

@@ -80,16 +80,6 @@ class TestJsonLines:
 
 
 class TestRunReader:
-    def test_a_run_that_lacks_files(self, tmp_path):
-        run = make_run(tmp_path / "run")
-        for name in ("metrics.jsonl", "config.json"):
-            (run / name).unlink()
-        shutil.rmtree(run / "eval")
-        (run / "trajectories").mkdir()
-        reader = read(run)
-        assert (reader.records, reader.config, reader.evaluations) == ([], {}, [])
-        assert reader.problems == ["config.json is missing", "environment.json is missing"]
-
     @pytest.mark.parametrize("content", ["", "{", "3", '[3, {"a": 1}]', "\x00"])
     def test_files_with_other_content(self, tmp_path, content):
         run = make_run(tmp_path / "run")
