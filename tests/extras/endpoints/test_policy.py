@@ -1,7 +1,6 @@
 """Models behind an endpoint: requests, parsing of turns, failures, images."""
 
 import base64
-import dataclasses
 import io
 import itertools
 import json
@@ -154,16 +153,6 @@ def test_an_episode_is_played_with_the_environment():
     assert trajectory.usage == {
         "calls": 2, "attempts": 2, "prompt_tokens": 14, "completion_tokens": 6,
     }  # fmt: skip
-
-
-def test_results_are_truncated_by_the_runs_tokenizer():
-    short = dataclasses.replace(LIMITS, max_observation_tokens=20)
-    [trajectory], requests = play(capital, limits=short)
-    body = trajectory.turns[0].observation.partition("<information>")[2].partition("</")[0]
-    assert len(body) == 20  # tokens of the toy are bytes
-    assert "Oslo" not in body
-    assert trajectory.outcome == Outcome.OUT_OF_BUDGET  # after the turns that may search
-    assert len(requests) == 3
 
 
 def test_a_server_may_continue_the_models_message():

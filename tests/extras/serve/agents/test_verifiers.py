@@ -74,14 +74,14 @@ class Scripted:
         """Answer a request for a list of models or for a completion."""
         if request.method == "GET":
             length = self.lengths.get(request.path.removesuffix("/v1/models"), 2048)
-            return {"data": [{"id": "tiny", "max_model_len": length}]}
+            return as_json({"data": [{"id": "tiny", "max_model_len": length}]})
         address = request.path.removesuffix("/inference/v1/generate")
         turn = len(self.answers.setdefault(address, []))
         if turn and address in self.silent:
             self.is_over.wait()
             return Reply(status=503)
         if turn and address in self.refusals:
-            return Reply({"error": {"message": self.refusals[address], "type": "refused"}}, 400)
+            return as_json({"error": {"message": self.refusals[address], "type": "refused"}}, 400)
         ids = [*self.tokenizer.encode(self.texts[turn]), self.tokenizer.eos_ids[0]]
         self.requests.append(request)
         self.prompts.setdefault(address, []).append(request.json["token_ids"])
@@ -92,7 +92,12 @@ class Scripted:
         ]
         choice = {"index": 0, "token_ids": ids, "finish_reason": "stop"}
         choice["logprobs"] = {"content": logprobs}
-        return {"request_id": f"{address}-{turn}", "choices": [choice]}
+        return as_json({"request_id": f"{address}-{turn}", "choices": [choice]})
+
+
+def as_json(value, status=200):
+    """Return a reply with the content type that verifiers requires."""
+    return Reply(value, status, {"Content-Type": "application/json"})
 
 
 @contextlib.contextmanager
