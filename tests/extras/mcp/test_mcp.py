@@ -235,13 +235,6 @@ def test_standard_error_shows_no_part_of_a_long_key(times, monkeypatch):
     assert times == 100 or "no access with ***" in str(raised.value)
 
 
-def test_a_server_that_dies_is_started_again(stdio_tools):
-    [answer] = stdio_tools["die"].answer_all(["{}"])
-    assert (type(answer.result), answer.record.attempts) == (ToolError, 2)
-    assert "mcp_server.py': " in str(answer.result)
-    assert stdio_tools["add"].run('{"a": 1}') == "3"
-
-
 def test_they_answer_tool_calls(stdio_tools):
     env = SearchEnv(
         None,
@@ -269,5 +262,7 @@ def test_they_answer_tool_calls(stdio_tools):
         "error: the call is nested too deeply",
     ]
     assert "</tool_response>" not in several
+    # A server that dies is an error of the environment, and is started again.
     [reply] = env.step([episode], [call("die")])
     assert reply.outcome == Outcome.ENVIRONMENT_ERROR
+    assert stdio_tools["add"].run('{"a": 1}') == "3"
