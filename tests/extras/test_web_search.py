@@ -1,4 +1,4 @@
-"""WebSearch against servers that answer as the providers do."""
+"""WebSearch with servers that answer as the providers do."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config.schema import to_json
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, Hit, HitReader
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
@@ -23,37 +22,23 @@ SERPER = {
         {"title": "Rome & its hills", "link": ROME.id, "snippet": "Seven\n of  them."},
         {"title": "", "link": "https://blank.example/"},
     ],
-    "credits": 1,
 }
-BRAVE = {
-    "type": "search",
-    "query": {"original": "capital"},
-    "web": {
-        "type": "search",
-        "results": [
-            {
-                "title": "Paris",
-                "url": PARIS.id,
-                "description": "The <strong>capital</strong> of France.",
-            },
-            {
-                "title": "Rome &amp; its hills",
-                "url": ROME.id,
-                "description": "Seven&nbsp; of <b></b> them.",
-                "extra_snippets": ["x"],
-            },
-        ],
+BRAVE_RESULTS = [
+    {"title": "Paris", "url": PARIS.id, "description": "The <strong>capital</strong> of France."},
+    {
+        "title": "Rome &amp; its hills",
+        "url": ROME.id,
+        "description": "Seven&nbsp; of <b></b> them.",
+        "extra_snippets": ["x"],
     },
-}
+]
+BRAVE = {"type": "search", "web": {"type": "search", "results": BRAVE_RESULTS}}
 TAVILY = {
-    "query": "capital",
     "answer": None,
-    "images": [],
     "results": [
         {"title": "Paris", "url": PARIS.id, "content": "The capital of France.", "score": 0.9},
         {"title": "Rome & its hills", "url": ROME.id, "content": "Seven of them.", "score": 0.8},
     ],
-    "response_time": 1.1,
 }
 SEARXNG = {
     "query": "capital",
@@ -77,7 +62,7 @@ def keys(monkeypatch):
 
 
 def search(provider, answer, queries=("capital",), topk=3, **settings):
-    """What a provider that answers so is made of, and the requests that it got."""
+    """Return the hits of a provider with this answer, and the requests to it."""
     with served(answer if callable(answer) else lambda _: answer) as server:
         engine = WebSearch(provider, url=server.url, **settings)
         return engine.retrieve(queries, topk), server.requests
@@ -97,8 +82,8 @@ def test_requests_to_each_provider():
     assert (serper.method, serper.json) == ("POST", {"q": "a b", "num": 3})
     assert serper.headers["x-api-key"] == KEY
     [brave] = search("brave", BRAVE, ["a b"])[1]
-    asked = {"q": "a b", "count": "3", "text_decorations": "false", "result_filter": "web"}
-    assert (brave.method, brave.params) == ("GET", asked)
+    params = {"q": "a b", "count": "3", "text_decorations": "false", "result_filter": "web"}
+    assert (brave.method, brave.params) == ("GET", params)
     assert brave.headers["x-subscription-token"] == KEY
     [tavily] = search("tavily", TAVILY, ["a b"])[1]
     assert tavily.json == {"query": "a b", "max_results": 3, "search_depth": "basic"}
@@ -108,55 +93,40 @@ def test_requests_to_each_provider():
     assert "authorization" not in searxng.headers
 
 
-def test_addresses_of_the_providers():
-    assert {name: provider.url for name, provider in PROVIDERS.items()} == {
-        "serper": "https://google.serper.dev/search",
-        "brave": "https://api.search.brave.com/res/v1/web/search",
-        "tavily": "https://api.tavily.com/search",
-        "searxng": "",
-    }
-
-
-def test_an_answer_box_comes_first():
-    box = {"title": "France / Capital", "answer": "Paris", "link": "https://box.example/"}
-    [hits], _ = search("serper", {**SERPER, "answerBox": box}, topk=2)
-    first = Document("https://box.example/", "France / Capital", "Paris")
-    assert hits == [Hit(first, None), Hit(PARIS, None)]
-    [hits], _ = search("serper", {**SERPER, "answerBox": {"title": "a map"}}, topk=1)
-    assert hits == [Hit(PARIS, None)]
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"answer": "Paris"}, "Paris"),
+        ({"answer": ["Paris"], "snippet": "Its capital."}, "Its capital."),
+        ({"answer": 5}, None),
+        ({}, None),
+    ],
+)
+def test_an_answer_box_comes_first(fields, text):
+    box = {"title": "France", "link": "https://box.example/", **fields}
+    first = [Document("https://box.example/", "France", text)] if text else []
+    [hits], _ = search("serper", {**SERPER, "answerBox": box})
+    assert [hit.document for hit in hits] == [*first, PARIS, ROME]
+    [hits], _ = search("serper", {"answerBox": box})
+    assert [hit.document for hit in hits] == first
 
 
 @pytest.mark.parametrize(
     ("provider", "answer"),
     [
-        ("serper", {"organic": []}),
-        ("serper", {"organic": None}),
         ("serper", {"searchParameters": {"q": "capital"}, "credits": 1}),
         ("brave", {"type": "search"}),
         ("tavily", {"results": []}),
         ("searxng", {"results": [], "unresponsive_engines": []}),
     ],
 )
-def test_nothing_found_is_no_failure(provider, answer):
+def test_no_results_are_no_failure(provider, answer):
     assert search(provider, answer)[0] == [[]]
 
 
-BAD_HITS = [
-    None,
-    5,
-    "x",
-    ["x"],
-    {},
-    {"title": None},
-    {"title": 5, "snippet": "x", "description": "x", "content": "x"},
-    {"title": "x", "snippet": ["x"], "description": ["x"], "content": ["x"]},
-    {"title": "x", "link": {}, "url": {}},
-]
-
-
-@pytest.mark.parametrize("bad", BAD_HITS)
+@pytest.mark.parametrize("bad", [None, {}, {"title": "x", "link": {}, "url": {}}])
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_bad_hit_is_skipped_and_counted(provider, bad):
+def test_an_invalid_result_is_skipped_and_counted(provider, bad):
     answer = copy.deepcopy(ANSWERS[provider])
     results = answer.get("organic") or answer.get("web", answer).get("results")
     results[1:] = [bad, results[1], bad]
@@ -170,54 +140,28 @@ def test_a_bad_hit_is_skipped_and_counted(provider, bad):
     assert isinstance(error, ToolError)
 
 
-@pytest.mark.parametrize("answer", [5, ["x"], {"x": 1}])
-def test_a_bad_answer_box_is_skipped(answer):
-    box = {"title": "France / Capital", "answer": answer}
-    [hits], _ = search("serper", {**SERPER, "answerBox": box})
-    assert [hit.document for hit in hits] == [PARIS, ROME]
-
-
-def test_the_snippet_stands_in_for_an_answer_that_cannot_be_read():
-    box = {"title": "France", "answer": ["Paris"], "snippet": "Its capital is Paris."}
-    [hits], _ = search("serper", {**SERPER, "answerBox": box})
-    assert hits[0].document == Document("", "France", "Its capital is Paris.")
-
-
-def test_an_answer_box_alone_is_enough():
-    box = {"title": "France / Capital", "answer": "Paris"}
-    for rest in ({}, {"organic": []}, {"organic": [None]}):
-        [hits], _ = search("serper", {**rest, "answerBox": box})
-        assert [hit.document for hit in hits] == [Document("", "France / Capital", "Paris")]
-
-
-def test_engines_that_kept_silent_are_a_failure():
+def test_unresponsive_engines_are_a_failure():
     answer = {"results": [], "unresponsive_engines": [["google", "timeout"]]}
     [[error], _] = search("searxng", answer)
-    assert str(error).endswith(
-        " gives nothing, as its engines did not respond: [['google', 'timeout']]"
-    )
+    assert "its engines did not respond: [['google', 'timeout']]" in str(error)
     assert not error.is_permanent
 
 
 @pytest.mark.parametrize(
-    ("provider", "answer", "said"),
+    ("provider", "answer", "message"),
     [
         ("serper", [], "a list; expected an object"),
         ("serper", {"message": "x"}, "an object with ['message']; expected a list of 'organic'"),
-        ("serper", {"organic": {}}, "an object with ['organic']; expected a list of 'organic'"),
         ("serper", {"organic": ["x"]}, "a str as a result; expected an object"),
-        ("serper", {"organic": [{"title": 5}]}, "a int as 'title' of a result; expected text"),
-        ("tavily", {"results": [{"heading": "x"}]}, "a result with ['heading']; expected 'title'"),
         ("brave", {"type": "ErrorResponse"}, "an object with ['type']; expected \"web\""),
-        ("brave", {"web": {"results": {}}}, "an object with ['results']; expected a list of 'resu"),
-        ("tavily", {"detail": {}}, "an object with ['detail']; expected a list of 'results'"),
+        ("tavily", {"results": [{"heading": "x"}]}, "a result with ['heading']; expected 'title'"),
         ("searxng", {"results": None}, "an object with ['results']; expected a list of 'results'"),
     ],
 )
-def test_what_is_no_answer_is_told(provider, answer, said):
+def test_an_invalid_response_is_an_error(provider, answer, message):
     [[error], _] = search(provider, answer)
     assert isinstance(error, ToolError)
-    assert f" gives {said}" in str(error)
+    assert f" gives {message}" in str(error)
 
 
 scalars = st.none() | st.booleans() | st.just(10**400) | st.floats() | st.text()
@@ -228,11 +172,11 @@ fields = st.sampled_from(["organic", "web", "results", "answerBox", "unresponsiv
 inner = scalars | results | st.lists(results | scalars, max_size=2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(fields, inner | st.dictionaries(fields, inner)), st.sampled_from([*PROVIDERS])
 )
-def test_whatever_arrives_is_hits_or_a_failure(answer, provider):
+def test_any_response_is_hits_or_an_error(answer, provider):
     try:
         hits = PROVIDERS[provider].read(answer, HitReader("server", print))
     except ValueError:
@@ -242,50 +186,48 @@ def test_whatever_arrives_is_hits_or_a_failure(answer, provider):
         assert hit.score is None or isinstance(hit.score, float)
 
 
-def test_each_query_fails_by_itself_and_blank_ones_ask_nothing():
+def test_queries_fail_one_by_one_and_blank_ones_send_nothing():
     def answer(request):
         return Reply({}, 500) if request.json["q"] == "bad" else SERPER
 
-    found, requests = search("serper", answer, ["good", "bad", " \0 ", "good"])
-    assert [isinstance(one, ToolError) for one in found] == [False, True, False, False]
-    assert found[2] == []
+    results, requests = search("serper", answer, ["good", "bad", " \0 ", "good"])
+    assert [isinstance(result, ToolError) for result in results] == [False, True, False, False]
+    assert results[2] == []
     assert len(requests) == 3
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_queries_are_cut_to_what_the_provider_takes(provider):
-    hostile = ["w " * 50_000, "x" * 100_000, "\ud800a\0b\nc"]
-    _, requests = search(provider, ANSWERS[provider], hostile)
-    asked = [r.params.get("q") or r.json.get("q") or r.json.get("query") for r in requests]
+def test_queries_are_truncated_to_the_providers_limits(provider):
+    queries = ["w " * 50_000, "x" * 100_000, "\ud800a\0b\nc"]
+    _, requests = search(provider, ANSWERS[provider], queries)
+    sent = [r.params.get("q") or r.json.get("q") or r.json.get("query") for r in requests]
     limits = PROVIDERS[provider]
-    assert sorted(map(len, asked)) == sorted(
+    assert sorted(map(len, sent)) == sorted(
         [min(2 * limits.max_words - 1, limits.max_chars), limits.max_chars, len("\ufffda b c")]
     )
-    assert "\ufffda b c" in asked
+    assert "\ufffda b c" in sent
 
 
-def test_searxng_reads_no_syntax():
+def test_searxng_syntax_is_removed():
     queries = ["!!g :fr <3 ?x what! a:b", "!images", "2 < 3"]
     _, requests = search("searxng", SEARXNG, queries)
     assert sorted(r.params["q"] for r in requests) == ["2 3", "g fr 3 x what! a:b", "images"]
 
 
-@pytest.mark.parametrize("provider", ["serper", "brave", "tavily"])
-def test_a_key_that_is_missing_is_named(provider, monkeypatch):
-    variable = PROVIDERS[provider].key_env
-    monkeypatch.setenv(variable, " ")
-    with pytest.raises(ValueError, match=f"the environment variable {variable}, which config"):
-        WebSearch(provider)
+def test_a_missing_or_invalid_key_is_named(monkeypatch):
+    monkeypatch.setenv("BRAVE_API_KEY", " ")
+    with pytest.raises(ValueError, match="the environment variable BRAVE_API_KEY, which config"):
+        WebSearch("brave")
     monkeypatch.setenv("OTHER_KEY", "another-0123")
-    WebSearch(provider, key_env="OTHER_KEY")
+    WebSearch("brave", key_env="OTHER_KEY")
     monkeypatch.setenv("OTHER_KEY", "schlüssel")
     with pytest.raises(ValueError, match=r"OTHER_KEY, .* contains characters") as raised:
-        WebSearch(provider, key_env="OTHER_KEY")
+        WebSearch("brave", key_env="OTHER_KEY")
     assert "schl" not in str(raised.value)
 
 
 @pytest.mark.parametrize("provider", ["serper", "brave", "tavily"])
-def test_a_key_is_in_no_message(provider, caplog):
+def test_no_message_shows_a_key(provider, caplog):
     def answer(request):
         return Reply({"message": f"bad key {KEY}", "headers": request.headers}, 403)
 
@@ -298,7 +240,7 @@ def test_a_key_is_in_no_message(provider, caplog):
 
 @pytest.mark.parametrize("key", ["quote'back\\slash", "plain-and-long"])
 @pytest.mark.parametrize("before", ["", "x" * 190, " " * 790])
-def test_no_piece_of_a_key_is_shown(monkeypatch, key, before):
+def test_no_message_shows_a_part_of_a_key(monkeypatch, key, before):
     monkeypatch.setenv("SERPER_API_KEY", key)
     [[error], _] = search("serper", Reply(f"{before}{key} is wrong", 401))
     assert key[:5] not in str(error)
@@ -306,33 +248,17 @@ def test_no_piece_of_a_key_is_shown(monkeypatch, key, before):
     assert key[:5] not in str(error)
 
 
-def test_a_self_hosted_service_may_ask_for_a_key(monkeypatch):
-    monkeypatch.setenv("MY_KEY", KEY)
-    [request] = search("searxng", SEARXNG, key_env="MY_KEY")[1]
-    assert request.headers["authorization"] == f"Bearer {KEY}"
-
-
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"provider": "bing"}, "config.search.web.provider is 'bing'; expected one of serper, "),
-        ({"provider": "searxng"}, "config.search.web.url is ''; expected the address of a server"),
         ({"provider": "brave", "topk": 21}, "config.search.web.topk is 21; brave gives at most 20"),
         ({"key_env": f"{KEY}-1"}, "the environment variable that config.search.web.key_env names"),
-        ({"key_env": "abc"}, "the environment variable that config.search.web.key_env names is no"),
-        ({"url": "http://key@host"}, "config.search.web.url contains a user or a password"),
+        ({"url": f"http://{KEY}@host"}, "config.search.web.url contains a user or a password"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings, said):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         WebSearch(**settings)
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)
     assert KEY not in str(raised.value)
-
-
-def test_no_configuration_holds_a_key():
-    from configs import debug_tiny
-
-    config = debug_tiny.get_config()
-    config.search.engine = "web"
-    assert KEY not in to_json(config)

@@ -7,68 +7,50 @@ import sys
 
 import pytest
 
-from tests.runs import SIZES
-
-SETTINGS = {
-    **SIZES,
-    "stages": "('sft',)",
-    "sft.num_steps": 2,
-    "checkpoint.every_steps": 1,
-    "eval.max_tasks": 2,
-}
+from jaxrl import run as stages
+from jaxrl.config.schema import to_json
+from jaxrl.extras.saved import evaluate, export
+from jaxrl.logs.display import Display
+from tests.helpers import build, settings_of
+from tests.runs import run_settings
 
 
 @pytest.fixture(scope="module")
-def command(quick_compilation):
-    def start(module, *arguments):
-        return subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            env=os.environ | quick_compilation,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def run(tiny_world, tmp_path_factory, command):
-    workdir = tmp_path_factory.mktemp("runs") / "run"
-    keys = [f"--config.{key}={value}" for key, value in SETTINGS.items()]
-    config = f"--config=configs/debug_tiny.py:{tiny_world}"
-    done = command("jaxrl.launch", config, f"--workdir={workdir}", *keys)
-    assert done.returncode == 0, done.stderr
+def run(tiny_world, tmp_path_factory, quick_compilation, no_pictures, one_size):
+    """A run of two steps with a checkpoint of each."""
+    workdir = tmp_path_factory.mktemp("runs")
+    changes = {"sft.num_steps": 2, "checkpoint.every_steps": 1, "eval.max_tasks": 2}
+    config = run_settings(tiny_world, stages=("sft",), **changes)
+    (workdir / "config.json").write_text(to_json(config))
+    stages.run(settings_of(config), workdir, build(config), Display())
     return workdir
 
 
 @pytest.mark.minutes
-def test_the_newest_checkpoint_is_what_the_run_exported(run, command):
-    done = command("jaxrl.extras.saved.export", run)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(run / "steps" / "2")
+def test_export_writes_the_newest_or_an_earlier_checkpoint(run, tmp_path, capsys):
+    export.main([str(run)])
+    assert capsys.readouterr().out.splitlines()[-1] == str(run / "steps" / "2")
     for file in ("config.json", "model.safetensors"):
         exported = (run / "steps" / "2" / "export" / file).read_bytes()
         assert exported == (run / "export" / file).read_bytes()
+    export.main([str(run), "--step=1", f"--out={tmp_path}"])
+    earlier = (tmp_path / "export" / "model.safetensors").read_bytes()
+    assert earlier != exported
 
 
 @pytest.mark.minutes
-def test_an_earlier_checkpoint_is_exported_elsewhere(run, command, tmp_path):
-    done = command("jaxrl.extras.saved.export", run, "--step=1", f"--out={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    exported = (tmp_path / "export" / "model.safetensors").read_bytes()
-    assert exported != (run / "export" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.minutes
-def test_a_run_is_evaluated_with_other_settings(run, command):
-    done = command("jaxrl.extras.saved.evaluate", run, "--config.eval.final_suites=('greedy',)")
+def test_a_run_is_evaluated_with_other_settings(run, quick_compilation):
+    module = [sys.executable, "-m", "jaxrl.extras.saved.evaluate"]
+    settings = ["--config.eval.final_suites=('greedy',)", "--config.rollout.max_num_seqs=1"]
+    done = subprocess.run(
+        [*module, str(run), *settings],
+        env=os.environ | quick_compilation, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list(json.loads((run / "eval" / "evaluate_2.json").read_text())["summary"]) == ["greedy"]
 
 
-@pytest.mark.parametrize("module", ["export", "evaluate"])
-def test_a_folder_without_a_run_is_refused(command, tmp_path, module):
-    done = command(f"jaxrl.extras.saved.{module}", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {tmp_path}")
+@pytest.mark.parametrize("command", [export, evaluate])
+def test_a_folder_without_a_run_is_rejected(command, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}"):
+        command.main([str(tmp_path)])

@@ -1,4 +1,4 @@
-"""A tiny model behind a real server, in threads of this process."""
+"""A tiny model and a real server in threads of this process."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,12 @@ from tests.qwen import qwen3
 from tests.toys import SMALL, one_device_mesh
 
 TOKENIZER = Tokenizer(qwen3())
-CONFIG = dataclasses.replace(SMALL, vocab_size=TOKENIZER.num_tokens + 5, max_positions=2048)
+CONFIG = dataclasses.replace(
+    SMALL,
+    vocab_size=TOKENIZER.num_tokens + 5,
+    max_positions=2048,
+    width=96,  # as many tokens can be trained
+)
 PARAMS = tiny_params(CONFIG)
 MAX_TOTAL = 512
 MODEL = ServedModel(
@@ -30,7 +35,7 @@ MODEL = ServedModel(
 
 
 def make_engine(params=PARAMS, config=CONFIG, kind=ServedEngine, **settings):
-    """An engine over weights."""
+    """Return an engine with weights."""
     engine = kind(
         config,
         one_device_mesh(),
@@ -45,35 +50,36 @@ def make_engine(params=PARAMS, config=CONFIG, kind=ServedEngine, **settings):
             **settings,
         },
     )
+    engine.row_sizes = engine.row_sizes[-1:]  # each size compiles for seconds
     engine.set_weights(params)
     return engine
 
 
 class Client:
-    """Requests over HTTP, as raw as a test wants them."""
+    """HTTP client of a server."""
 
     def __init__(self, port, prefix=""):
         self.port, self.prefix = port, prefix
 
     def raw(self, method, path, body=None, headers=None, host=None):
-        """Status, headers and body."""
+        """Return status, headers and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        given = {"Host": host or f"127.0.0.1:{self.port}", **(headers or {})}
+        headers = {"Host": host or f"127.0.0.1:{self.port}", **(headers or {})}
         try:
-            connection.request(method, self.prefix + path, body=body, headers=given)
-            answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
+            connection.request(method, self.prefix + path, body=body, headers=headers)
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
         finally:
             connection.close()
 
     def post(self, path, value, **headers):
-        """Status and JSON."""
-        given = {name.replace("_", "-"): text for name, text in headers.items()}
-        status, _, body = self.raw("POST", path, json.dumps(value).encode(), given)
+        """Return status and JSON."""
+        headers = {name.replace("_", "-"): text for name, text in headers.items()}
+        status, _, body = self.raw("POST", path, json.dumps(value).encode(), headers)
         return status, json.loads(body)
 
     def chat(self, messages="hello", headers=None, **fields):
-        """The answer of a chat."""
+        """Return the response to a chat."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         body = {"model": "tiny", "messages": messages, "max_tokens": 12, **fields}
@@ -82,21 +88,16 @@ class Client:
         return value
 
     def stream(self, path, body):
-        """Values of the events of a stream, and names."""
+        """Return the names and data of a stream's events."""
         status, headers, data = self.raw("POST", path, json.dumps(body).encode())
         assert status == 200, data
         assert headers["content-type"].startswith("text/event-stream")
-        blocks = [block.splitlines() for block in data.decode().strip().split("\n\n")]
-        return [
-            (
-                next((one[7:] for one in block if one.startswith("event: ")), ""),
-                next(one[6:] for one in block if one.startswith("data: ")),
-            )
-            for block in blocks
-        ]
+        blocks = data.decode().strip().split("\n\n")
+        fields = [dict(line.split(": ", 1) for line in block.splitlines()) for block in blocks]
+        return [(event.get("event", ""), event["data"]) for event in fields]
 
     def generate(self, token_ids, **sampling):
-        """The one choice of an answer in ids."""
+        """Return the choice of a response in token ids."""
         sampling = {"stop_token_ids": [], "logprobs": 1, "max_tokens": 12, **sampling}
         body = {"model": "tiny", "token_ids": token_ids, "sampling_params": sampling}
         status, value = self.post("/inference/v1/generate", body)
@@ -104,24 +105,24 @@ class Client:
         return value["choices"][0]
 
     def metrics(self):
-        """Values by name."""
+        """Return the metrics by name."""
         status, _, body = self.raw("GET", "/metrics")
         assert status == 200
-        lines = [one for one in body.decode().splitlines() if not one.startswith("#")]
-        return {name: float(value) for name, value in (one.rsplit(" ", 1) for one in lines)}
+        lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def until(self, condition, seconds=30.0):
-        """Waits until metrics fulfil a condition; these."""
-        ends = time.monotonic() + seconds
-        while not condition(found := self.metrics()):
-            assert time.monotonic() < ends, found
+        """Wait until the metrics fulfil a condition; return them."""
+        deadline = time.monotonic() + seconds
+        while not condition(metrics := self.metrics()):
+            assert time.monotonic() < deadline, metrics
             time.sleep(0.01)
-        return found
+        return metrics
 
 
 @contextlib.contextmanager
 def serving(engine, *, host="127.0.0.1", max_queue=256, max_cached_rows=0, **settings):
-    """A server over an engine; yields it and a client."""
+    """Start a server with an engine; yield it and a client."""
     bound = bind_port(host, 0, settings.get("key", ""))
     engine.clear()
     worker = Worker(

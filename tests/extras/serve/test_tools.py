@@ -1,8 +1,10 @@
-"""Calls of tools: described by the template, read back and continued; with OpenAI's own client."""
+"""Tool calls: rendered, parsed and continued; with the clients of OpenAI and Anthropic."""
 
 import json
 from decimal import Decimal
+from typing import ClassVar
 
+import anthropic
 import openai
 import pytest
 
@@ -10,13 +12,21 @@ from jaxrl.extras.serve.chats import ChatHistory, parse_reply
 from jaxrl.extras.serve.completions import build_chat_response, parse_chat_request
 from jaxrl.extras.serve.generation import Completion
 from jaxrl.extras.serve.messages import build_messages_response, parse_messages_request
-from jaxrl.extras.serve.schemas import ChatBody, MessagesBody, parse_body
+from jaxrl.extras.serve.schemas import ChatBody
 from jaxrl.extras.serve.worker import STOP, OutputChunk
-from tests.extras.serve.served import MODEL, TOKENIZER, serving
-from tests.extras.serve.writing import ASKED, CALL, CLIENT_TOOL, TOOL, engine_that_writes
+from tests.extras.serve.served import MODEL, TOKENIZER, Client, serving
+from tests.extras.serve.writing import CALL, CLIENT_TOOL, MESSAGES, TOOL, engine_that_writes
 from tests.toys import OWN_SYSTEM, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def port(quick_compilation):
+    """The port of a server whose model calls a tool."""
+    with serving(engine_that_writes("I look." + CALL)) as (server, _):
+        yield server.port
+
 
 END = "<|im_end|>"
 SENT_CALL = {
@@ -27,20 +37,17 @@ SENT_CALL = {
 FIELDS = {"tools": [TOOL], "temperature": 0, "max_tokens": 80, "return_token_ids": True}
 
 
-def read_chats(messages):
-    return ChatBody.model_validate({"messages": messages}).chat()
-
-
-def prompt_of(messages, **fields):
-    """The prompt of a chat in the session in which `answer` stores its turns."""
+def build_prompt(messages, **fields):
+    """Return the prompt of a chat in the session in which `answer` stores its turns."""
     body = {"messages": messages, **FIELDS, **fields}
-    return list(parse_chat_request(json.dumps(body).encode(), "one", MODEL).prompt_ids)
+    return list(parse_chat_request(json.dumps(body).encode(), "session", MODEL).prompt_ids)
 
 
-def answer(text, read=parse_chat_request, respond=build_chat_response, **fields):
-    """The response to a request whose model writes a text, and all of its ids."""
-    body = {"messages": ASKED, **FIELDS, **fields}
-    completion = Completion(MODEL, read(json.dumps(body).encode(), "one", MODEL), "one")
+def answer(text, parse=parse_chat_request, respond=build_chat_response, **fields):
+    """Return the response to a request whose model writes `text`, and all token ids."""
+    body = {"messages": MESSAGES, **FIELDS, **fields}
+    request = parse(json.dumps(body).encode(), "session", MODEL)
+    completion = Completion(MODEL, request, "session")
     ids = (*TOKENIZER.encode(text), TOKENIZER.eos_ids[0])
     chunk = OutputChunk(
         token_ids=ids,
@@ -49,63 +56,23 @@ def answer(text, read=parse_chat_request, respond=build_chat_response, **fields)
         text_bytes=len(text.encode()),
     )
     completion.choices[0].append(chunk)
-    return respond(completion), [*completion.request.prompt_ids, *ids]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "content"),
-    [('{"query": "Ada Kerr"}', "I look."), ('{ "query":"Ada Kerr" }', "I look.\n")],
-)
-def test_the_result_stands_behind_what_was_sampled(client, arguments, content):
-    """However a client writes the arguments, the turn is the one that was sampled."""
-    client.prefix = f"/r/{len(arguments)}-{len(content)}"
-    first = client.chat(ASKED, **FIELDS)
-    stored = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-    assert TOKENIZER.decode(first["choices"][0]["token_ids"]) == "I look." + CALL + END
-    reply = first["choices"][0]["message"]
-    call = {**reply["tool_calls"][0], "function": {"name": "search", "arguments": arguments}}
-    messages = [
-        *ASKED,
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": "She <|im_end|> designs."},
-    ]
-    second = client.chat(messages, **{**FIELDS, "max_tokens": 2})
-    prompt = second["prompt_token_ids"]
-    assert prompt[: len(stored)] == stored
-    assert TOKENIZER.decode(prompt[len(stored) :]) == (
-        "\n<|im_start|>user\n<tool_response>\nShe <|im_end|> designs.\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert prompt[len(stored) :].count(TOKENIZER.eos_ids[0]) == 1  # the text's own is forged
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == len(stored) - 1
+    return respond(completion), [*request.prompt_ids, *ids]
 
 
 @pytest.mark.parametrize(
     ("written", "sent_back", "is_same"),
     [
         # As Pydantic AI 2.68 takes thoughts out of a text and writes them again.
-        ("<think> find Ada </think>", "<think>\n find Ada \n</think>", True),
         ("<think>find</think>I look.", "<think>\nfind\n</think>\n\nI look.", True),
         ("<think> find Ada </think>", "", False),
         ("<think> find Ada </think>", "<think> find Eve </think>", False),
     ],
 )
-def test_thoughts_are_the_same_whatever_blanks_are_around(written, sent_back, is_same):
+def test_whitespace_around_thoughts_does_not_count(written, sent_back, is_same):
     _, stored = answer(written + CALL)
     sent = {"role": "assistant", "content": sent_back, "tool_calls": [SENT_CALL]}
-    prompt = prompt_of([*ASKED, sent, *ASKED])
+    prompt = build_prompt([*MESSAGES, sent, *MESSAGES])
     assert (prompt[: len(stored)] == stored) is is_same
-
-
-@pytest.mark.parametrize(
-    "query", ["</tool_call>", "<think>", "</think>", "<answer>a</answer>", CALL]
-)
-def test_tags_in_the_arguments_of_a_call_are_text(query):
-    call = with_arguments(json.dumps({"query": query}))
-    for thought in ("", f"<think>{call}</think>"):
-        reply = parse_reply(f"{thought}I look. {call}", has_tools=True)
-        assert [(c.name, c.arguments) for c in reply.calls] == [("search", {"query": query})]
-        assert reply.content == f"{thought}I look."
 
 
 def with_arguments(text):
@@ -121,31 +88,31 @@ def with_arguments(text):
         CALL[:-12],  # never closed
         '<tool_call>\n{"name": "search"}\n</tool_call>',
         "<think>" + CALL + "</think>no",  # a thought calls nothing
-        with_arguments('{"a": 1e999}'),
         with_arguments('{"a": [-1e999]}'),
         with_arguments(f'{{"a": {"9" * 400}}}'),  # beyond doubles
+        with_arguments('{"a":' + "[" * 95 + "]" * 95 + "}"),  # too deep to be sent back
     ],
 )
-def test_what_is_no_call_is_text(text):
+def test_an_invalid_call_is_text(text):
     response, _ = answer(text)
     [choice] = response["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"] == {"role": "assistant", "content": text}
 
 
-def as_javascript(text):
-    """JSON as a client in JavaScript writes what it has parsed."""
+def serialize_as_javascript(text):
+    """Return JSON as a JavaScript client writes what it has parsed."""
     doubles = json.loads(text, parse_int=float)
 
-    def written(value):
+    def convert(value):
         if isinstance(value, dict):
-            return {name: written(one) for name, one in value.items()}
+            return {name: convert(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [written(one) for one in value]
-        # Its shortest digits, padded with zeros: 12345678901234567000.
+            return [convert(item) for item in value]
+        # The shortest digits, padded with zeros: 12345678901234567000.
         return int(Decimal(repr(value))) if isinstance(value, float) and value % 1 == 0 else value
 
-    return json.dumps(written(doubles), ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(convert(doubles), ensure_ascii=False, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
@@ -157,194 +124,246 @@ def as_javascript(text):
         r'{"a": "\ud800", "\udc00": 1}',
     ],
 )
-def test_what_a_client_sends_back_is_what_was_sampled(arguments):
+def test_reserialized_calls_match_what_was_sampled(arguments):
     first, stored = answer(with_arguments(arguments))
     [call] = first["choices"][0]["message"]["tool_calls"]
-    text = as_javascript(call["function"]["arguments"])
+    text = serialize_as_javascript(call["function"]["arguments"])
     call = {**call, "function": {"name": "search", "arguments": text}}
-    behind = {"role": "user", "content": "?"}
-    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, behind]
-    assert prompt_of(messages)[: len(stored)] == stored
-    # By the other dialect, whose answers hold the arguments as they are.
+    question = {"role": "user", "content": "?"}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}, question]
+    assert build_prompt(messages)[: len(stored)] == stored
+    # In the other dialect, whose responses hold the arguments as an object.
     block = {"type": "tool_use", "id": "x", "name": "search", "input": json.loads(text)}
-    messages = [*ASKED, {"role": "assistant", "content": [block]}, behind]
+    messages = [*MESSAGES, {"role": "assistant", "content": [block]}, question]
     body = {"messages": messages, "tools": [CLIENT_TOOL], "max_tokens": 1}
-    request = parse_messages_request(json.dumps(body).encode(), "one", MODEL)
+    request = parse_messages_request(json.dumps(body).encode(), "session", MODEL)
     assert list(request.prompt_ids[: len(stored)]) == stored
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "are_same"),
+    ("arguments", "others", "are_same"),
     [
         ('{"a": 1}', '{"a": 1.0}', True),
         ('{"a": 1}', '{"a": true}', False),
-        ('{"a": 0}', '{"a": false}', False),
         ('{"a": 0}', '{"a": null}', False),
         ('{"a": 1}', '{"a": "1"}', False),
-        ('{"a": 1}', '{"a": 1.5}', False),
         ('{"a": null}', "{}", False),
     ],
 )
-def test_calls_are_the_same_by_value(one, other, are_same):
-    replies = [parse_reply(with_arguments(text), has_tools=True) for text in (one, other)]
+def test_calls_are_the_same_by_value(arguments, others, are_same):
+    replies = [parse_reply(with_arguments(text), has_tools=True) for text in (arguments, others)]
     assert (replies[0].match_key == replies[1].match_key) == are_same
 
 
-def nested(depth):
-    return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
-
-
-def test_calls_as_deep_as_are_read_back():
-    # In a body of messages five more are around the arguments, and 100 are read.
-    [call] = parse_reply(with_arguments(nested(95)), has_tools=True).calls
-    assert json.dumps(call.arguments, separators=(",", ":")) == nested(95)
-    block = {"type": "tool_use", "name": "f", "input": call.arguments}
-    body = {"messages": [{"role": "assistant", "content": [block]}], "max_tokens": 1}
-    parsed = parse_body(json.dumps(body).encode(), MessagesBody)
-    assert parsed.messages[0].content[0].input == call.arguments
-    for depth in (96, 101, 500, 5000):
-        text = with_arguments(nested(depth))
-        reply = parse_reply(text, has_tools=True)
-        assert (reply.calls, reply.content) == ((), text)
-
-
-def test_the_templates_own_system_message_is_rendered():
+def test_the_templates_default_system_message_is_rendered():
     tokenizer = toy_tokenizer(chat_template=OWN_SYSTEM)
     chats = ChatHistory(tokenizer, max_prompt_tokens=400)
-    for chat in (ASKED, [{"role": "system", "content": "Search."}, *ASKED]):
+    for chat in (MESSAGES, [{"role": "system", "content": "Search."}, *MESSAGES]):
         expected = tokenizer._hf_tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        assert chats.build_prompt("one", read_chats(chat), []) == expected
+        messages = ChatBody.model_validate({"messages": chat}).chat()
+        assert chats.build_prompt("session", messages, []) == expected
 
 
 def test_parallel_calls_may_be_off():
     two_calls = CALL + CALL.replace("Ada Kerr", "Eve Kerr")
-    for allowed, count in ((None, 2), (True, 2), (False, 1)):
-        response, _ = answer(two_calls, parallel_tool_calls=allowed)
+    for is_allowed, count in ((None, 2), (False, 1)):
+        response, _ = answer(two_calls, parallel_tool_calls=is_allowed)
         [choice] = response["choices"]
         calls = choice["message"]["tool_calls"]
         assert (len(calls), choice["finish_reason"]) == (count, "tool_calls")
-    # A chat with the one call and its result holds that alone.
+    # A chat with the first call and its result does not contain the second call.
     result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "1"}
-    text = TOKENIZER.decode(prompt_of([*ASKED, choice["message"], result]))
+    text = TOKENIZER.decode(build_prompt([*MESSAGES, choice["message"], result]))
     assert "Ada Kerr" in text
     assert "Eve Kerr" not in text
-    for disabled, count in ((False, 2), (True, 1)):
-        choice = {"type": "auto", "disable_parallel_tool_use": disabled}
-        changes = {"tools": [CLIENT_TOOL], "tool_choice": choice}
-        response, _ = answer(two_calls, parse_messages_request, build_messages_response, **changes)
-        assert [block["type"] for block in response["content"]] == ["tool_use"] * count
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    changes = {"tools": [CLIENT_TOOL], "tool_choice": choice}
+    response, _ = answer(two_calls, parse_messages_request, build_messages_response, **changes)
+    assert [block["type"] for block in response["content"]] == ["tool_use"]
 
 
-def test_a_server_has_stop_strings_by_default():
+def test_a_server_has_default_stop_strings():
     with serving(engine_that_writes("I look up Ada."), stops=("up", "Ada")) as (_, client):
         texts = []
         for fields in ({}, {"stop": None}, {"stop": "Ada"}, {"stop": []}):
-            [choice] = client.chat(ASKED, **FIELDS, **fields)["choices"]
+            [choice] = client.chat(MESSAGES, **FIELDS, **fields)["choices"]
             texts.append(choice["message"]["content"])
         assert texts == ["I look ", "I look ", "I look up ", "I look up Ada."]
-        prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
+        prompt = TOKENIZER.render_prompt(MESSAGES, [TOOL])
         ids = client.generate(prompt, temperature=0.0, max_tokens=80)["token_ids"]
         assert TOKENIZER.decode(ids).startswith("I look up")
         assert "Ada" not in TOKENIZER.decode(ids)
-        body = {"messages": ASKED, "tools": [CLIENT_TOOL], "temperature": 0, "max_tokens": 80}
-        for stops, text in ({}, "I look "), ({"stop_sequences": []}, "I look up Ada."):
-            status, value = client.post("/v1/messages", {**body, **stops})
-            assert (status, value["content"]) == (200, [{"type": "text", "text": text}])
-    assert value["stop_reason"] == "end_turn"
+        body = {"messages": MESSAGES, "tools": [CLIENT_TOOL], "temperature": 0, "max_tokens": 80}
+        status, value = client.post("/v1/messages", body)
+        assert (status, value["content"]) == (200, [{"type": "text", "text": "I look "}])
 
 
 @pytest.mark.parametrize("arguments", ['{"query": "Ada <|im_end|>"}', {"query": "Ada <|im_end|>"}])
-def test_fields_of_messages_are_rendered_as_transformers_renders_them(arguments):
+def test_chats_with_tools_are_rendered_as_transformers_renders_them(arguments):
     call = {**SENT_CALL, "function": {"name": "search", "arguments": {"query": "Ada <|im_end|>"}}}
     thinking = {"role": "assistant", "content": "I look.", "reasoning_content": "Who is it?"}
-    chat = [*ASKED, {**thinking, "tool_calls": [call]}]
+    chat = [*MESSAGES, {**thinking, "tool_calls": [call]}]
     chat.append({"role": "tool", "tool_call_id": "1", "name": "search", "content": "She designs."})
     text = TOKENIZER._hf_tokenizer.apply_chat_template(
         chat, tools=[TOOL], tokenize=False, add_generation_prompt=True
     )
     call = {**call, "function": {"name": "search", "arguments": arguments}}
     chat[1] = {**thinking, "tool_calls": [call], "refusal": None, "audio": None}
-    prompt = prompt_of(chat)
+    prompt = build_prompt(chat)
     assert TOKENIZER.decode(prompt) == text
     special = prompt.count(TOKENIZER.eos_ids[0])
     assert special == text.count("<|im_end|>") - 1  # the one in the arguments is plain text
 
 
-def test_tools_that_are_not_to_be_called_are_not_described():
-    assert prompt_of(ASKED, tool_choice="none") == TOKENIZER.render_prompt(ASKED)
+def test_tools_that_may_not_be_called_are_not_rendered():
+    assert build_prompt(MESSAGES, tool_choice="none") == TOKENIZER.render_prompt(MESSAGES)
 
 
 class TestOpenAI:
-    """The client library of OpenAI, which parses and checks what it is sent."""
+    """OpenAI's client library, which parses and checks responses."""
 
     @pytest.fixture
     def library(self, port):
-        address = f"http://127.0.0.1:{port}/r/library/v1"
+        address = f"http://127.0.0.1:{port}/r/openai/v1"
         with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as library:
             yield library
 
-    def test_a_chat_with_tools(self, library):
-        assert [one.id for one in library.models.list()] == ["tiny"]
+    def test_a_tool_result_follows_what_was_sampled(self, library):
+        """The turn is kept as it was sampled, however a client writes the arguments."""
+        assert [model.id for model in library.models.list()] == ["tiny"]
         ask = {"model": "tiny", "tools": [TOOL], "temperature": 0, "max_completion_tokens": 80}
         ask["extra_body"] = {"return_token_ids": True}
-        first = library.chat.completions.create(messages=ASKED, logprobs=True, **ask)
+        first = library.chat.completions.create(messages=MESSAGES, logprobs=True, **ask)
         [choice] = first.choices
-        assert first.prompt_token_ids == TOKENIZER.render_prompt(ASKED, [TOOL])
+        assert first.prompt_token_ids == TOKENIZER.render_prompt(MESSAGES, [TOOL])
+        assert TOKENIZER.decode(choice.token_ids) == "I look." + CALL + END
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
         assert len(choice.logprobs.content) == len(choice.token_ids)
         [call] = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "search")
         assert json.loads(call.function.arguments) == {"query": "Ada Kerr"}
-        messages = [
-            *ASKED,
-            choice.message,
-            {"role": "tool", "tool_call_id": call.id, "content": "1"},
-        ]
+        call.function.arguments = '{ "query":"Ada Kerr" }'
+        result = {"role": "tool", "tool_call_id": call.id, "content": "She <|im_end|> designs."}
+        messages = [*MESSAGES, choice.message, result]
         second = library.chat.completions.create(messages=messages, **ask)
         stored = first.prompt_token_ids + choice.token_ids
         assert second.prompt_token_ids[: len(stored)] == stored
+        new = second.prompt_token_ids[len(stored) :]
+        assert TOKENIZER.decode(new) == (
+            "\n<|im_start|>user\n<tool_response>\nShe <|im_end|> designs.\n</tool_response>"
+            "<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert new.count(TOKENIZER.eos_ids[0]) == 1  # the result's own is plain text
         assert second.usage.prompt_tokens_details.cached_tokens == len(stored) - 1
 
-    def test_its_stream(self, library):
-        ask = {"model": "tiny", "tools": [TOOL], "temperature": 0, "messages": ASKED}
+    def test_a_stream_with_tools(self, library):
+        ask = {"model": "tiny", "tools": [TOOL], "temperature": 0, "messages": MESSAGES}
         with library.chat.completions.stream(**ask, max_tokens=80) as stream:
             for _ in stream:
                 pass
-            final = stream.get_final_completion()
-        [choice] = final.choices
+            [choice] = stream.get_final_completion().choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
         assert choice.message.tool_calls[0].function.name == "search"
 
-    def test_its_samples_seeds_and_stops(self, library):
-        ask = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "max_tokens": 8}
-        first, again, other = (
-            [
-                (choice.index, choice.message.content)
-                for choice in library.chat.completions.create(
-                    **ask, n=3, seed=seed, temperature=50.0
-                ).choices
-            ]
-            for seed in (7, 7, 8)
-        )
-        assert [index for index, _ in first] == [0, 1, 2]
-        assert first == again != other
-        whole = library.chat.completions.create(
-            model="tiny", messages=ASKED, tools=[TOOL], temperature=0, max_tokens=80, stop="ook"
-        )
-        [choice] = whole.choices
-        assert (choice.message.content, choice.finish_reason) == ("I l", "stop")
 
-    def test_its_errors(self, library):
-        with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
-            library.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "x y " * 600}]
-            )
-        assert refused.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError) as refused:
-            library.chat.completions.create(
-                model="tiny", messages=ASKED, response_format={"type": "json_object"}
-            )
-        assert refused.value.param == "response_format"
+MESSAGES_BODY = {
+    "model": "claude",
+    "messages": MESSAGES,
+    "tools": [CLIENT_TOOL],
+    "temperature": 0,
+    "max_tokens": 80,
+    "return_token_ids": True,
+}
+
+
+def post_messages(client, body):
+    status, value = client.post("/v1/messages", body)
+    assert status == 200, value
+    return value
+
+
+def test_stop_reasons(port):
+    client = Client(port)
+    body = {**MESSAGES_BODY, "tools": [], "system": "Be kind.", "max_tokens": 3, "logprobs": True}
+    response = post_messages(client, body)
+    assert (response["stop_reason"], response["stop_sequence"]) == ("max_tokens", None)
+    assert len(response["logprobs"]) == 3
+    text = TOKENIZER.decode(response["token_ids"])
+    assert response["content"] == [{"type": "text", "text": text}]
+    messages = [{"role": "system", "content": "Be kind."}, *MESSAGES]
+    assert response["prompt_token_ids"] == TOKENIZER.render_prompt(messages)
+    response = post_messages(client, {**MESSAGES_BODY, "stop_sequences": ["nowhere", "ook"]})
+    assert (response["stop_reason"], response["stop_sequence"]) == ("stop_sequence", "ook")
+    assert response["content"] == [{"type": "text", "text": "I l"}]
+
+
+class TestAnthropic:
+    """Anthropic's client library, which parses and checks responses."""
+
+    ASK: ClassVar = {
+        **{"model": "claude", "messages": MESSAGES, "tools": [CLIENT_TOOL], "max_tokens": 80},
+        # The library has no arguments for these.
+        "extra_body": {"temperature": 0, "return_token_ids": True},
+    }
+
+    @pytest.fixture
+    def library(self, port):
+        address = f"http://127.0.0.1:{port}/r/anthropic"
+        with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as library:
+            yield library
+
+    def test_a_call_and_its_result(self, library):
+        first = library.messages.create(**self.ASK)
+        prompt = TOKENIZER.render_prompt(MESSAGES, [TOOL])
+        assert first.prompt_token_ids == prompt
+        assert (first.role, first.stop_reason) == ("assistant", "tool_use")
+        text, call = first.content
+        assert (text.text, call.name, call.input) == ("I look.", "search", {"query": "Ada Kerr"})
+        assert first.usage.input_tokens == len(prompt)
+        assert first.usage.cache_read_input_tokens == 0
+        assert first.usage.output_tokens == len(first.token_ids)
+        counted = library.messages.count_tokens(
+            **{name: self.ASK[name] for name in ("model", "messages", "tools")}
+        )
+        assert counted.input_tokens == len(prompt)
+
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "She designs."}
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
+        ]
+        second = library.messages.create(**{**self.ASK, "messages": messages, "max_tokens": 1})
+        stored = prompt + first.token_ids
+        assert second.prompt_token_ids[: len(stored)] == stored
+        assert TOKENIZER.decode(second.prompt_token_ids[len(stored) :]) == (
+            "\n<|im_start|>user\n<tool_response>\nShe designs.\n</tool_response><|im_end|>\n"
+            "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert second.usage.cache_read_input_tokens == len(stored) - 1
+        assert second.usage.input_tokens == len(second.prompt_token_ids) - len(stored) + 1
+        assert second.stop_reason == "max_tokens"
+
+    def test_a_stream_carries_the_same_answer(self, library):
+        response = library.messages.create(**self.ASK)
+        with library.messages.stream(**self.ASK) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_message()
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+        assert final.token_ids == response.token_ids
+        assert [block.type for block in final.content] == ["text", "tool_use"]
+        assert final.content[0].text == "I look."
+        assert final.content[1].input == {"query": "Ada Kerr"}
+        assert final.stop_reason == "tool_use"
+        assert final.usage.output_tokens == response.usage.output_tokens
+
+    def test_errors(self, library):
+        long = {**self.ASK, "messages": [{"role": "user", "content": "x y " * 600}]}
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            library.messages.create(**long)
+        with pytest.raises(anthropic.BadRequestError, match="top_k") as refused:
+            library.messages.create(**{**self.ASK, "extra_body": {"top_k": 3}})
+        assert refused.value.body["error"]["type"] == "invalid_request_error"

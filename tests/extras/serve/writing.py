@@ -1,9 +1,6 @@
-"""A model that was taught to call a tool."""
+"""A model that was trained to call a tool."""
 
-import dataclasses
-
-from tests.extras.serve.served import CONFIG, TOKENIZER, make_engine
-from tests.helpers import tiny_params
+from tests.extras.serve.served import CONFIG, PARAMS, TOKENIZER, make_engine
 from tests.toys import taught
 
 TOOL = {
@@ -21,14 +18,12 @@ CLIENT_TOOL = {
 }
 """The same tool in Anthropic's dialect."""
 
-ASKED = [{"role": "user", "content": "Who is Ada?"}]
+MESSAGES = [{"role": "user", "content": "Who is Ada?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Ada Kerr"}}\n</tool_call>'
-WIDE = dataclasses.replace(CONFIG, width=96, mlp_width=64)  # as many ids can be taught
 
 
 def engine_that_writes(text):
-    """An engine whose model answers the question by a text and the end of its message."""
-    prompt = TOKENIZER.render_prompt(ASKED, [TOOL])
+    """Return an engine whose model answers the question with a text and ends its message."""
+    prompt = TOKENIZER.render_prompt(MESSAGES, [TOOL])
     ids = [*prompt, *TOKENIZER.encode(text), TOKENIZER.eos_ids[0]]
-    params = taught(tiny_params(WIDE), WIDE, ids, start=len(prompt))
-    return make_engine(params, WIDE)
+    return make_engine(taught(PARAMS, CONFIG, ids, start=len(prompt)))

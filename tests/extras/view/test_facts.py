@@ -1,6 +1,4 @@
-"""Facts about runs, with numbers that are worked out on paper."""
-
-import json
+"""Facts about runs, with hand-worked numbers."""
 
 import pytest
 
@@ -16,8 +14,6 @@ from tests.extras.view.workdirs import (
     step_file,
     trajectory,
     view,
-    write_evaluation,
-    write_json,
     write_lines,
 )
 
@@ -32,8 +28,14 @@ def read(run):
     return reader
 
 
+def keep_records(run, end):
+    """Keep the records of metrics.jsonl before index `end`, as if the run had been killed."""
+    path = run / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:end]))
+
+
 def points_of(run):
-    """Step, value and interval of every score, by suite, data set and measure."""
+    """Return step, value and interval of every score, by suite, data set and measure."""
     return {
         (row["suite"], row["data_set"], row["measure"]): [point[:4] for point in row["points"]]
         for row in facts.compute_scores(read(run))
@@ -47,39 +49,6 @@ class TestScores:
             ("empty_search", "all", "exact_match"): [(5, 0.25, 0.125, 0.375)],
         }
 
-    def test_rewards_come_first_and_data_sets_apart(self, run):
-        means = {"searches": 1.5, "mine.brevity": 0.5, "f1": 0.125}
-        summary = {"greedy": {"all": means, "one": {"f1": 0.5}, "two": {"f1": None}}}
-        weights = {"greedy": {"mine.brevity": 0.5, "f1": 0}}
-        for stage, step in (("train", 2), ("evaluate", 5)):
-            write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
-        rows = facts.compute_scores(read(run))
-        assert [(row["measure"], row["data_set"], row["weight"]) for row in rows] == [
-            ("reward", "all", None),
-            ("mine.brevity", "all", 0.5),
-            ("f1", "all", 0.0),
-            ("f1", "one", 0.0),
-            ("searches", "all", None),
-        ]
-        # Without exact match, the reward is the held-out score.
-        [(name, (first, last))] = facts.get_held_out_scores(read(run)).items()
-        assert name == ("reward", "greedy")
-        assert first[1] == last[1] == 0.5 * 0.5
-
-    def test_early_stopping(self, run):
-        """At step 5 of 12, with an evaluation of the weights of step 4."""
-        config = json.loads((run / "config.json").read_text())
-        write_json(run / "config.json", config | {"num_steps": 10})
-        end = {"step": 5, "stage": "train", "timing_s/step": 2.0}
-        change_records(run, lambda r: r | {"stopped_early": 1} if end.items() <= r.items() else r)
-        write_evaluation(run, "train", 5, {"sampled": FIRST})
-        write_evaluation(run, "evaluate", 5, {"sampled": LAST}, weights_step=4)
-        write_evaluation(run, "train", 9, {"greedy": LAST})  # left behind by a killed run
-        [scores] = points_of(run).values()
-        assert [(step, value) for step, value, *_ in scores] == [(2, 0.25), (5, 0.25), (4, 0.75)]
-        assert facts.is_finished(read(run))
-        assert facts.compute_progress(read(run))[1]["stopped_early"] == 5
-
 
 class TestAnswers:
     @pytest.mark.parametrize(
@@ -90,9 +59,7 @@ class TestAnswers:
             ("malformed", {"outcome": "malformed"}),
             ("no_search", {"response": "<answer> Oslo </answer>"}),
             ("found", {"response": FOUND}),
-            ("not_found", {"response": FOUND, "answers": ["Oslo"]}),
             ("not_found", {"response": FOUND, "answers": ["Tar"]}),  # only part of a word
-            ("not_found", {"response": FOUND, "answers": ["the"]}),  # nothing is left of it
             # A result that the model wrote is no evidence.
             ("no_search", {"response": "<information>Tarvik</information>"}),
         ],
@@ -112,8 +79,6 @@ class TestAnswers:
         # A suite that was evaluated once has nothing before.
         [row, *_] = viewer.respond("answers/0/1")
         assert (row["before"], len(row["addresses"])) == (None, 1)
-        with pytest.raises(LookupError):
-            viewer.respond("answer/0/1/0/4")
 
     def test_responses_are_split_by_their_tags(self):
         assert split_response(f"<think> t </think>{FOUND}so <answer> x </answer>") == [
@@ -128,44 +93,18 @@ class TestAnswers:
 
 
 class TestProgress:
-    def test_a_run_that_is_not_finished(self, run):
+    def test_an_unfinished_run(self, run):
         rows = [(row["num_done"], row["num_planned"]) for row in facts.compute_progress(read(run))]
         assert rows == [(2, 2), (3, 3), (1, 1)]
         assert facts.is_finished(read(run))
-        path = run / "metrics.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+        keep_records(run, -2)
         assert not facts.is_finished(read(run))
-
-    def test_times(self, run):
-        assert [row["parts"] for row in facts.compute_times(read(run))] == [
-            {"update": 4.0, "other": 2.0},
-            {"generation": 1.5, "update": 4.5, "evaluation": 4.0, "checkpoint": 0.75},
-        ]
-
-    def test_costs_are_those_of_the_newest_record(self, run):
-        totals = {"ledger/total/trajectories": 20, "ledger/total/calls/search": 8}
-        more = {"perf/ledger/total/attempts/search": 6, "perf/ledger/total/cost": None}
-        assert facts.list_costs(read(run)) == []
-        change_records(run, lambda r: r | (totals | more if r["stage"] == "train" else {}))
-        assert dict(facts.list_costs(read(run))) == {
-            "trajectories": 20,
-            "calls of search": 8,
-            "attempts of search": 6,
-        }
-
-    def test_keys_that_differ_from_the_defaults(self, run):
-        rows = facts.list_config_rows(read(run))
-        changed = {key: (value, default) for key, value, default, is_changed in rows if is_changed}
-        assert set(changed) == {"stages", "num_steps", "sft.num_steps", "model.path"}
-        assert changed["num_steps"] == (3, 100)
-        assert len(rows) > 300
 
 
 class TestWarnings:
-    def test_a_run_that_learned(self, run):
+    def test_steps_without_effect_are_warnings(self, run):
         assert facts.find_warnings(read(run)) == []
 
-    def test_a_run_that_learned_nothing(self, run):
         def spoil(record):
             if record["step"] < 3 or record["stage"] != "train":
                 return record
@@ -184,56 +123,14 @@ class TestWarnings:
             (True, "an environment error: no <host>"),
         ]
 
-    def test_failed_evaluations_and_changed_settings(self, run):
-        failed = [question("a", outcome="environment_error", error="down")]
-        counts = {"all": {"num_questions": 1, "unscored_questions": 1}}
-        write_evaluation(run, "evaluate", 5, {"greedy": failed}, summary={"greedy": counts})
-        change = {"optimizer.lr": {"before": 1e-6, "now": 1e-3}}
-        line = {"step": 4, "changes": change, "accepted": ["optimizer.lr"]}
-        write_lines(run / "config_history.jsonl", [{"step": 0, "changes": {}}, line, "{"])
-        assert read(run).changes == [line]
-        assert facts.find_warnings(read(run)) == [
-            (True, "every episode failed in an evaluation: evaluation, step 3, greedy"),
-            (True, "an environment error: down"),
-            (True, "optimizer.lr changed after step 2: not a single experiment"),
-        ]
-
-
-class TestCurves:
-    def test_by_stage_and_without_gaps(self, run):
-        curves = view(run).respond("curves/0")
-        assert curves["sft"]["sft/loss"] == [[1, 4.0], [2, 2.0]]
-        assert curves["train"]["critic/rewards/mean"] == [[3, 0.25], [4, 0.5], [5, 0.75]]
-        assert "actor/ppo_kl" not in curves["train"]  # null throughout
-        assert view(run).respond("curves/0", names=["sft/loss"]) == {
-            "sft": {"sft/loss": [[1, 4.0], [2, 2.0]]},
-            "train": {},
-            "evaluate": {},
-        }
-
-    def test_long_curves_keep_means_and_extremes(self, tmp_path):
-        run = make_run(tmp_path / "run", rewards=[float(i % 2) for i in range(7)])
-        # Steps 3 to 9 in bins of three.
-        assert facts.compute_curve(read(run), "train", "critic/rewards/mean", 3) == [
-            [4, pytest.approx(1 / 3), 0, 1],
-            [7, pytest.approx(2 / 3), 0, 1],
-            [9, 0, 0, 0],
-        ]
-
 
 class TestComparison:
     def test_groups_are_runs_that_differ_only_in_the_seed(self, tmp_path):
-        runs = [
-            make_run(tmp_path / "a", seed=1),
-            make_run(tmp_path / "b", **{"kl.coef": 0.1}),
-            make_run(tmp_path / "c", seed=2),
-        ]
+        changes = ({"seed": 1}, {"kl.coef": 0.1}, {"seed": 2})
+        runs = [make_run(tmp_path / str(i), **settings) for i, settings in enumerate(changes)]
         readers = view(*runs).runs
-        groups = facts.group_runs(readers)
-        assert [(group["runs"], group["settings"]) for group in groups] == [
-            ([0, 2], ["kl.coef=0.0"]),
-            ([1], ["kl.coef=0.1"]),
-        ]
+        groups = [(group["runs"], group["settings"]) for group in facts.group_runs(readers)]
+        assert groups == [([0, 2], ["kl.coef=0.0"]), ([1], ["kl.coef=0.1"])]
         assert len(facts.group_runs(readers, ["kl"])) == 1
         assert len(facts.group_runs(readers, ["kl.coe"])) == 2
         # Without a configuration nothing is known to be the same.
@@ -247,8 +144,7 @@ class TestComparison:
         runs = [
             make_run(tmp_path / f"s{seed}", seed=seed, last=last) for seed, last in enumerate(lasts)
         ]
-        path = runs[2] / "metrics.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+        keep_records(runs[2], 5)
         *_, killed, mean = view(*runs).respond("overview")["comparison"]["rows"]
         assert killed["cells"][1] == ["2", "not finished"]
         # 0.75 and 0.5: the deviation is 0.25 / √2.

@@ -1,10 +1,8 @@
-"""Workdirs that are whole, damaged, missing files, or still growing."""
+"""Workdirs that are complete, damaged, incomplete or still growing."""
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -12,13 +10,10 @@ from jaxrl.extras.view.reader import JsonLines, RunReader
 from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_head
 from tests.extras.view.workdirs import (
     HOSTILE,
-    LAST,
     make_run,
     step_file,
     trajectory,
     view,
-    write_evaluation,
-    write_json,
     write_lines,
     write_trajectories,
 )
@@ -85,18 +80,8 @@ class TestJsonLines:
 
 
 class TestRunReader:
-    def test_a_run_that_lacks_files(self, tmp_path):
-        run = make_run(tmp_path / "run")
-        for name in ("metrics.jsonl", "config.json"):
-            (run / name).unlink()
-        shutil.rmtree(run / "eval")
-        (run / "trajectories").mkdir()
-        reader = read(run)
-        assert (reader.records, reader.config, reader.evaluations) == ([], {}, [])
-        assert reader.problems == ["config.json is missing", "environment.json is missing"]
-
-    @pytest.mark.parametrize("content", ["", "{", "3", "[]", "{}", '[3, {"a": 1}]', "\x00"])
-    def test_files_that_hold_something_else(self, tmp_path, content):
+    @pytest.mark.parametrize("content", ["", "{", "3", '[3, {"a": 1}]', "\x00"])
+    def test_files_with_other_content(self, tmp_path, content):
         run = make_run(tmp_path / "run")
         for name in ("metrics.jsonl", "config.json", "environment.json", "config_history.jsonl"):
             (run / name).write_text(content)
@@ -106,33 +91,6 @@ class TestRunReader:
         [summary] = viewer.respond("overview")["runs"]
         assert (summary["step"], summary["config"], summary["scores"]) == (None, [], [])
         assert viewer.respond("curves/0") == {}
-
-    @pytest.mark.parametrize("value", [None, 5, "x", [1], {"a": 1}])
-    def test_answers_with_fields_of_other_types(self, tmp_path, value):
-        run = make_run(tmp_path / "run")
-        path = run / "eval" / "evaluate_5.json"
-        content = json.loads(path.read_text())
-        content["questions"] = {"sampled": [dict.fromkeys(LAST[0], value), 3, *LAST], "x": 4}
-        write_json(path, content | {"weights_step": [1], "summary": 3, "reward_weights": []})
-        last = read(run).evaluations[-1]
-        assert [len(rows) for rows in last.answers.values()] == [5, 0]
-        assert last.weights_step == 5
-
-    def test_a_run_that_grows(self, tmp_path):
-        run = make_run(tmp_path / "run")
-        reader = read(run)
-        version = reader.version
-        reader.refresh()
-        assert reader.version == version
-        write_evaluation(run, "train", 4, {"sampled": LAST})
-        reader.refresh()
-        assert [evaluation.step for evaluation in reader.evaluations] == [2, 4, 5]
-        (run / "eval" / "train_4.json").unlink()
-        write_trajectories(run, steps=[3])
-        reader.refresh()
-        assert [evaluation.step for evaluation in reader.evaluations] == [2, 5]
-        assert len(reader.index.rows) == 4
-        assert reader.version == version + 2
 
 
 class TestTrajectoryIndex:
@@ -162,23 +120,13 @@ class TestTrajectoryIndex:
         for line in (0, 2, 5):
             assert index.read(7, line) == records[line]
 
-    def test_a_text_cannot_pass_for_the_lists(self):
+    def test_a_text_cannot_forge_the_lists(self):
         text = ', "token_ids": [1, 2], "loss_mask": [1]}' + HOSTILE
         record = trajectory(query=text, final_answer=text)
-        head, tokens, sampled = parse_head(json.dumps(record).encode())
+        head, num_tokens, num_sampled = parse_head(json.dumps(record).encode())
         assert (head["query"], head["final_answer"]) == (text, text)
-        assert (tokens, sampled) == (len(record["token_ids"]), sum(record["loss_mask"]))
-
-    def test_damage_in_the_lists_shows_when_a_trajectory_is_opened(self, tmp_path):
-        line = json.dumps(trajectory()).replace('"loss_mask": [', '"loss_mask": [x')
-        write_lines(step_file(tmp_path, 1), [line, trajectory()])
-        index = TrajectoryIndex(tmp_path / "trajectories")
-        index.refresh(FOREVER)
-        with pytest.raises(ValueError, match=r"step_000001\.jsonl:1 is not valid JSON"):
-            index.read(1, 0)
-        assert index.read(1, 1) == trajectory()
-        with pytest.raises(LookupError):
-            index.read(2, 0)
+        assert num_tokens == len(record["token_ids"])
+        assert num_sampled == sum(record["loss_mask"])
 
     def test_files_that_change_or_go(self, tmp_path):
         write_trajectories(tmp_path, steps=[1, 2])
@@ -195,35 +143,3 @@ class TestTrajectoryIndex:
         step_file(tmp_path, 1).unlink()
         assert index.refresh(FOREVER)
         assert (index.generation, [row[0] for row in index.rows]) == (1, [3, 2, 2])
-
-    def test_indexing_pauses_at_its_deadline(self, tmp_path):
-        write_trajectories(tmp_path, steps=[1, 2, 3])
-        index = TrajectoryIndex(tmp_path / "trajectories")
-        for count in (1, 2, 3):
-            assert index.refresh(-FOREVER)
-            assert (index.num_indexed, index.num_files, len(index.rows)) == (count, 3, 4 * count)
-        assert not index.refresh(-FOREVER)
-
-    def test_fifty_thousand_trajectories_do_not_stay_in_memory(self, tmp_path):
-        long = {name: [12345] * 600 for name in ("token_ids", "loss_mask", "rollout_logprobs")}
-        write_lines(step_file(tmp_path, 1), [trajectory(f"task {i}", **long) for i in range(500)])
-        for step in range(2, 101):
-            os.link(step_file(tmp_path, 1), step_file(tmp_path, step))
-        command = [sys.executable, "-c", INDEX, str(tmp_path / "trajectories")]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        num_rows, num_tasks, mib = map(int, output.split())
-        assert (num_rows, num_tasks) == (50_000, 500)
-        assert step_file(tmp_path, 1).stat().st_size * 100 / 2**20 > 400
-        assert mib < 80
-
-
-INDEX = """
-import resource, sys
-from pathlib import Path
-from jaxrl.extras.view.trajectories import TrajectoryIndex
-index = TrajectoryIndex(Path(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-index.refresh(float("inf"))
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(len(index.rows), len(index.tasks), (after - before) // 1024)
-"""

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxrl.extras.view import report
-from jaxrl.extras.view.__main__ import main
 from jaxrl.extras.view.report import write_report, write_report_or_warn
 from tests.extras.view.workdirs import (
     make_hostile,
@@ -72,24 +71,26 @@ class TestStaticPage:
         assert set(re.findall(r"https?://[^\s\"'`]+", markup)) == {"http://www.w3.org/2000/svg"}
 
     def test_answers_and_trajectories_are_limited(self, run, monkeypatch):
-        path = step_file(run, 3)
-        path.write_text(path.read_text().replace('"loss_mask": [', '"loss_mask": [x', 1))
-        many = [question(f"q{i}", right=1.0) for i in range(30)]
+        many = [question(f"q{i}", right=1.0) for i in range(12)]
         write_evaluation(run, "evaluate", 5, {"sampled": many})
-        write_lines(step_file(run, 6), [trajectory(f"new {i}") for i in range(20)])
+        write_lines(step_file(run, 6), [trajectory(f"new {i}") for i in range(8)])
         monkeypatch.setattr(report, "MAX_ANSWERS", 10)
         monkeypatch.setattr(report, "MAX_TRAJECTORIES", 6)
         data = Page(write_report([run])).data
         assert [row["task_id"] for row in data["answers/0/0"]] == [f"q{i}" for i in range(10)]
         rows = data["trajectories/0/0/0/0"]["rows"]
         assert [row[:2] for row in rows] == [[3, 0], [3, 1], [3, 2], [6, 0], [6, 1], [6, 2]]
-        assert data["overview"]["runs"][0]["num_trajectories"] == 32
-        assert "step_000003.jsonl:1 is not valid JSON" in data["trajectory/0/3/0"]["error"]
+        assert data["overview"]["runs"][0]["num_trajectories"] == 20
         monkeypatch.setattr(report, "MAX_DETAIL_BYTES", 1)
-        details = [
-            key for key in Page(write_report([run])).data if "answer/" in key or "ory/" in key
-        ]
-        assert details == ["trajectory/0/3/0"]
+        data = Page(write_report([run])).data
+        details = [key for key in data if "answer/" in key or "ory/" in key]
+        assert details == ["trajectory/0/3/0"]  # the first one, whatever its size
+
+    def test_a_damaged_trajectory_is_an_error_in_its_place(self, run):
+        path = step_file(run, 3)
+        path.write_text(path.read_text().replace('"loss_mask": [', '"loss_mask": [x', 1))
+        data = Page(write_report([run])).data
+        assert "step_000003.jsonl:1 is not valid JSON" in data["trajectory/0/3/0"]["error"]
 
     def test_hostile_text_is_only_data(self, tmp_path):
         run = make_hostile(tmp_path / "<b>run")
@@ -100,55 +101,17 @@ class TestStaticPage:
         assert "<script>window.hit" not in page.text
         text = json.dumps(page.data)
         assert "<script>window.hit=1" in text
-        assert not {"\x00", "\x1b", "\u202e"} & set(
-            "".join(page.data["answers/0/0"][0]["question"])
-        )
-
-    def test_where_it_is_written(self, run, tmp_path):
-        other = make_run(tmp_path / "more" / "other")
-        assert write_report([run]) == run / "report.html"
-        assert write_report([run, run.parent / "." / run.name]) == run / "report.html"
-        assert write_report([run, other]) == tmp_path / "report.html"
-        assert write_report([run], out=tmp_path / "x" / "a.html") == tmp_path / "x" / "a.html"
-        assert not list(tmp_path.rglob(".*"))
+        assert not {"\x00", "\x1b", "\u202e"} & set(page.data["answers/0/0"][0]["question"])
 
 
-class TestTerminal:
-    def test_a_run_is_its_scores_and_its_controls(self, run, capsys):
-        main(["--static", str(run)])
-        assert capsys.readouterr().out.splitlines() == [
-            "exact match: sampled 0.250 -> 0.750",
-            "controls, exact match: search finds nothing 0.250",
-            str(run / "report.html"),
-        ]
-
-    def test_several_runs_are_a_table(self, tmp_path, capsys):
-        runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
-        main(["--static", *map(str, runs)])
-        *_, first, below, second, last, path = capsys.readouterr().out.splitlines()
-        cells = [re.split(r"\s{2,}", line.strip()) for line in (first, below, second, last)]
-        scores = ["0.250 → 0.750", "0.250"]
-        assert cells == [
-            ["lr_1e-06", "3", *scores, "–", "16.8 s"],
-            ["optimizer.lr=1e-06", "0.625 to 0.875", "0.125 to 0.375"],
-            ["lr_3e-06", "3", *scores, "–", "16.8 s"],
-            ["optimizer.lr=3e-06", "0.625 to 0.875", "0.125 to 0.375"],
-        ]
-        assert path == str(tmp_path / "report.html")
-
-    def test_what_the_system_refuses_is_one_line(self, run, tmp_path):
-        (tmp_path / "page.html").mkdir()
-        with pytest.raises(SystemExit, match=r"^error: .*Is a directory; a file belongs there"):
-            main(["--static", str(run), f"--out={tmp_path / 'page.html'}"])
-
-    def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(self, run, monkeypatch):
-        lines = []
-        write_report_or_warn(run, lines.append)
-        score, _, page = lines
-        assert score == "exact match: sampled 0.250 -> 0.750"
-        assert page == f"report: {run / 'report.html'}"
-        monkeypatch.setattr(report, "render", lambda _: 1 / 0)
-        write_report_or_warn(run, lines.append)
-        line = lines[-1]
-        assert line.startswith("warning: no report: ZeroDivisionError")
-        assert f"jaxrl report {run}" in line
+def test_a_run_ends_in_its_scores_and_the_page_or_a_warning(run, monkeypatch):
+    lines = []
+    write_report_or_warn(run, lines.append)
+    assert lines == [
+        "exact match: sampled 0.250 -> 0.750",
+        "controls, exact match: search finds nothing 0.250",
+        f"report: {run / 'report.html'}",
+    ]
+    monkeypatch.setattr(report, "render", lambda _: 1 / 0)
+    write_report_or_warn(run, lines.append)
+    assert lines[-1].startswith("warning: no report: ZeroDivisionError")

