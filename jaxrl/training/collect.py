@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import serialization
-from jaxrl.data.stream import Stream
+from jaxrl.data.stream import FixedTasks, Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import compute_search_metrics
 from jaxrl.objectives.filters import needs_resampling
@@ -149,7 +149,7 @@ class StepSampler:
 
 def collect(
     sampler: StepSampler,
-    stream: Stream[Task],
+    stream: Stream[Task] | FixedTasks[Task],
     method: Method,
     *,
     num_tasks_taken: int = 0,
@@ -163,7 +163,7 @@ def collect(
 
     Args:
         sampler: Sampler of the step.
-        stream: Stream of training tasks.
+        stream: Stream of training tasks, or given tasks.
         method: Training method.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
         buffered_groups: Surplus groups from earlier steps.
@@ -248,7 +248,10 @@ _WARN_EVERY = 10
 
 
 def draw(
-    stream: Stream[Task], num_tasks_taken: int, count: int, skipped: SkipSet | None = None
+    stream: Stream[Task] | FixedTasks[Task],
+    num_tasks_taken: int,
+    count: int,
+    skipped: SkipSet | None = None,
 ) -> tuple[list[Draw], int]:
     """Take the next `count` tasks that are not skipped; also return the new `num_tasks_taken`.
 
