@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import html
 import signal
 import threading
@@ -59,7 +60,14 @@ from jaxrl.training.reference_kl import compute_logprobs
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import ScoreStep
 from jaxrl.training.watch import Rollback, UnsoundError
-from jaxrl.types import Draw, Group, Trajectory, flatten_groups, set_advantages
+from jaxrl.types import (
+    Draw,
+    Group,
+    TokenStep,
+    Trajectory,
+    flatten_groups,
+    set_advantages,
+)
 from jaxrl.utils.secrets import redact_output
 
 __all__ = ["Run", "Scorer", "Trainer", "evaluate", "load_run", "set_advantages", "train"]
@@ -305,7 +313,7 @@ class Trainer:
             Exception: See `train`.
         """
         config, self._workdir = config.copy_and_resolve_references(), Path(workdir)
-        config.stages = ("train",)
+        config.stages = ("train", "evaluate")
         add_code_folders(self._workdir)
         self._config = validation.validate(config)
         self._run_state: RunState | None = None
@@ -408,10 +416,11 @@ class Trainer:
     ) -> Trajectory:
         """Sample one trajectory, with the tools of the environment.
 
-        Repeated calls give other samples; the same calls in another process give the same ones.
+        Repeated calls give other samples; the same calls in another process give the same ones. A
+        query without accepted answers has a reward of 0.
 
         Args:
-            query: Question, or a chat as dicts with `role` and `content`.
+            query: Question, a chat as dicts with `role` and `content`, or a task.
             max_tokens: Maximum number of sampled tokens, at most `rollout.max_response_tokens`,
                 which is the default.
             temperature: Sampling temperature; 0 is greedy. Default: `rollout.temperature`.
@@ -429,9 +438,21 @@ class Trainer:
             seeds=Seeds(seed=settings.seed, stage=GENERATE_STAGE, step=self._num_generated),
         )
         self._num_generated += 1
-        draw = Draw(task=query, stream_index=0, max_response_tokens=max_tokens)
+        # Environments reject a task without answers, so give it one that is never compared.
+        task = query if query.answers else dataclasses.replace(query, answers=("",))
+        draw = Draw(task=task, stream_index=0, max_response_tokens=max_tokens)
         with self._handle_stops():
-            return learner.sample([draw], sampling)[0].trajectories[0]
+            [group] = learner.sample([draw], sampling)
+        trajectory = dataclasses.replace(group.trajectories[0], task=query)
+        if not query.answers:
+            trajectory = dataclasses.replace(
+                trajectory, reward=0.0, reward_parts={}, is_correct=False
+            )
+        return trajectory
+
+    def token_steps(self, trajectory: Trajectory) -> list[TokenStep]:
+        """Return the id, text, log-probability and position of each sampled token."""
+        return trajectory.token_steps(lambda token_id: self.tokenizer.decode([token_id]))
 
     def next_tasks(self, count: int = 0) -> list[Task]:
         """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.

@@ -50,6 +50,7 @@ from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
     cut_minibatches,
+    cut_to_fit,
     make_minibatches,
     select_trained,
     shard_minibatches,
@@ -128,6 +129,8 @@ class Learner:
         # Controllers for this step's loss, and for the next step; None before the first is needed.
         self._controllers: tuple[Controllers, Controllers] | None = None
         self._accumulated: AccumulatedGradients | None = None
+        self._accumulated_groups: list[Group] = []
+        self._accumulated_pieces: list[Piece] = []
 
     @property
     def state(self) -> TrainState:
@@ -324,7 +327,7 @@ class Learner:
         run_state, stage = self.run_state, self.stage
         policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
         method, update = self._select_loss(loss)
-        groups, minibatches, batches = self._prepare_update(groups, method)
+        groups, minibatches = self._prepare_update(groups, method)
         finish_token_log = None
         if self._token_logger:
             assert self._controllers is not None
@@ -338,19 +341,24 @@ class Learner:
         # without a watch.
         lr_scale = None if scale == 1 else scale
         run_state.display.activity(
-            f"update, {len(batches) * stage.settings.num_epochs} mini-batches"
+            f"update, {len(minibatches) * stage.settings.num_epochs} mini-batches"
         )
         for _ in range(stage.settings.num_epochs):
-            for packed, batch in zip(minibatches, batches, strict=True):
-                if packed.num_loss_tokens:  # skip mini-batches that hold only environment errors
-                    # A stop may abort only the first update's compilation, before anything has
-                    # changed. After that the old state is donated.
-                    may_stop = run_state.should_stop if not update_metrics else lambda: False
-                    with interruptible(may_stop):
-                        run_state.state, metrics = update(self.state, batch, packed, lr_scale)
-                    update_metrics.append(metrics)
+            for pieces in minibatches:
+                if not pieces:  # the mini-batch holds only environment errors
+                    continue
+                # A stop may abort only the first update's compilation, before anything has changed.
+                # After that the old state is donated.
+                may_stop = run_state.should_stop if not update_metrics else lambda: False
+                with interruptible(may_stop):
+                    gradients = self._compute_gradients(pieces, update, method)
+                    run_state.state, metrics = update.apply_sums(
+                        self.state, gradients.sums, lr_scale
+                    )
+                update_metrics.append(metrics)
+        packed = [piece.packed for pieces in minibatches for piece in pieces]
         return self._complete_update(
-            groups, minibatches, update_metrics, policy_version, finish_token_log
+            groups, packed, update_metrics, policy_version, finish_token_log
         )
 
     def accumulate_gradients(
@@ -368,16 +376,15 @@ class Learner:
         method, update = self._select_loss(loss)
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
         method = dataclasses.replace(method, optimizer=single)
-        groups, [packed], [batch] = self._prepare_update(groups, method)
-        with interruptible(self.run_state.should_stop):
-            sums = update.gradient(self.state.params, batch, packed)
-        counts = np.array([t.num_sampled for t in select_trained(groups, method).values()], int)
-        accumulated = AccumulatedGradients(
-            sums=sums, counts=counts, groups=groups, minibatches=[packed]
-        )
-        if self._accumulated is not None:
-            accumulated = self._accumulated.combine(accumulated, method.loss.aggregation)
-        self._accumulated = accumulated
+        groups, [pieces] = self._prepare_update(groups, method)
+        if pieces:
+            with interruptible(self.run_state.should_stop):
+                gradients = self._compute_gradients(pieces, update, method)
+            if self._accumulated is not None:
+                gradients = self._accumulated.combine(gradients, method.loss.aggregation)
+            self._accumulated = gradients
+        self._accumulated_groups += groups
+        self._accumulated_pieces += pieces
 
     def apply_gradients(self) -> dict[str, Any]:
         """Take an optimizer step with the accumulated gradient, and return the step's metrics.
@@ -392,9 +399,20 @@ class Learner:
         self.run_state.state, metrics = self.stage.update.apply_sums(
             self.state, accumulated.sums, None if scale == 1 else scale
         )
-        return self._complete_update(
-            accumulated.groups, accumulated.minibatches, [metrics], policy_version
-        )
+        packed = [piece.packed for piece in self._accumulated_pieces]
+        return self._complete_update(self._accumulated_groups, packed, [metrics], policy_version)
+
+    def _compute_gradients(
+        self, pieces: Sequence[Piece], update: UpdateStep, method: Method
+    ) -> AccumulatedGradients:
+        """Compute the gradient of a mini-batch from its pieces."""
+        gradients: AccumulatedGradients | None = None
+        for piece in pieces:
+            sums = update.gradient(self.state.params, piece.batch, piece.packed)
+            part = AccumulatedGradients(sums=sums, counts=piece.counts)
+            gradients = gradients.combine(part, method.loss.aggregation) if gradients else part
+        assert gradients is not None
+        return gradients
 
     def _select_loss(self, loss: Callable[..., Any] | None) -> tuple[Method, UpdateStep]:
         """Return the method with a loss, and its update step; None selects the configured one."""
@@ -412,8 +430,8 @@ class Learner:
 
     def _prepare_update(
         self, groups: Sequence[Group], method: Method
-    ) -> tuple[list[Group], list[PackedBatch], list[Batch]]:
-        """Pack groups into mini-batches, on the host and on the devices."""
+    ) -> tuple[list[Group], list[list[Piece]]]:
+        """Pack groups into mini-batches; a large one has several pieces of the stage's shape."""
         run_state, mesh = self.run_state, self.run_state.components.mesh
         if run_state.is_stage_done:
             raise ValueError(
@@ -422,32 +440,39 @@ class Learner:
         groups = list(groups)
         if not groups:
             raise ValueError("an update needs at least one group; received none.")
+        for trajectory in flatten_groups(groups):
+            if trajectory.is_scored and trajectory.advantage is None:
+                raise ValueError(
+                    f"a trajectory of task {trajectory.task_id!r} has no advantage; call "
+                    "compute_advantages or set_advantages before the update."
+                )
         if self._controllers is None:  # the advantages are the caller's own
             _, groups = self._advance_controllers(groups)
         assert self._controllers is not None
         self._free_sampler()
-        unfit = next(
-            (t for t in flatten_groups(groups) if t.is_scored and t.advantage is None), None
-        )
-        if unfit is not None:
-            raise ValueError(
-                f"a trajectory of task {unfit.task_id!r} has no advantage; call compute_advantages "
-                "or set_advantages before the update."
-            )
-        parts = cut_minibatches(groups, method.optimizer.num_minibatches)
-        shape = self.stage.shape.grow_to(max(len(flatten_groups(part)) for part in parts))
-        minibatches = make_minibatches(
-            groups,
-            shape,
-            method,
-            controllers=self._controllers[0],
-            num_shards=num_batch_shards(mesh),
-        )
-        with interruptible(run_state.should_stop):
-            batches = shard_minibatches(
-                minibatches, mesh, self.score, self.state.params, run_state.ref_params, method
-            )
-        return groups, minibatches, batches
+        single = dataclasses.replace(method.optimizer, num_minibatches=1)
+        minibatches = []
+        for part in cut_minibatches(groups, method.optimizer.num_minibatches):
+            pieces = []
+            for piece_groups in cut_to_fit(part, self.stage.shape.num_sequences):
+                [packed] = make_minibatches(
+                    piece_groups,
+                    self.stage.shape,
+                    dataclasses.replace(method, optimizer=single),
+                    controllers=self._controllers[0],
+                    num_shards=num_batch_shards(mesh),
+                )
+                if not packed.num_loss_tokens:
+                    continue
+                with interruptible(run_state.should_stop):
+                    [batch] = shard_minibatches(
+                        [packed], mesh, self.score, self.state.params, run_state.ref_params, method
+                    )
+                trained = select_trained(piece_groups, method).values()
+                counts = np.array([t.num_sampled for t in trained], int)
+                pieces.append(Piece(packed=packed, batch=batch, counts=counts))
+            minibatches.append(pieces)
+        return groups, minibatches
 
     def _complete_update(
         self,
@@ -486,7 +511,7 @@ class Learner:
         progress.value = None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
         trajectories = flatten_groups(groups)
-        failed = collected and describe_failures(collected.sampled_stats, self.method.group_size)
+        failed = collected and describe_failures(collected.sampled_stats)
         reasons = [
             reason
             for reason in (explain_no_learning(trajectories, update_metrics), failed)
@@ -586,18 +611,25 @@ class Learner:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Part of a mini-batch with the stage's shape, on the host and on the devices."""
+
+    packed: PackedBatch
+    batch: Batch
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient of a step's groups so far, as if they were one mini-batch."""
+    """Gradient of several pieces as if they were one mini-batch."""
 
     sums: GradAccumulator
-    counts: np.ndarray  # int [N], sampled tokens of each trajectory
-    groups: list[Group]
-    minibatches: list[PackedBatch]
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
 
     def combine(
         self, other: AccumulatedGradients, aggregation: Callable[[np.ndarray], Any]
     ) -> AccumulatedGradients:
-        """Add the gradient of further groups, and weigh tokens as `aggregation` does together.
+        """Add the gradient of another piece; weigh tokens as `aggregation` does for both together.
 
         Raises:
             ValueError: A token's weight depends on the other trajectories by more than a factor.
@@ -620,8 +652,6 @@ class AccumulatedGradients:
         return AccumulatedGradients(
             sums=combine_sums(self.sums, other.sums, tuple(factors)),
             counts=counts,
-            groups=[*self.groups, *other.groups],
-            minibatches=[*self.minibatches, *other.minibatches],
         )
 
 

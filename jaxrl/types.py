@@ -316,6 +316,7 @@ class GroupStats:
     num_scored: int
     mean_entropy: float  # nats per token, averaged over trajectories; NaN if there are none
     error: str = ""  # first environment error
+    num_failed: int = 0  # trajectories that ended in an environment error
 
     @classmethod
     def compute(cls, group: Group) -> GroupStats:
@@ -327,6 +328,7 @@ class GroupStats:
             num_scored=len(group.scored_trajectories),
             mean_entropy=float(np.mean(entropies)) if entropies else math.nan,
             error=next((t.error for t in group.trajectories if not t.is_scored), ""),
+            num_failed=len(group.trajectories) - len(group.scored_trajectories),
         )
 
     @property

@@ -102,6 +102,19 @@ def cut_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Seque
     return [groups[size * i : size * (i + 1)] for i in range(num_minibatches)]
 
 
+def cut_to_fit(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
+    """Cut groups into pieces of at most `max_sequences` trajectories; split only larger groups."""
+    pieces: list[list[Group]] = [[]]
+    for group in groups:
+        for start in range(0, len(group.trajectories), max_sequences):
+            part = Group(trajectories=group.trajectories[start : start + max_sequences])
+            size = len(flatten_groups(pieces[-1])) + len(part.trajectories)
+            if pieces[-1] and size > max_sequences:
+                pieces.append([])
+            pieces[-1].append(part)
+    return pieces
+
+
 def select_trained(
     groups: Sequence[Group], method: Method, offset: int = 0
 ) -> dict[int, Trajectory]:

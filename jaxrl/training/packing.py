@@ -113,16 +113,6 @@ class BatchShape:
             max_tokens=row_tokens,
         )
 
-    def grow_to(self, num_sequences: int) -> BatchShape:
-        """Return this shape if it holds `num_sequences`, else one with more micro-batches.
-
-        Their number is doubled, so that few shapes are compiled.
-        """
-        shape = self
-        while shape.num_sequences < num_sequences:
-            shape = dataclasses.replace(shape, num_micro=2 * shape.num_micro)
-        return shape
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttachments:
