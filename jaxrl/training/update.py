@@ -269,7 +269,7 @@ class GradAccumulator:
         return metrics
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, donate_argnums=0)
 def combine_sums(
     first: GradAccumulator, second: GradAccumulator, factors: tuple[jax.Array, jax.Array]
 ) -> GradAccumulator:
