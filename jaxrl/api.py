@@ -15,7 +15,9 @@ The workdir has the same contents as with `jaxrl train`. Calling `train` again r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import html
 import signal
 import threading
@@ -24,19 +26,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from ml_collections import ConfigDict
 
 from jaxrl import launch
 from jaxrl.builders import validation
+from jaxrl.builders.components import FrozenModel, load_frozen_model
+from jaxrl.builders.probe import probe_loss
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.envs.base import Message, Task
 from jaxrl.logs.display import Display
 from jaxrl.logs.results import SUITE_LABELS, Scores, format_scores, read_scores
 from jaxrl.logs.writers import parse_record
+from jaxrl.run import (
+    load_initial_params,
+    load_run_state,
+    open_checkpointer,
+    roll_back,
+    write_report,
+)
+from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_value
+from jaxrl.runtime.job import find_job
+from jaxrl.runtime.peers import MonitorClient, check_coordinator, join_job
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
+from jaxrl.train import Learner
+from jaxrl.training.collect import FATAL_ERRORS
+from jaxrl.training.reference_kl import compute_logprobs
+from jaxrl.training.run_state import RunState
+from jaxrl.training.update import ScoreStep
+from jaxrl.training.watch import Rollback, UnsoundError
+from jaxrl.types import (
+    Draw,
+    Group,
+    TokenStep,
+    Trajectory,
+    flatten_groups,
+    set_advantages,
+)
 from jaxrl.utils.secrets import redact_output
+
+__all__ = ["Run", "Scorer", "Trainer", "evaluate", "load_run", "set_advantages", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -237,6 +271,433 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     if is_interrupted:
         raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
     return load_run(workdir)
+
+
+class Trainer:
+    """RL training in single calls: sample, compute advantages, update, evaluate, save.
+
+    A step consists of `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`;
+    `step` makes these calls, as `train` does. Steps, records and checkpoints are those of `train`,
+    which can resume here and the reverse. In a job of several processes, each process makes the
+    same calls.
+
+    Use it in a `with` block, or call `close`: both save what the newest checkpoint lacks.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: str | Path,
+        *,
+        accept_changes: bool = False,
+        ignore_memory_plan: bool = False,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+        cluster: str | None = None,
+    ):
+        """Build the run; restore its newest checkpoint, or evaluate the initial policy.
+
+        Args:
+            config: Configuration of the run. It is copied, and `stages` is ignored: only the train
+                stage runs here. For a warm start, call `train` with `stages=("sft",)` first.
+            workdir: Folder of the run; created if missing.
+            accept_changes: See `train`.
+            ignore_memory_plan: See `train`.
+            coordinator: Address of process 0 as host:port, in a job of several processes.
+            num_processes: Number of processes in the job.
+            process_id: Index of this process, from 0.
+            cluster: Cluster that sets the last three: `slurm` or `tpu`.
+
+        Raises:
+            Exception: See `train`.
+        """
+        config, self._workdir = config.copy_and_resolve_references(), Path(workdir)
+        config.stages = ("train", "evaluate")
+        add_code_folders(self._workdir)
+        self._config = validation.validate(config)
+        self._run_state: RunState | None = None
+        self._learner: Learner | None = None
+        self._num_generated = 0
+        self._should_stop: Callable[[], bool] = lambda: False
+        with contextlib.ExitStack() as stack:
+            self._peers = _join_job(stack, coordinator, num_processes, process_id, cluster)
+            display = Display(is_enabled=distributed.is_main())
+            stack.callback(display.stop)
+            with redact_output(), filter_orbax_logs():
+                self._prepared = launch.prepare_run(
+                    self._config,
+                    self._workdir,
+                    display,
+                    stack,
+                    accept_changes=accept_changes,
+                    ignore_memory_plan=ignore_memory_plan,
+                )
+            checkpointer = open_checkpointer(self._prepared.settings, self._workdir, display)
+            self._checkpointer = stack.enter_context(contextlib.closing(checkpointer))
+            with self._handle_stops():
+                self._restore(self._prepared.record_start)
+            self._resources = stack.pop_all()
+        atexit.register(self.close)
+
+    def _restore(self, record_start: Callable[[], None] | None) -> None:
+        """Restore the newest checkpoint, or start the stage."""
+        prepared = self._prepared
+        run_state = self._run_state = load_run_state(
+            prepared.settings,
+            prepared.workdir,
+            components=prepared.components,
+            checkpointer=self._checkpointer,
+            display=prepared.display,
+            should_stop=lambda: self._should_stop(),
+            contents=prepared.contents,
+            record_start=record_start,
+        )
+        params = load_initial_params(run_state)
+        run_state.begin_stage("train")
+        self._learner = Learner(run_state, params)
+        self._learner.start()
+
+    @contextlib.contextmanager
+    def _handle_stops(self) -> Iterator[None]:
+        """Save the completed steps if the block is interrupted or an error ends the run."""
+        with redact_output(), filter_orbax_logs(), _stop_on_interrupt() as should_stop:
+            peers = self._peers
+            self._should_stop = peers.extend_to_job(should_stop) if peers else should_stop
+            is_interrupted = False
+            try:
+                yield
+                is_interrupted = self._should_stop()
+            except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
+                if self._run_state is not None:
+                    self._run_state.save_progress()
+                if not isinstance(error, Interrupted):
+                    raise
+                is_interrupted = True
+            finally:
+                self._should_stop = lambda: False
+        # Raised here because a notebook keeps an error's frames alive, and so the weights.
+        if is_interrupted:
+            raise KeyboardInterrupt(f"the steps done are saved in {self._workdir}")
+
+    @property
+    def _open_learner(self) -> Learner:
+        if self._learner is None:
+            raise ValueError("the trainer is closed; create another one for the same workdir.")
+        return self._learner
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Training tasks."""
+        return self._prepared.components.tasks
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the policy."""
+        return self._prepared.components.tokenizer
+
+    @property
+    def num_steps_done(self) -> int:
+        """Number of completed steps of the train stage."""
+        return self._open_learner.run_state.progress.stage_step
+
+    @property
+    def is_done(self) -> bool:
+        """True after `num_steps` steps, or if evaluations no longer improve (`eval.patience`)."""
+        return self._open_learner.is_done
+
+    def generate(
+        self,
+        query: str | Sequence[Message] | Task,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> Trajectory:
+        """Sample one trajectory, with the tools of the environment.
+
+        Repeated calls give other samples; the same calls in another process give the same ones. A
+        query without accepted answers has a reward of 0.
+
+        Args:
+            query: Question, a chat as dicts with `role` and `content`, or a task.
+            max_tokens: Maximum number of sampled tokens, at most `rollout.max_response_tokens`,
+                which is the default.
+            temperature: Sampling temperature; 0 is greedy. Default: `rollout.temperature`.
+            top_p: Nucleus sampling probability. Default: `rollout.top_p`.
+        """
+        learner, settings = self._open_learner, self._prepared.settings
+        if isinstance(query, str):
+            query = Task(id="generate", question=query)
+        elif not isinstance(query, Task):
+            query = Task(id="generate", messages=tuple(query))
+        sampling = SamplingConfig(
+            group_size=1,
+            temperature=learner.method.temperature if temperature is None else temperature,
+            top_p=learner.method.top_p if top_p is None else top_p,
+            seeds=Seeds(seed=settings.seed, stage=GENERATE_STAGE, step=self._num_generated),
+        )
+        self._num_generated += 1
+        # Environments reject a task without answers, so give it one that is never compared.
+        task = query if query.answers else dataclasses.replace(query, answers=("",))
+        draw = Draw(task=task, stream_index=0, max_response_tokens=max_tokens)
+        with self._handle_stops():
+            [group] = learner.sample([draw], sampling)
+        trajectory = dataclasses.replace(group.trajectories[0], task=query)
+        if not query.answers:
+            trajectory = dataclasses.replace(
+                trajectory, reward=0.0, reward_parts={}, is_correct=False
+            )
+        return trajectory
+
+    def token_steps(self, trajectory: Trajectory) -> list[TokenStep]:
+        """Return the id, text, log-probability and position of each sampled token."""
+        return trajectory.token_steps(lambda token_id: self.tokenizer.decode([token_id]))
+
+    def next_tasks(self, count: int = 0) -> list[Task]:
+        """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
+
+        They stay the next ones until `rollout` or `collect` is called. `rollout` then gives them
+        the samples that they have in `train`.
+        """
+        return self._open_learner.next_tasks(count)
+
+    def rollout(self, tasks: Sequence[Task], group_size: int = 0) -> list[Group]:
+        """Sample and score a group of trajectories for each task.
+
+        Rewards include `shaping`; no group is filtered out. A trajectory whose environment failed
+        has the outcome `environment_error`, and counts in no statistic and no loss.
+
+        Args:
+            tasks: Tasks of any source. A task may occur several times.
+            group_size: Trajectories per task; 0 for `rollout.group_size`.
+        """
+        with self._handle_stops():
+            return self._open_learner.rollout(tasks, group_size)
+
+    def collect(self) -> list[Group]:
+        """Sample the groups of a step as `train` does: next tasks, filter, resampling, prefetch."""
+        with self._handle_stops():
+            return self._open_learner.collect()
+
+    def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with the advantages of the configured estimator.
+
+        Also measures the divergence from the reference and adjusts rewards, if the method does.
+        To set other advantages, call `set_advantages` instead, or on the result.
+        """
+        with self._handle_stops():
+            return self._open_learner.compute_advantages(groups)
+
+    def compute_logprobs(
+        self, groups: Sequence[Group], *, use_reference: bool = False
+    ) -> list[np.ndarray]:
+        """Return log-probabilities in nats, float32 `[L]` for each trajectory in order.
+
+        Tokens that were not sampled get 0. Logits are divided by `rollout.temperature`.
+
+        Args:
+            groups: Groups to score.
+            use_reference: True for the reference of the KL term, False for the current policy.
+
+        Raises:
+            ValueError: The method has no reference.
+        """
+        with self._handle_stops():
+            return self._open_learner.compute_logprobs(groups, use_reference=use_reference)
+
+    def load_scorer(self, folder: str | Path) -> Scorer:
+        """Load another model with the same tokenizer, such as a larger teacher.
+
+        Args:
+            folder: Model folder in Hugging Face format.
+
+        Raises:
+            ValueError: The model has another tokenizer.
+        """
+        with self._handle_stops():
+            learner = self._open_learner
+            return Scorer(load_frozen_model(self._config, str(folder), self.tokenizer), learner)
+
+    def update(
+        self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
+    ) -> dict[str, Any]:
+        """Update the policy, load its weights into the sampler, and return the step's metrics.
+
+        Args:
+            groups: Groups with advantages, of any number and size.
+            loss: Policy loss for this call, with the interface of `loss.name` (docs/extending.md);
+                None for the configured one. Pass the same function each time: it is compiled once.
+
+        Returns:
+            The metrics of docs/metrics.md, and the most important ones also as `loss`, `kl`,
+            `reward`, `entropy` and `grad_norm` where the method has them.
+
+        Raises:
+            ValueError: A trajectory has no advantage, or `num_steps` steps are done.
+        """
+        if loss is not None:
+            probe_loss(loss)
+        with self._handle_stops():
+            return _add_short_names(self._open_learner.update(groups, loss))
+
+    def accumulate_gradients(
+        self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
+    ) -> None:
+        """Add the gradient of groups to that of earlier calls, for `apply_gradients`.
+
+        The result is the gradient that all groups have as one mini-batch. For arguments, see
+        `update`.
+        """
+        if loss is not None:
+            probe_loss(loss)
+        with self._handle_stops():
+            self._open_learner.accumulate_gradients(groups, loss)
+
+    def apply_gradients(self) -> dict[str, Any]:
+        """Take one optimizer step with the accumulated gradient; return metrics as `update` does.
+
+        Raises:
+            ValueError: There is no accumulated gradient.
+        """
+        with self._handle_stops():
+            return _add_short_names(self._open_learner.apply_gradients())
+
+    def finish_step(self) -> dict[str, Any]:
+        """Write the record of the last update, after an evaluation if one is due; return it.
+
+        Saves a checkpoint every `checkpoint.every_steps` steps.
+        """
+        with self._handle_stops():
+            return _add_short_names(self._finish(self._open_learner.finish_step))
+
+    def step(self, tasks: Sequence[Task] | None = None) -> dict[str, Any]:
+        """Make a complete step and return its record.
+
+        Args:
+            tasks: Tasks to train on; None for the next ones of the stream, as in `train`.
+        """
+        learner = self._open_learner
+        with self._handle_stops():
+            learner.run_state.check_budget()
+            groups = learner.collect() if tasks is None else learner.rollout(tasks)
+            learner.update(learner.compute_advantages(groups))
+            return _add_short_names(self._finish(learner.finish_step))
+
+    def _finish(self, finish_step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Finish a step; on a rollback, return to the earlier checkpoint (`watch.action`)."""
+        assert self._run_state is not None
+        record = dict(self._run_state.progress.record or {})
+        try:
+            return finish_step()
+        except Rollback as decision:
+            roll_back(self._run_state, decision)
+            self._run_state.metrics_log.close()
+            self._learner = None
+            self._restore(None)
+            return record
+
+    def evaluate(self, suites: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluate the current policy on the held-out tasks and return the metrics.
+
+        Also writes `eval/train_<step>.json` and `.txt`.
+
+        Args:
+            suites: Suites to run; empty for `eval.suites`.
+        """
+        learner = self._open_learner
+        with self._handle_stops():
+            return learner.evaluate(suites or self._prepared.settings.evaluation.suites)
+
+    def save(self) -> None:
+        """Save a checkpoint of the completed steps, and wait until it is on disk."""
+        with self._handle_stops():
+            self._open_learner.run_state.save_progress()
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the policy in Hugging Face format to `<folder>/export` and return that path.
+
+        An adapter is also written in PEFT's format, to `<folder>/adapter`.
+        """
+        learner = self._open_learner
+        with self._handle_stops():
+            self._prepared.components.export(learner.state.params, Path(folder))
+        return Path(folder) / "export"
+
+    def close(self) -> None:
+        """Save unsaved steps, write the report, and free the devices and the workdir's lock."""
+        atexit.unregister(self.close)
+        if self._learner is None:
+            return
+        run_state, self._learner = self._open_learner.run_state, None
+        with self._resources, contextlib.closing(run_state.metrics_log):
+            if run_state.metrics_log.num_records:
+                run_state.save_progress()
+                write_report(run_state, self._prepared.display.log)
+            run_state.components.engine.release()
+            run_state.state = run_state.ref_params = None
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A frozen model that scores trajectories; made by `Trainer.load_scorer`."""
+
+    _model: FrozenModel
+    _learner: Learner
+
+    def compute_logprobs(self, groups: Sequence[Group]) -> list[np.ndarray]:
+        """Return log-probabilities of the sampled tokens; see `Trainer.compute_logprobs`."""
+        score = ScoreStep(self._model.model, temperature=self._learner.method.temperature)
+        trajectories, shape = flatten_groups(groups), self._learner.stage.shape
+        return compute_logprobs(score, self._model.params, trajectories, shape)
+
+
+GENERATE_STAGE = 2**30
+"""Stage in the sampling seeds of `Trainer.generate`, which no stage of a run has."""
+
+SHORT_NAMES = {
+    "loss": ("actor/pg_loss",),
+    "kl": ("actor/kl_measured", "actor/kl_loss", "actor/ppo_kl"),
+    "reward": ("critic/rewards/mean",),
+    "entropy": ("actor/entropy",),
+    "grad_norm": ("actor/grad_norm",),
+}
+"""Short names of metrics in results of `Trainer`: the first that is present."""
+
+
+def _add_short_names(metrics: dict[str, Any]) -> dict[str, Any]:
+    short = {
+        name: next((metrics[full] for full in names if full in metrics), None)
+        for name, names in SHORT_NAMES.items()
+    }
+    return {name: value for name, value in short.items() if value is not None} | metrics
+
+
+def _join_job(
+    stack: contextlib.ExitStack,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    cluster: str | None,
+) -> MonitorClient | None:
+    """Join the job of several processes, until the stack is closed; None for one process."""
+    job = find_job(
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        cluster=cluster,
+    )
+    if job is None:
+        return None
+    check_coordinator(job)
+    peers = join_job(job, deadline_s=launch.PEER_DEADLINE_S)
+    return stack.enter_context(peers) if peers else None
 
 
 @contextlib.contextmanager

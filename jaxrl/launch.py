@@ -26,13 +26,14 @@ if __name__ == "__main__":
     dump_stacks_on_signal()
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,9 +56,14 @@ from jaxrl.utils.files import (
 from jaxrl.utils.secrets import redact, redact_output
 
 if TYPE_CHECKING:
+    from jaxrl.builders.components import RunComponents
     from jaxrl.logs.display import Display
     from jaxrl.runtime.job import Job
     from jaxrl.runtime.resume import Change, RunRecord
+    from jaxrl.training.settings import Settings
+
+PEER_DEADLINE_S = 120.0
+"""Default seconds after which a silent process of a job counts as lost."""
 
 _CONFIG = flags.DEFINE_string("config", None, "Configuration: FILE.py or FILE.py:ARGUMENT.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; created if missing.")
@@ -93,7 +99,10 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes in the job.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
 _PEER_DEADLINE_S = flags.DEFINE_float(
-    "peer_deadline_s", 120.0, "Seconds after which a silent process counts as lost.", lower_bound=5
+    "peer_deadline_s",
+    PEER_DEADLINE_S,
+    "Seconds after which a silent process counts as lost.",
+    lower_bound=5,
 )
 
 INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.Error)
@@ -250,6 +259,36 @@ def _run(
             raise
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that is checked and built; for the fields, see `run.run`.
+
+    `step` is the checkpoint to evaluate and export instead of running the stages.
+    """
+
+    settings: Settings
+    workdir: Path
+    components: RunComponents
+    display: Display
+    contents: Mapping[str, str]
+    record_start: Callable[[], None]
+    step: int | None = None
+
+    def __call__(self, should_stop: Callable[[], bool]) -> None:
+        """Run the stages until they end or `should_stop` returns True; see `run.run` for errors."""
+        from jaxrl.run import evaluate_step, run
+
+        arguments = (self.settings, self.workdir, self.components, self.display, should_stop)
+        try:
+            if self.step is None:
+                run(*arguments, self.contents, self.record_start)
+            else:
+                evaluate_step(*arguments, self.contents, self.step)
+        except Exception:
+            check_not_moved(self.workdir)  # a moved workdir explains any other error
+            raise
+
+
 def prepare_run(
     config: ConfigDict,
     workdir: Path,
@@ -259,7 +298,7 @@ def prepare_run(
     accept_changes: bool = False,
     ignore_memory_plan: bool = False,
     step: int | None = None,
-) -> Callable[[Callable[[], bool]], None]:
+) -> PreparedRun:
     """Check a run against its workdir, files and code, and build its components.
 
     Args:
@@ -271,10 +310,6 @@ def prepare_run(
         ignore_memory_plan: True to start even if the plan needs more memory than a device has.
         step: Step of the checkpoint to evaluate and export, instead of running the stages.
 
-    Returns:
-        Function that runs the stages. Its argument is a function that returns True once the run
-        must save and exit. For its errors, see `run.run`.
-
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, the workdir or
             a file is invalid. The message says how to fix it.
@@ -284,7 +319,6 @@ def prepare_run(
     from jaxrl.builders.components import build, build_run_settings
     from jaxrl.builders.fingerprints import check_processes_agree, compute_fingerprints
     from jaxrl.logs.trackers import check_trackers
-    from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import trim_memory_after_compiling
@@ -324,18 +358,15 @@ def prepare_run(
         if distributed.is_main():
             resume.record_start(workdir, begun, changes, config, contents)
 
-    def run_stages(should_stop: Callable[[], bool]) -> None:
-        run_args = (build_run_settings(config), workdir, components, display, should_stop, contents)
-        try:
-            if step is None:
-                run(*run_args, record_start)
-            else:
-                evaluate_step(*run_args, step)
-        except Exception:
-            check_not_moved(workdir)  # a moved workdir explains any other error
-            raise
-
-    return run_stages
+    return PreparedRun(
+        settings=build_run_settings(config),
+        workdir=workdir,
+        components=components,
+        display=display,
+        contents=contents,
+        record_start=record_start,
+        step=step,
+    )
 
 
 def _exit_with_code(error: Exception, code: int) -> NoReturn:

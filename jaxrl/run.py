@@ -82,12 +82,7 @@ def run(
         UnreadableError: An image in a demonstration or checkpoint cannot be read.
         CheckpointError: The checkpoint to resume cannot be read.
     """
-    checkpointer = Checkpointer(
-        workdir / "checkpoints",
-        keep=settings.checkpoint.keep,
-        keep_best=settings.checkpoint.keep_best,
-        log=display.log,
-    )
+    checkpointer = open_checkpointer(settings, workdir, display)
     # Each rollback ends `run_stages` and resumes with a new run state.
     with contextlib.closing(checkpointer):
         is_done = is_recorded = False
@@ -111,6 +106,16 @@ def run(
         lr = components.method.optimizer.lr
         display.log(describe_no_learning(progress.stage_step, lr))
     write_report(run_state, display.log)
+
+
+def open_checkpointer(settings: Settings, workdir: Path, display: Display) -> Checkpointer:
+    """Open the checkpoints of a run."""
+    return Checkpointer(
+        workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        keep_best=settings.checkpoint.keep_best,
+        log=display.log,
+    )
 
 
 def describe_unsaved_work(run_state: RunState) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.data.stream import Stream
+from jaxrl.data.stream import FixedTasks, Stream
 from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import compute_rollout_metrics, count_unscored_suites, to_json_number
 from jaxrl.logs.steps import (
@@ -45,16 +45,22 @@ from jaxrl.training.collect import (
 from jaxrl.training.controllers import Controllers, update_controllers, update_stage_gate
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import explain_no_learning, has_learned
-from jaxrl.training.method import needs_divergences
+from jaxrl.training.interfaces import FinishTokenLog
+from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
+    cut_minibatches,
+    cut_to_fit,
     make_minibatches,
+    select_trained,
     shard_minibatches,
 )
-from jaxrl.training.reference_kl import make_kl_fn
+from jaxrl.training.packing import PackedBatch
+from jaxrl.training.policy_loss import make_update_step
+from jaxrl.training.reference_kl import compute_logprobs, make_kl_fn
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.settings import STAGES, Settings
-from jaxrl.training.update import ScoreStep
+from jaxrl.training.update import GradAccumulator, ScoreStep, UpdateStep, combine_sums
 from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import (
     ACTIONS,
@@ -64,126 +70,448 @@ from jaxrl.training.watch import (
     resolve_action,
     rollback_target,
 )
-from jaxrl.types import Draw, Group, Params, TrainState, Trajectory, flatten_groups
+from jaxrl.types import Batch, Draw, Group, Params, TrainState, Trajectory, flatten_groups
+from jaxrl.utils.callables import NamedFunction
 
 
 def train(run_state: RunState, params: Params) -> Params:
     """Run the RL stage and return the trained parameters."""
-    components, progress = run_state.components, run_state.progress
-    stage, method = components.stages["train"], components.method
-    patience = run_state.settings.evaluation.patience
     if not run_state.begin_stage("train"):
-        run_state.report_extra_steps(stage.num_steps)
+        run_state.report_extra_steps(run_state.components.num_steps["train"])
         return params
-    # Restore the reference and the training state, or create them.
-    is_resumed = progress.stage_step > 0
-    ref_params = run_state.ref_params = run_state.init_or_restore_reference(params)
-    state = run_state.state = run_state.init_or_restore_state(params)
-    score = ScoreStep(components.model, temperature=method.temperature)
-    estimator = AdvantageEstimator(method.advantage, method.seed)
-    stream = Stream(components.tasks, seed=run_state.settings.seed)
-    num_shards = num_batch_shards(components.mesh)
-    kl_fn = make_kl_fn(score, components.mesh, stage.shape, method)
-
-    def add_divergences(groups: Sequence[Group]) -> list[Group]:
-        """Add each trajectory's divergence from the reference, if the method uses it."""
-        if not needs_divergences(method.kl):
-            return list(groups)
-        assert run_state.state is not None
-        assert ref_params is not None
-        components.engine.clear()  # scoring needs the cache's memory for activations
-        return kl_fn(groups, run_state.state.params, ref_params)
-
-    # Prepare the sampler. Per-token notes (log.tokens) are optional.
-    token_logger = run_state.make_token_logger and run_state.make_token_logger(
-        score, stage.shape, method
-    )
-    collector = Collector(run_state=run_state, stream=stream, add_divergences=add_divergences)
-    run_state.compile_sampler()
-    # A signal may abort a compilation here: no state changes before a step's first update.
-    with interruptible(run_state.should_stop):
-        components.engine.set_weights(components.model.merge(state.params))
-    # Evaluate first, or finish the step that the checkpoint left unfinished.
-    if not is_resumed:
-        prepare_training(run_state)
-    elif count := len(progress.in_flight_tasks):
-        run_state.display.log(
-            f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; their "
-            "episodes start over"
-        )
-    run_state.display.start("train", progress.stage_step, stage.num_steps)
-    if progress.record is not None:
-        finish_step(run_state)  # the run was stopped during this step's evaluation
-
-    while progress.stage_step < stage.num_steps and not progress.is_out_of_patience(patience):
+    learner = Learner(run_state, params)
+    learner.start()
+    while not learner.is_done:
         run_state.check_budget()
-        clock, policy_version = StepTimer(), int(state.num_updates)
-        # Sample tasks, roll them out, shape rewards (training/rewards.py) and drop groups without
-        # a learning signal (objectives/filters.py, selected by filter.name).
-        with clock.sampling():
-            collected = collector.get_groups(policy_version)
-        # Measure the divergence from the reference, advance the controllers, adjust rewards.
+        learner.step()
+    return learner.end()
+
+
+class Learner:
+    """The pieces of an RL step, which `train` runs in order and `api.Trainer` offers one by one.
+
+    A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Progress
+    changes in `update` only, so a run that stops before it repeats the step. Each process of a job
+    calls the same methods with the same arguments.
+    """
+
+    def __init__(self, run_state: RunState, params: Params):
+        """Create the training state at the start of the stage, or else restore it.
+
+        `params` are the policy's parameters, which the state takes over.
+        """
+        self.run_state = run_state
+        components, self.method = run_state.components, run_state.components.method
+        self.stage = stage = components.stages["train"]
+        self._is_resumed = run_state.progress.stage_step > 0
+        run_state.ref_params = run_state.init_or_restore_reference(params)
+        run_state.state = run_state.init_or_restore_state(params)
+        self.score = ScoreStep(components.model, temperature=self.method.temperature)
+        self._kl_fn = make_kl_fn(self.score, components.mesh, stage.shape, self.method)
+        self._estimator = AdvantageEstimator(self.method.advantage, self.method.seed)
+        self.stream = Stream(components.tasks, seed=run_state.settings.seed)
+        self._collector = Collector(
+            run_state=run_state, stream=self.stream, add_divergences=self.add_divergences
+        )
+        # Per-token notes (log.tokens) are optional.
+        self._token_logger = run_state.make_token_logger and run_state.make_token_logger(
+            self.score, stage.shape, self.method
+        )
+        self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
+        self._has_weights = False  # True if the sampler holds the current weights
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Forget what the last step collected."""
+        self._clock = StepTimer()
+        self._collected: CollectedGroups | None = None
+        self._is_streamed = False  # True if `collect` took the tasks
+        # Controllers for this step's loss, and for the next step; None before the first is needed.
+        self._controllers: tuple[Controllers, Controllers] | None = None
+        self._accumulated: AccumulatedGradients | None = None
+        self._accumulated_groups: list[Group] = []
+        self._accumulated_pieces: list[Piece] = []
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters and optimizer state after the latest update."""
+        assert self.run_state.state is not None
+        return self.run_state.state
+
+    @property
+    def is_done(self) -> bool:
+        """True after `num_steps` steps, or if evaluations no longer improve (`eval.patience`)."""
+        progress = self.run_state.progress
+        is_early = progress.is_out_of_patience(self.run_state.settings.evaluation.patience)
+        return progress.stage_step >= self.stage.num_steps or is_early
+
+    def start(self) -> None:
+        """Load the sampler's weights; evaluate first, or finish the step of the checkpoint."""
+        run_state = self.run_state
+        run_state.compile_sampler()
+        # A signal may abort a compilation here: no state changes before a step's first update.
         with interruptible(run_state.should_stop):
-            groups = add_divergences(collected.groups)
-        next_controllers, groups = update_controllers(
-            progress.controllers, groups, collected.sampled_stats, method, components.is_trigger
+            self._load_weights()
+        if not self._is_resumed:
+            prepare_training(run_state)
+        elif count := len(run_state.progress.in_flight_tasks):
+            run_state.display.log(
+                f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; "
+                "their episodes start over"
+            )
+        run_state.display.start("train", run_state.progress.stage_step, self.stage.num_steps)
+        if run_state.progress.record is not None:
+            self.finish_step()  # the run was stopped during this step's evaluation
+        self._begin_step()
+
+    def _load_weights(self) -> None:
+        """Load the current weights into the sampler, unless it holds them."""
+        components = self.run_state.components
+        if not self._has_weights:
+            components.engine.set_weights(components.model.merge(self.state.params))
+        self._has_weights = True
+
+    def _free_sampler(self) -> None:
+        """Free the sampler's memory for the update, unless it samples meanwhile."""
+        if not self._collector.should_prefetch:
+            self.run_state.components.engine.release()
+            self._has_weights = False
+
+    def step(self) -> dict[str, Any]:
+        """Run a step on the next tasks of the stream, and return its record."""
+        groups = self.collect()
+        groups = self.compute_advantages(groups)
+        self.update(groups)
+        return self.finish_step()
+
+    def collect(self) -> list[Group]:
+        """Sample the step's groups from the next tasks, and return those that pass the filter.
+
+        Rewards are shaped (training/rewards.py), and groups without a learning signal are dropped
+        (objectives/filters.py, selected by filter.name).
+        """
+        if self.run_state.progress.prefetched is None:
+            self._load_weights()
+        with self._clock.sampling():
+            collected = self._collector.get_groups(int(self.state.num_updates))
+        self._collected, self._controllers, self._is_streamed = collected, None, True
+        self._free_sampler()
+        return collected.groups
+
+    def next_tasks(self, count: int = 0) -> list[Task]:
+        """Return the next `count` tasks of the stream, by default a step's; `rollout` takes them.
+
+        Sampling them with `rollout` gives the groups of `collect`, before its filter.
+        """
+        return self.stream.take(self._num_tasks_taken, count or self.method.tasks_per_step)
+
+    @property
+    def _num_tasks_taken(self) -> int:
+        collected = self._collected
+        return (
+            self.run_state.progress.items_taken if collected is None else collected.num_tasks_taken
+        )
+
+    def rollout(self, tasks: Sequence[Task], group_size: int = 0) -> list[Group]:
+        """Sample and score a group for each task, with shaped rewards and without a filter.
+
+        Args:
+            tasks: Tasks of any source. A task may occur several times.
+            group_size: Trajectories per task; 0 for `rollout.group_size`.
+        """
+        self._load_weights()
+        progress, before = self.run_state.progress, self._collected
+        with self._clock.sampling():
+            sampled = self._collector.sample(
+                tasks,
+                first=self._num_tasks_taken,
+                group_size=group_size or self.method.group_size,
+                policy_version=int(self.state.num_updates),
+            )
+        # A step may have several rollouts. Their metrics are those of the last one.
+        self._collected = dataclasses.replace(
+            sampled,
+            buffered_groups=before.buffered_groups if before else progress.buffered_groups,
+            in_flight_tasks=before.in_flight_tasks if before else progress.in_flight_tasks,
+            sampled_stats=[*(before.sampled_stats if before else ()), *sampled.sampled_stats],
+            ledger=(before.ledger if before else UsageStats()) + sampled.ledger,
+        )
+        return sampled.groups
+
+    def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
+        """Sample groups outside of a step, with the current weights; count nothing."""
+        self._load_weights()
+        run_state = self.run_state
+        groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
+        return [group for group in groups if group is not None]
+
+    def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
+        """Evaluate the current weights on the held-out tasks, and return the metrics."""
+        self._load_weights()
+        return self.run_state.evaluate(suites)
+
+    def compute_logprobs(
+        self, groups: Sequence[Group], *, use_reference: bool = False
+    ) -> list[np.ndarray]:
+        """Return the log-probability of each sampled token, float32 `[L]` per trajectory, in nats.
+
+        Tokens that were not sampled get 0. Logits are divided by `rollout.temperature`.
+
+        Args:
+            groups: Groups to score, in `flatten_groups` order.
+            use_reference: True for the reference of the KL term, False for the current policy.
+
+        Raises:
+            ValueError: The method has no reference.
+        """
+        params = self.run_state.ref_params if use_reference else self.state.params
+        if params is None:
+            raise ValueError(
+                "there is no reference policy, because config.kl.coef is 0 or config.kl.anchor is "
+                "'old'; set config.kl.coef above 0 and config.kl.anchor to 'ref'."
+            )
+        self._free_sampler()
+        return compute_logprobs(self.score, params, flatten_groups(groups), self.stage.shape)
+
+    def add_divergences(self, groups: Sequence[Group]) -> list[Group]:
+        """Add each trajectory's divergence from the reference, if the method uses it."""
+        if not needs_divergences(self.method.kl):
+            return list(groups)
+        assert self.run_state.ref_params is not None
+        self.run_state.components.engine.clear()  # scoring needs its memory for activations
+        return self._kl_fn(groups, self.state.params, self.run_state.ref_params)
+
+    def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        """Advance the controllers, adjust rewards, and estimate advantages.
+
+        Advantages belong to a trajectory or a turn (objectives/advantages.py, selected by
+        advantage.name).
+        """
+        progress = self.run_state.progress
+        controllers, groups = self._advance_controllers(groups)
+        groups = rewards.apply_kl_penalty(groups, controllers, self.method)
+        groups = rewards.add_entropy_reward(groups, controllers, self.method.shaping)
+        return self._estimator(groups, progress.step, progress.stage_step)
+
+    def _advance_controllers(self, groups: Sequence[Group]) -> tuple[Controllers, list[Group]]:
+        """Measure divergences, advance the controllers, and return those that the step uses."""
+        progress, collected = self.run_state.progress, self._collected
+        with interruptible(self.run_state.should_stop):
+            groups = self.add_divergences(groups)
+        advanced, groups = update_controllers(
+            progress.controllers,
+            groups,
+            collected.sampled_stats if collected else (),
+            self.method,
+            self.run_state.components.is_trigger,
         )
         # The KL state lags one step: otherwise a step's divergence would set its own penalty.
-        controllers = dataclasses.replace(next_controllers, kl=progress.controllers.kl)
-        groups = rewards.apply_kl_penalty(groups, controllers, method)
-        groups = rewards.add_entropy_reward(groups, controllers, method.shaping)
-        # Estimate an advantage for each trajectory or turn (objectives/advantages.py, selected by
-        # advantage.name), then pack mini-batches with token weights and old and reference
-        # log-probabilities.
-        groups = estimator(groups, progress.step, progress.stage_step)
-        minibatches = make_minibatches(
-            groups, stage.shape, method, controllers=controllers, num_shards=num_shards
-        )
-        with interruptible(run_state.should_stop):
-            batches = shard_minibatches(
-                minibatches, components.mesh, score, state.params, ref_params, method
-            )
-            finish_token_log = (
-                token_logger(groups, controllers, state.params, ref_params)
-                if token_logger
-                else None
-            )
+        used = dataclasses.replace(advanced, kl=progress.controllers.kl)
+        self._controllers = used, advanced
+        return used, groups
+
+    def update(
+        self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
+    ) -> dict[str, Any]:
+        """Update the policy on groups with advantages, and return the step's metrics.
+
+        Packs mini-batches with token weights and old and reference log-probabilities, takes
+        `optimizer.num_minibatches * optimizer.num_epochs` optimizer steps, and loads the new
+        weights into the sampler. The progress then counts the step.
+
+        Args:
+            groups: Groups of any number and size. Trajectories without an advantage are an error.
+            loss: Policy loss for this call, with the interface of `loss.name`; None for the
+                configured one. Each function is compiled once.
+        """
+        run_state, stage = self.run_state, self.stage
+        policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
+        method, update = self._select_loss(loss)
+        groups, minibatches = self._prepare_update(groups, method)
+        finish_token_log = None
+        if self._token_logger:
+            assert self._controllers is not None
+            with interruptible(run_state.should_stop):
+                finish_token_log = self._token_logger(
+                    groups, self._controllers[0], self.state.params, run_state.ref_params
+                )
         # Update. Without any learning signal the optimizer still steps, with a zero gradient.
         update_metrics: list[dict[str, Any]] = []
-        scale = progress.watched.lr_scale
         # None, not 1.0: the compiled program then has no scale factor and rounds the same as a run
         # without a watch.
         lr_scale = None if scale == 1 else scale
         run_state.display.activity(
-            f"update, {len(batches) * stage.settings.num_epochs} mini-batches"
+            f"update, {len(minibatches) * stage.settings.num_epochs} mini-batches"
         )
         for _ in range(stage.settings.num_epochs):
-            for packed, batch in zip(minibatches, batches, strict=True):
-                if packed.num_loss_tokens:  # skip mini-batches that hold only environment errors
-                    # A stop may abort only the first update's compilation, before anything has
-                    # changed. After that the old state is donated.
-                    may_stop = run_state.should_stop if not update_metrics else lambda: False
-                    with interruptible(may_stop):
-                        state, metrics = stage.update(state, batch, packed, lr_scale)
-                    update_metrics.append(metrics)
-        run_state.state = state
+            for pieces in minibatches:
+                if not pieces:  # the mini-batch holds only environment errors
+                    continue
+                # A stop may abort only the first update's compilation, before anything has changed.
+                # After that the old state is donated.
+                may_stop = run_state.should_stop if not update_metrics else lambda: False
+                with interruptible(may_stop):
+                    gradients = self._compute_gradients(pieces, update, method)
+                    run_state.state, metrics = update.apply_sums(
+                        self.state, gradients.sums, lr_scale
+                    )
+                update_metrics.append(metrics)
+        packed = [piece.packed for pieces in minibatches for piece in pieces]
+        return self._complete_update(
+            groups, packed, update_metrics, policy_version, finish_token_log
+        )
+
+    def accumulate_gradients(
+        self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
+    ) -> None:
+        """Add the gradient of groups with advantages to that of earlier calls in this step.
+
+        `apply_gradients` then takes one optimizer step, with the gradient that all groups together
+        have as one mini-batch. For arguments, see `update`.
+
+        Raises:
+            ValueError: `loss.aggregation` gives tokens other weights when groups are added, apart
+                from a common factor.
+        """
+        method, update = self._select_loss(loss)
+        single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
+        method = dataclasses.replace(method, optimizer=single)
+        groups, [pieces] = self._prepare_update(groups, method)
+        if pieces:
+            with interruptible(self.run_state.should_stop):
+                gradients = self._compute_gradients(pieces, update, method)
+            if self._accumulated is not None:
+                gradients = self._accumulated.combine(gradients, method.loss.aggregation)
+            self._accumulated = gradients
+        self._accumulated_groups += groups
+        self._accumulated_pieces += pieces
+
+    def apply_gradients(self) -> dict[str, Any]:
+        """Take an optimizer step with the accumulated gradient, and return the step's metrics.
+
+        Raises:
+            ValueError: There is no accumulated gradient.
+        """
+        accumulated, progress = self._accumulated, self.run_state.progress
+        if accumulated is None:
+            raise ValueError("there are no gradients; call accumulate_gradients first.")
+        policy_version, scale = int(self.state.num_updates), progress.watched.lr_scale
+        self.run_state.state, metrics = self.stage.update.apply_sums(
+            self.state, accumulated.sums, None if scale == 1 else scale
+        )
+        packed = [piece.packed for piece in self._accumulated_pieces]
+        return self._complete_update(self._accumulated_groups, packed, [metrics], policy_version)
+
+    def _compute_gradients(
+        self, pieces: Sequence[Piece], update: UpdateStep, method: Method
+    ) -> AccumulatedGradients:
+        """Compute the gradient of a mini-batch from its pieces."""
+        gradients: AccumulatedGradients | None = None
+        for piece in pieces:
+            sums = update.gradient(self.state.params, piece.batch, piece.packed)
+            part = AccumulatedGradients(sums=sums, counts=piece.counts)
+            gradients = gradients.combine(part, method.loss.aggregation) if gradients else part
+        assert gradients is not None
+        return gradients
+
+    def _select_loss(self, loss: Callable[..., Any] | None) -> tuple[Method, UpdateStep]:
+        """Return the method with a loss, and its update step; None selects the configured one."""
+        if loss is None:
+            return self.method, self.stage.update
+        if loss not in self._custom_losses:
+            name = f"{loss.__module__}.{loss.__qualname__}"
+            named = NamedFunction(key="loss.name", name=name, function=loss, settings={})
+            method = dataclasses.replace(
+                self.method, loss=dataclasses.replace(self.method.loss, policy_loss=named)
+            )
+            update = make_update_step(self.run_state.components.model, method, self.stage.optimizer)
+            self._custom_losses[loss] = method, update
+        return self._custom_losses[loss]
+
+    def _prepare_update(
+        self, groups: Sequence[Group], method: Method
+    ) -> tuple[list[Group], list[list[Piece]]]:
+        """Pack groups into mini-batches; a large one has several pieces of the stage's shape."""
+        run_state, mesh = self.run_state, self.run_state.components.mesh
+        if run_state.is_stage_done:
+            raise ValueError(
+                f"config.num_steps is {self.stage.num_steps}, and as many steps are done; raise it."
+            )
+        groups = list(groups)
+        if not groups:
+            raise ValueError("an update needs at least one group; received none.")
+        for trajectory in flatten_groups(groups):
+            if trajectory.is_scored and trajectory.advantage is None:
+                raise ValueError(
+                    f"a trajectory of task {trajectory.task_id!r} has no advantage; call "
+                    "compute_advantages or set_advantages before the update."
+                )
+        if self._controllers is None:  # the advantages are the caller's own
+            _, groups = self._advance_controllers(groups)
+        assert self._controllers is not None
+        self._free_sampler()
+        single = dataclasses.replace(method.optimizer, num_minibatches=1)
+        minibatches = []
+        for part in cut_minibatches(groups, method.optimizer.num_minibatches):
+            pieces = []
+            for piece_groups in cut_to_fit(part, self.stage.shape.num_sequences):
+                [packed] = make_minibatches(
+                    piece_groups,
+                    self.stage.shape,
+                    dataclasses.replace(method, optimizer=single),
+                    controllers=self._controllers[0],
+                    num_shards=num_batch_shards(mesh),
+                )
+                if not packed.num_loss_tokens:
+                    continue
+                with interruptible(run_state.should_stop):
+                    [batch] = shard_minibatches(
+                        [packed], mesh, self.score, self.state.params, run_state.ref_params, method
+                    )
+                trained = select_trained(piece_groups, method).values()
+                counts = np.array([t.num_sampled for t in trained], int)
+                pieces.append(Piece(packed=packed, batch=batch, counts=counts))
+            minibatches.append(pieces)
+        return groups, minibatches
+
+    def _complete_update(
+        self,
+        groups: Sequence[Group],
+        minibatches: Sequence[PackedBatch],
+        update_metrics: list[dict[str, Any]],
+        policy_version: int,
+        finish_token_log: FinishTokenLog | None = None,
+    ) -> dict[str, Any]:
+        """Load the new weights into the sampler, advance the progress, and assemble the record."""
+        run_state, components, stage = self.run_state, self.run_state.components, self.stage
+        progress, collected = run_state.progress, self._collected
+        scale = progress.watched.lr_scale
+        assert self._controllers is not None
+        controllers, next_controllers = self._controllers
         # Updates are dispatched asynchronously. While the devices work, collect the groups of the
         # next step (rollout.async_level).
-        with clock.sampling():
-            prefetched = collector.prefetch(collected, next_controllers, policy_version)
+        prefetched = None
+        if collected is not None and self._is_streamed:
+            with self._clock.sampling():
+                prefetched = self._collector.prefetch(collected, next_controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
-        components.engine.set_weights(components.model.merge(state.params))
-        clock.mark_updated()
+        self._has_weights = False
+        self._load_weights()
+        self._clock.mark_updated()
         # Advance the progress, then assemble the step's metrics.
-        progress.controllers, progress.buffered_groups = next_controllers, collected.buffered_groups
-        progress.in_flight_tasks = collected.in_flight_tasks
-        progress.prefetched, progress.ledger = prefetched, progress.ledger + collected.ledger
+        progress.controllers = next_controllers
+        if collected is not None:
+            progress.buffered_groups = collected.buffered_groups
+            progress.in_flight_tasks = collected.in_flight_tasks
+            progress.items_taken = collected.num_tasks_taken
+            progress.ledger += collected.ledger
+        progress.prefetched = prefetched
         run_state.pending_usage = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
-        progress.items_taken, progress.value = collected.num_tasks_taken, None
+        progress.value = None
         progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
         trajectories = flatten_groups(groups)
-        failed = describe_failures(collected.sampled_stats, method.group_size)
+        failed = collected and describe_failures(collected.sampled_stats)
         reasons = [
             reason
             for reason in (explain_no_learning(trajectories, update_metrics), failed)
@@ -198,45 +526,133 @@ def train(run_state: RunState, params: Params) -> Params:
                 has_python=run_state.settings.evaluation.has_python,
             ),
             **merge_update_metrics(update_metrics),
-            **collected.metrics,
+            **(collected.metrics if collected else {}),
             **(
-                compute_kl_metrics(groups, controllers, method.kl)
-                if needs_divergences(method.kl)
+                compute_kl_metrics(groups, controllers, self.method.kl)
+                if needs_divergences(self.method.kl)
                 else {}
             ),
             **compute_window_metrics(groups, controllers),
-            "actor/num_updates": int(state.num_updates),
-            "actor/num_skipped": int(state.num_skipped),
+            "actor/num_updates": int(self.state.num_updates),
+            "actor/num_skipped": int(self.state.num_skipped),
             "actor/num_learned": progress.num_learned,
-            "actor/lr": scale * stage.last_lr(state),
+            "actor/lr": scale * stage.last_lr(self.state),
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
-            **compute_trajectory_filter_metrics(trajectories, method.filter),
-            **clock.metrics(trajectories),
+            **compute_trajectory_filter_metrics(trajectories, self.method.filter),
+            **self._clock.metrics(trajectories),
             **compute_memory_metrics(),
             **compute_packing_metrics(minibatches),
-            **estimator.metrics(progress.stage_step - 1),
-            **(compute_lag_metrics(trajectories, policy_version) if method.has_lag else {}),
+            **self._estimator.metrics(progress.stage_step - 1),
+            **(compute_lag_metrics(trajectories, policy_version) if self.method.has_lag else {}),
             **({"actor/lr_scale": scale} if scale != 1 else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_programs,
         }
-        if method.watch is not None:
+        if self.method.watch is not None:
             # Look for signs of collapse (watch.name). `finish_step` acts on them after the step is
             # recorded.
             progress.watched, sign_metrics = check_step(
-                method, progress.watched, progress.record, groups, progress.stage_step
+                self.method, progress.watched, progress.record, groups, progress.stage_step
             )
             progress.record |= sign_metrics
         fields = collect_sample_fields(groups, next_controllers)
         if finish_token_log:  # scores on the devices, so every process must call it
-            fields = [a | b for a, b in zip(fields, finish_token_log(state.params), strict=True)]
+            notes = finish_token_log(self.state.params)
+            fields = [a | b for a, b in zip(fields, notes, strict=True)]
         log_trajectories(run_state, trajectories, fields)
-        finish_step(run_state)
-    progress.discard_prefetched()  # groups remain if the stage ends early
-    if progress.stage_step < stage.num_steps:
-        state = restore_best_state(run_state, state)
-    return run_state.end_stage(state)
+        return dict(progress.record)
+
+    def finish_step(self) -> dict[str, Any]:
+        """Evaluate if due, write the step's record and return it, and save a checkpoint if due."""
+        # Evaluate if due. Greedy accuracy moves the stage gate.
+        run_state, progress = self.run_state, self.run_state.progress
+        settings, is_last = run_state.settings.evaluation, run_state.is_stage_done
+        every, eval_metrics = settings.every_steps, dict[str, float]()
+        if is_last or (every and progress.stage_step % every == 0):
+            eval_metrics = run_state.evaluate(settings.suites)
+        update_gate(run_state, eval_metrics)
+        # Complete the record. A checkpoint without a record has no evaluation left to do.
+        assert progress.record is not None
+        record = progress.record | eval_metrics | progress.controllers.metrics()
+        record |= progress.ledger.metrics()
+        progress.record = None
+        show_step(run_state, record)
+        # Compare with the best step so far.
+        progress.value = get_best_metric(run_state.settings, eval_metrics)
+        is_best = False
+        if progress.value is not None:
+            progress.best = update_best(
+                progress.best, progress.step, progress.value, min_delta=settings.min_delta
+            )
+            is_best = progress.best.step == progress.step
+        is_early = not is_last and progress.is_out_of_patience(settings.patience)
+        mark = {"stopped_early": 1} if is_early else {}
+        run_state.metrics_log.write(progress.step, "train", record | mark)
+        act_on_signs(run_state)
+        # `end` saves the last step. If patience ran out, the stage ends with the best checkpoint,
+        # so this step is saved only if it is the best.
+        if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
+            run_state.save()
+        self._begin_step()
+        return record
+
+    def end(self) -> Params:
+        """End the stage: export the parameters, save a checkpoint, and return the parameters.
+
+        If patience ran out, they are those of the best checkpoint.
+        """
+        run_state, progress = self.run_state, self.run_state.progress
+        progress.discard_prefetched()  # groups remain if the stage ends early
+        state = self.state
+        if progress.stage_step < self.stage.num_steps:
+            state = restore_best_state(run_state, state)
+        return run_state.end_stage(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Part of a mini-batch with the stage's shape, on the host and on the devices."""
+
+    packed: PackedBatch
+    batch: Batch
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedGradients:
+    """Gradient of several pieces as if they were one mini-batch."""
+
+    sums: GradAccumulator
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
+
+    def combine(
+        self, other: AccumulatedGradients, aggregation: Callable[[np.ndarray], Any]
+    ) -> AccumulatedGradients:
+        """Add the gradient of another piece; weigh tokens as `aggregation` does for both together.
+
+        Raises:
+            ValueError: A token's weight depends on the other trajectories by more than a factor.
+        """
+        counts = np.concatenate([self.counts, other.counts])
+        joint = np.broadcast_to(np.asarray(aggregation(counts), np.float64), counts.shape)
+        factors = []
+        for part, mine in zip(
+            np.split(joint, [len(self.counts)]), (self.counts, other.counts), strict=True
+        ):
+            alone = np.broadcast_to(np.asarray(aggregation(mine), np.float64), mine.shape)
+            has_weight = (mine > 0) & (alone > 0)
+            ratios = part[has_weight] / alone[has_weight]
+            if len(ratios) and not np.allclose(ratios, ratios[0], rtol=1e-5):
+                raise ValueError(
+                    "config.loss.aggregation weighs tokens by the lengths of other trajectories, "
+                    "so gradients cannot be accumulated; update on all groups at once."
+                )
+            factors.append(np.float32(ratios[0] if len(ratios) else 1.0))
+        return AccumulatedGradients(
+            sums=combine_sums(self.sums, other.sums, tuple(factors)),
+            counts=counts,
+        )
 
 
 @dataclass(kw_only=True)
@@ -265,9 +681,32 @@ class Collector:
         elif distributed.any_process(run_state.should_stop()):
             # Without a rollout here, nothing else checks for a stop request.
             raise Interrupted("the run was asked to stop between two steps")
-        if not self._should_prefetch:
-            run_state.components.engine.release()  # the update needs its memory
         return collected
+
+    def sample(
+        self, tasks: Sequence[Task], *, first: int, group_size: int, policy_version: int
+    ) -> CollectedGroups:
+        """Sample a group for each of the given tasks in the current step; filter none.
+
+        `first` is the stream index of the first task, and seeds the samples.
+        """
+        method, progress = self.run_state.components.method, self.run_state.progress
+        no_filter = dataclasses.replace(
+            method.filter, group_filter=None, tasks_per_batch=0, max_batches=0, unfinished_tasks=0
+        )
+        method = dataclasses.replace(
+            method, filter=no_filter, tasks_per_step=len(tasks), group_size=group_size
+        )
+        progress = dataclasses.replace(
+            progress,
+            items_taken=first,
+            buffered_groups=[],
+            in_flight_tasks=[],
+            controllers=dataclasses.replace(progress.controllers, skipped=None),
+        )
+        return self._collect(
+            progress, policy_version, self.run_state.should_stop, method, FixedTasks(tasks, first)
+        )
 
     def prefetch(
         self, collected: CollectedGroups, controllers: Controllers, policy_version: int
@@ -282,7 +721,7 @@ class Collector:
             controllers: Controllers that `update_controllers` returned in the current step.
             policy_version: Number of optimizer steps taken to reach the engine's weights.
         """
-        if not self._should_prefetch:
+        if not self.should_prefetch:
             return None
         progress = dataclasses.replace(
             self.run_state.progress,
@@ -299,7 +738,7 @@ class Collector:
             return None
 
     @property
-    def _should_prefetch(self) -> bool:
+    def should_prefetch(self) -> bool:
         """True if the next step's groups are collected during the current one."""
         components, stage_step = self.run_state.components, self.run_state.progress.stage_step
         is_async = bool(components.method.async_level)
@@ -310,25 +749,32 @@ class Collector:
         progress: Progress,
         policy_version: int,
         should_stop: Callable[[], bool],
+        method: Method | None = None,
+        stream: Stream[Task] | FixedTasks[Task] | None = None,
     ) -> CollectedGroups:
-        """Collect a step's groups and metrics, starting from `progress`."""
+        """Collect a step's groups and metrics, starting from `progress`.
+
+        `method` and `stream` replace those of the run.
+        """
         run_state, engine = self.run_state, self.run_state.components.engine
+        method, stream = method or run_state.components.method, stream or self.stream
         started = time.perf_counter()
         before = dataclasses.replace(engine.counts)
         engine.wait_s.clear()
         pending_usage = run_state.pending_usage  # usage of the current step, if this is a prefetch
         sampler = make_sampler(
             run_state,
+            method,
             progress.step,
             policy_version,
             should_stop,
-            max_unfinished=run_state.components.method.filter.unfinished_tasks,
+            max_unfinished=method.filter.unfinished_tasks,
         )
         try:
             collected = collect(
                 sampler,
-                self.stream,
-                run_state.components.method,
+                stream,
+                method,
                 num_tasks_taken=progress.items_taken,
                 buffered_groups=progress.buffered_groups,
                 in_flight_tasks=progress.in_flight_tasks,
@@ -346,7 +792,7 @@ class Collector:
             | compute_wait_metrics(engine)
         )
         self._warn_if_idle(metrics["timing_s/wait_lag"], time.perf_counter() - started)
-        metrics |= self.stream.metrics(collected.num_tasks_taken)
+        metrics |= stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each collection counts its pages from an empty cache
         return dataclasses.replace(collected, metrics=metrics)
 
@@ -364,6 +810,7 @@ class Collector:
 
 def make_sampler(
     run_state: RunState,
+    method: Method,
     step: int,
     policy_version: int,
     should_stop: Callable[[], bool],
@@ -373,12 +820,13 @@ def make_sampler(
 
     Args:
         run_state: State of the run.
+        method: Training method.
         step: Global step, counted over all stages; part of the sampling seeds.
         policy_version: Number of optimizer steps taken to reach the engine's weights.
         should_stop: Function that returns True to interrupt the rollout.
         max_unfinished: Maximum number of groups that may be left for a later step to finish.
     """
-    method, pending_usage = run_state.components.method, run_state.pending_usage
+    pending_usage = run_state.pending_usage
     sampling = SamplingConfig(
         group_size=method.group_size,
         temperature=method.temperature,
@@ -430,7 +878,7 @@ def bootstrap_controllers(run_state: RunState) -> None:
     if not tasks:
         return
     run_state.display.log(f"train: setting up the controllers with a rollout of {len(tasks)} tasks")
-    sampler = make_sampler(run_state, BOOTSTRAP_STEP, 0, run_state.should_stop)
+    sampler = make_sampler(run_state, method, BOOTSTRAP_STEP, 0, run_state.should_stop)
     groups: list[Group] = []
     size = method.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -465,39 +913,6 @@ def update_gate(run_state: RunState, eval_metrics: Mapping[str, float]) -> None:
     progress.controllers = update_stage_gate(
         progress.controllers, correctness, run_state.components.method.shaping
     )
-
-
-def finish_step(run_state: RunState) -> None:
-    """Finish a step: evaluate if due, write the record, and save a checkpoint if due."""
-    # Evaluate if due. Greedy accuracy moves the stage gate.
-    progress, is_last = run_state.progress, run_state.is_stage_done
-    settings = run_state.settings.evaluation
-    every, eval_metrics = settings.every_steps, dict[str, float]()
-    if is_last or (every and progress.stage_step % every == 0):
-        eval_metrics = run_state.evaluate(settings.suites)
-    update_gate(run_state, eval_metrics)
-    # Complete the record. A checkpoint without a record has no evaluation left to do.
-    assert progress.record is not None
-    record = progress.record | eval_metrics | progress.controllers.metrics()
-    record |= progress.ledger.metrics()
-    progress.record = None
-    show_step(run_state, record)
-    # Compare with the best step so far.
-    progress.value = get_best_metric(run_state.settings, eval_metrics)
-    is_best = False
-    if progress.value is not None:
-        progress.best = update_best(
-            progress.best, progress.step, progress.value, min_delta=settings.min_delta
-        )
-        is_best = progress.best.step == progress.step
-    is_early = not is_last and progress.is_out_of_patience(settings.patience)
-    mark = {"stopped_early": 1} if is_early else {}
-    run_state.metrics_log.write(progress.step, "train", record | mark)
-    act_on_signs(run_state)
-    # `RunState.end_stage` saves the last step. If patience ran out, the stage ends with the best
-    # checkpoint, so this step is saved only if it is the best.
-    if not is_last and (is_best or (run_state.is_checkpoint_due and not is_early)):
-        run_state.save()
 
 
 def act_on_signs(run_state: RunState) -> None:

@@ -28,6 +28,7 @@ class Draw:
     task: Task
     stream_index: int
     attempt: int = 0  # number of earlier attempts to sample this draw
+    max_response_tokens: int | None = None  # limit below `rollout.max_response_tokens`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +135,22 @@ class Trajectory:
     windows: EntropyWindows | None = None
     advantage: float | None = None  # with turn advantages: their mean over the sampled tokens
     turn_advantages: tuple[float, ...] | None = None  # one per turn, if `advantage.by_turn`
+    custom_advantages: np.ndarray | None = None  # float32 [L], one per token; see set_advantages
 
     @property
     def has_signal(self) -> bool:
         """True if any advantage is nonzero."""
+        if self.custom_advantages is not None:
+            return bool(self.custom_advantages[self.loss_mask].any())
         if self.turn_advantages is not None:
             return any(self.turn_advantages)
         return self.advantage != 0
 
     @property
     def token_advantages(self) -> np.ndarray:
-        """Advantage of each token: that of its turn or of the trajectory, float32 [L]."""
+        """Advantage of each token: its own, or that of its turn or trajectory, float32 [L]."""
+        if self.custom_advantages is not None:
+            return self.custom_advantages
         if self.turn_advantages is None:
             return np.full(len(self.token_ids), self.require("advantage"), np.float32)
         return np.array(self.turn_advantages, np.float32)[self.token_turns]
@@ -310,6 +316,7 @@ class GroupStats:
     num_scored: int
     mean_entropy: float  # nats per token, averaged over trajectories; NaN if there are none
     error: str = ""  # first environment error
+    num_failed: int = 0  # trajectories that ended in an environment error
 
     @classmethod
     def compute(cls, group: Group) -> GroupStats:
@@ -321,6 +328,7 @@ class GroupStats:
             num_scored=len(group.scored_trajectories),
             mean_entropy=float(np.mean(entropies)) if entropies else math.nan,
             error=next((t.error for t in group.trajectories if not t.is_scored), ""),
+            num_failed=len(group.trajectories) - len(group.scored_trajectories),
         )
 
     @property
@@ -364,6 +372,41 @@ def replace_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Gr
         for i, trajectory in enumerate(trajectories)
     )
     return [Group(trajectories=tuple(islice(changed, len(g.trajectories)))) for g in groups]
+
+
+def set_advantages(
+    groups: Sequence[Group], advantages: Sequence[float | np.ndarray]
+) -> list[Group]:
+    """Return copies of the groups with the given advantages.
+
+    Args:
+        groups: Groups to copy.
+        advantages: For each trajectory, in the order of `flatten_groups`, one number or one per
+            token `[L]`. Only sampled tokens are trained on.
+
+    Raises:
+        ValueError: An advantage is not finite, or the number of values is wrong.
+    """
+    trajectories, means, tokens = flatten_groups(groups), [], []
+    for trajectory, value in zip(trajectories, advantages, strict=True):
+        array = np.asarray(value, np.float32)
+        if array.shape not in ((), trajectory.token_ids.shape) or not np.isfinite(array).all():
+            raise ValueError(
+                f"an advantage of task {trajectory.task_id!r} is {value!r:.80}; expected a finite "
+                f"number, or {len(trajectory.token_ids)} of them, one per token."
+            )
+        per_token = np.broadcast_to(array, trajectory.token_ids.shape)
+        sampled = per_token[trajectory.loss_mask]
+        means.append(
+            float(array) if array.ndim == 0 else float(sampled.sum()) / max(len(sampled), 1)
+        )
+        tokens.append(None if array.ndim == 0 else per_token)
+    return replace_fields(
+        groups,
+        advantage=means,
+        turn_advantages=[None] * len(trajectories),
+        custom_advantages=tokens,
+    )
 
 
 class Columns:

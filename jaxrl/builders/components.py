@@ -45,7 +45,7 @@ from jaxrl.envs.images import UnreadableImageError
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import select_kernels
-from jaxrl.models.hf_weights import open_hf, save_hf
+from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
@@ -65,7 +65,7 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.training.method import Method
 from jaxrl.training.optimizer import make_optimizer, make_schedule
-from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.policy_loss import make_update_step
 from jaxrl.training.run_state import Components, Stage
 from jaxrl.training.settings import CheckpointSettings, EvaluationSettings, LedgerSettings, Settings
 from jaxrl.training.update import UpdateStep
@@ -447,6 +447,38 @@ def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: 
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """A model that is not trained, with its parameters."""
+
+    model: Model
+    params: Params
+
+
+def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> FrozenModel:
+    """Load the model of a folder onto the devices, for scoring.
+
+    Args:
+        c: Resolved configuration; its mesh, dtype and kernels are used.
+        folder: Model folder in Hugging Face format.
+        tokenizer: Tokenizer of the policy.
+
+    Raises:
+        ValueError, OSError: The folder holds no model, or one with another tokenizer.
+    """
+    architecture, mesh = read_architecture(folder, c.model.architecture), make_mesh(**c.mesh)
+    other = Tokenizer.from_folder(folder)
+    if list(other.vocab_bytes) != list(tokenizer.vocab_bytes):
+        raise ValueError(
+            f"the tokenizer in {folder} has other tokens than that of config.model.path; a scorer "
+            "needs the same ids."
+        )
+    model = build_model(c, mesh, architecture, tokenizer)
+    params = load_hf(folder, mesh, architecture=c.model.architecture)
+    model.base = {name: params.pop(name) for name in model.frozen.abstract_params()}
+    return FrozenModel(model=model, params=params)
+
+
 def export(model: Model, source: str, params: Params, parent: Path) -> None:
     """Export the trained model in Hugging Face format. An adapter is also exported separately.
 
@@ -468,7 +500,6 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
     Raises:
         UserCodeError: A custom function failed. The message names its key.
     """
-    losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
     stages = {}
     for name, num_steps in c.training_steps.items():
         settings = build_optimizer_settings(c, name)
@@ -485,17 +516,16 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
             shape=compute_batch_shape(
                 c, name, model.shards_with_prompts, model.num_pieces, model.architecture
             ),
-            update=UpdateStep(
-                model,
-                losses[name],
-                optimizer,
-                temperature=method.temperature if is_train else 1.0,
-                entropy_gradient=is_train and method.loss.entropy_coef != 0,
-                balance_coef=method.balance_coef,
-                offload=settings.offload,
-                shares_programs=not (
-                    settings.schedule.is_user_code or (is_train and method.loss_has_user_code)
-                ),
+            update=(
+                make_update_step(model, method, optimizer)
+                if is_train
+                else UpdateStep(
+                    model,
+                    supervised_loss,
+                    optimizer,
+                    offload=settings.offload,
+                    shares_programs=not settings.schedule.is_user_code,
+                )
             ),
         )
     if "train" in stages:

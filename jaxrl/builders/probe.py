@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,13 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
             masks,
             loss.aggregation,
         )
+
+
+def probe_loss(loss: Callable[..., Any]) -> None:
+    """Trace a policy loss that is passed to `api.Trainer`; see `probe_method`."""
+    name = f"{loss.__module__}.{loss.__qualname__}"
+    function = NamedFunction(key="loss.name", name=name, function=loss, settings={})
+    _probe_loss(function, is_filter=False)
 
 
 def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:

@@ -26,7 +26,7 @@ ARRAYS = {
 }
 
 
-MEASURED = ("divergence", "windows")
+MEASURED = ("divergence", "windows", "custom_advantages")
 """Fields that are not saved, because the next step recomputes them with the new policy."""
 
 

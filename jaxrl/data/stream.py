@@ -118,3 +118,26 @@ def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
     before, after = count_taken(shares, position), count_taken(shares, position + 1)
     source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
     return source, before[source]
+
+
+@dataclass(frozen=True)
+class FixedTasks(Generic[Item]):
+    """Given tasks with the interface of `Stream`; `first` is the stream index of the first one."""
+
+    tasks: Sequence[Item]
+    first: int
+
+    @property
+    def num_items(self) -> int:
+        """Number of tasks."""
+        return len(self.tasks)
+
+    epoch_length = num_items
+
+    def take(self, start: int, count: int) -> list[Item]:
+        """Return the tasks at `count` stream indices, from `start`."""
+        return [*self.tasks[start - self.first :][:count]]
+
+    def metrics(self, num_taken: int) -> dict[str, float]:
+        """Return no metrics; a stream returns its epoch and the shares of its sources."""
+        return {}

@@ -168,6 +168,7 @@ class BaseRollout:
                     episode=Episode(task=draw.task, opener=self._opener),
                     sample_index=sample_index,
                     attempt=draw.attempt,
+                    max_response_tokens=draw.max_response_tokens,
                     token_ids=list(prompt),
                     prompt_length=len(prompt),
                     attachments=list(images),
@@ -310,7 +311,10 @@ class BaseRollout:
         if limits.context is not None:
             length = sample.context_length if context_length is None else context_length
             room = min(room, limits.context.max_tokens - length)
-        return min(limits.max_response_tokens - sample.num_sampled, room)
+        max_tokens = limits.max_response_tokens
+        if sample.max_response_tokens is not None:
+            max_tokens = min(max_tokens, sample.max_response_tokens)
+        return min(max_tokens - sample.num_sampled, room)
 
     def _step_episodes(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Step all episodes; if the batched call fails, step each episode separately."""

@@ -41,6 +41,7 @@ class Sample:
     attachments: list[Attachment] = field(default_factory=list)  # shown so far
     sampled: list[TokenSpan] = field(default_factory=list)  # in order
     num_sampled: int = 0
+    max_response_tokens: int | None = None  # see `Draw`
     # Per context, the recorded arrays of its tokens in order.
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`

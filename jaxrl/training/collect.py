@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data import serialization
-from jaxrl.data.stream import Stream
+from jaxrl.data.stream import FixedTasks, Stream
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import compute_search_metrics
 from jaxrl.objectives.filters import needs_resampling
@@ -149,7 +149,7 @@ class StepSampler:
 
 def collect(
     sampler: StepSampler,
-    stream: Stream[Task],
+    stream: Stream[Task] | FixedTasks[Task],
     method: Method,
     *,
     num_tasks_taken: int = 0,
@@ -163,7 +163,7 @@ def collect(
 
     Args:
         sampler: Sampler of the step.
-        stream: Stream of training tasks.
+        stream: Stream of training tasks, or given tasks.
         method: Training method.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
         buffered_groups: Surplus groups from earlier steps.
@@ -237,7 +237,7 @@ def collect(
             "filter/surplus_groups": len(surplus_groups),
             "filter/carried_groups": len(carried_groups),
             "filter/resampled_groups": num_resampled,
-            **compute_group_metrics(sampled_stats, method.group_size),
+            **compute_group_metrics(sampled_stats),
             **compute_search_metrics(sampler.call_records),
         },
     )
@@ -248,7 +248,10 @@ _WARN_EVERY = 10
 
 
 def draw(
-    stream: Stream[Task], num_tasks_taken: int, count: int, skipped: SkipSet | None = None
+    stream: Stream[Task] | FixedTasks[Task],
+    num_tasks_taken: int,
+    count: int,
+    skipped: SkipSet | None = None,
 ) -> tuple[list[Draw], int]:
     """Take the next `count` tasks that are not skipped; also return the new `num_tasks_taken`.
 
@@ -274,12 +277,14 @@ def draw(
     return draws, num_tasks_taken
 
 
-def compute_group_metrics(sampled_stats: Sequence[GroupStats], group_size: int) -> dict[str, float]:
+def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, float]:
     """Return metrics over all groups that a step sampled; shares are NaN if there are none."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
     return {
-        "rollout/partial_groups": sum(0 < group.num_scored < group_size for group in sampled_stats),
+        "rollout/partial_groups": sum(
+            group.num_scored > 0 and group.num_failed > 0 for group in sampled_stats
+        ),
         "filter/accuracy": sum(group.num_correct for group in sampled_stats)
         / (num_scored or np.nan),
         **{
@@ -298,13 +303,13 @@ def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
     return shares + (f" (the first environment error: {error})" if error else "")
 
 
-def describe_failures(sampled_stats: Sequence[GroupStats], group_size: int) -> str | None:
+def describe_failures(sampled_stats: Sequence[GroupStats]) -> str | None:
     """Describe how many episodes of a step failed, and the first error; None if none or all failed.
 
     `FailureCounter` reports batches in which every episode failed.
     """
-    total = len(sampled_stats) * group_size
-    failed = total - sum(group.num_scored for group in sampled_stats)
+    failed = sum(group.num_failed for group in sampled_stats)
+    total = failed + sum(group.num_scored for group in sampled_stats)
     if failed in (0, total):
         return None
     error = next(shorten(group.error) for group in sampled_stats if group.error)

@@ -78,20 +78,11 @@ def split_minibatches(
 
     Trajectories are keyed by their index in `flatten_groups(groups)`.
     """
-    is_selected, size, offset = (
-        make_trajectory_filter(method.filter),
-        method.groups_per_minibatch,
-        0,
-    )
+    offset = 0
     old_is_current = old_logprobs_are_current(method.optimizer, method.filter)
-    for start in range(0, size * method.optimizer.num_minibatches, size):
-        part = dict(enumerate(flatten_groups(groups[start : start + size]), offset))
-        offset += len(part)
-        selected = {
-            i: with_loss_mask(t, method.loss)
-            for i, t in part.items()
-            if t.is_scored and is_selected(t)
-        }
+    for part in cut_minibatches(groups, method.optimizer.num_minibatches):
+        selected = select_trained(part, method, offset)
+        offset += len(flatten_groups(part))
         trained = [*selected.values()]
         fields = {"token_weights": loss_weights([t.loss_mask for t in trained], method.loss)}
         if has_kl_weights(method.kl):
@@ -103,6 +94,37 @@ def split_minibatches(
             if has_kl_loss(method.kl):
                 fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in divergences]
         yield selected, fields
+
+
+def cut_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
+    """Cut groups into mini-batches of equal size; the last ones may be smaller."""
+    size = -(-len(groups) // num_minibatches)
+    return [groups[size * i : size * (i + 1)] for i in range(num_minibatches)]
+
+
+def cut_to_fit(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
+    """Cut groups into pieces of at most `max_sequences` trajectories; split only larger groups."""
+    pieces: list[list[Group]] = [[]]
+    for group in groups:
+        for start in range(0, len(group.trajectories), max_sequences):
+            part = Group(trajectories=group.trajectories[start : start + max_sequences])
+            size = len(flatten_groups(pieces[-1])) + len(part.trajectories)
+            if pieces[-1] and size > max_sequences:
+                pieces.append([])
+            pieces[-1].append(part)
+    return pieces
+
+
+def select_trained(
+    groups: Sequence[Group], method: Method, offset: int = 0
+) -> dict[int, Trajectory]:
+    """Return the trajectories to train on, by `offset` plus their index in `flatten_groups`."""
+    is_selected = make_trajectory_filter(method.filter)
+    return {
+        i: with_loss_mask(t, method.loss)
+        for i, t in enumerate(flatten_groups(groups), offset)
+        if t.is_scored and is_selected(t)
+    }
 
 
 def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], bool]:

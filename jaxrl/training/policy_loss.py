@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from jaxrl.models.policy import Model
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import get_or_make
 from jaxrl.training.method import KLSettings, LossSettings, Method
-from jaxrl.training.update import TokenLoss
+from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
 from jaxrl.utils.callables import NamedFunction
 
@@ -22,6 +24,23 @@ def make_policy_loss(method: Method) -> TokenLoss:
     """Return the policy loss with KL and entropy terms. Equal settings share one function."""
     settings = method.loss, method.kl
     return get_or_make(partial(_build_policy_loss, *settings), name="policy loss", key=settings)
+
+
+def make_update_step(
+    model: Model, method: Method, optimizer: optax.GradientTransformation
+) -> UpdateStep:
+    """Create the update step of the train stage, with the method's loss."""
+    has_user_code = method.loss_has_user_code or method.optimizer.schedule.is_user_code
+    return UpdateStep(
+        model,
+        make_policy_loss(method),
+        optimizer,
+        temperature=method.temperature,
+        entropy_gradient=method.loss.entropy_coef != 0,
+        balance_coef=method.balance_coef,
+        offload=method.optimizer.offload,
+        shares_programs=not has_user_code,
+    )
 
 
 def _build_policy_loss(loss: LossSettings, kl: KLSettings) -> TokenLoss:

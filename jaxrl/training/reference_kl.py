@@ -60,6 +60,19 @@ def make_kl_fn(
     return add_divergences
 
 
+def compute_logprobs(
+    score: ScoreStep, params: Params, trajectories: Sequence[Trajectory], shape: BatchShape
+) -> list[np.ndarray]:
+    """Return the log-probabilities of each trajectory's sampled tokens, float32 `[L]`, in nats."""
+    mesh = score.model.mesh
+    replicate = jax.jit(lambda logprobs: logprobs, out_shardings=replicated_sharding(mesh))
+
+    def compute(batch: Batch, packed: PackedBatch) -> tuple[jax.Array, ...]:
+        return (replicate(score(params, batch, packed)),)
+
+    return [logprobs for (logprobs,) in compute_per_token(trajectories, mesh, shape, compute)]
+
+
 def compute_per_token(
     trajectories: Sequence[Trajectory],
     mesh: Mesh,

@@ -269,6 +269,34 @@ class GradAccumulator:
         return metrics
 
 
+@partial(jax.jit, donate_argnums=0)
+def combine_sums(
+    first: GradAccumulator, second: GradAccumulator, factors: tuple[jax.Array, jax.Array]
+) -> GradAccumulator:
+    """Combine the sums of two mini-batches, with losses and gradients multiplied by `factors`."""
+
+    def weigh(a: jax.Array, b: jax.Array) -> jax.Array:
+        return factors[0] * a + factors[1] * b
+
+    metrics = {**second.metrics, **first.metrics}
+    for name in first.metrics.keys() & second.metrics.keys():
+        pair = first.metrics[name], second.metrics[name]
+        is_loss = pair[0].reduction == "loss"
+        metrics[name] = (
+            replace(pair[0], value=weigh(pair[0].value, pair[1].value))
+            if is_loss
+            else pair[0].combine(pair[1])
+        )
+    return replace(
+        first,
+        gradients=jax.tree.map(weigh, first.gradients, second.gradients),
+        metrics=metrics,
+        num_tokens=first.num_tokens + second.num_tokens,
+        statistics=jax.tree.map(jnp.add, first.statistics, second.statistics),
+        balance=None,
+    )
+
+
 class BalanceStep:
     """Load-balancing coefficients, from an extra forward pass over the mini-batch."""
 
@@ -503,7 +531,12 @@ class UpdateStep:
 
         `lr_scale` multiplies the learning rate.
         """
-        sums = self.gradient(state.params, batch, packed)
+        return self.apply_sums(state, self.gradient(state.params, batch, packed), lr_scale)
+
+    def apply_sums(
+        self, state: TrainState, sums: GradAccumulator, lr_scale: float | None = None
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """Take an optimizer step with the gradient in `sums`; see `__call__`."""
         scale = None if lr_scale is None else np.float32(lr_scale)
         if self._offload:
             state = move_moments(state, "device")

@@ -1,0 +1,280 @@
+"""Training step by step from Python: equal to `train`, interchangeable with it, and its pieces."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl import api
+from jaxrl.objectives.aggregation import AGGREGATIONS
+from jaxrl.objectives.losses import PolicyLoss
+from jaxrl.runtime.checkpoint import list_steps
+from jaxrl.train import AccumulatedGradients
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.update import GradientStep, put_batch
+from jaxrl.types import flatten_groups
+from jaxrl.utils.callables import NamedFunction
+from tests.runs import base_config, evaluation, free_port, lasting, trajectories, without_usage
+
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "one_size", "no_pictures"),
+]
+
+SETTINGS = {
+    "num_steps": 3,
+    "kl.coef": 0.05,
+    "kl.controller": "adaptive",
+    "kl.apply_to": "reward",
+    "kl.estimator": "k1",
+    "eval.suites": ("sampled",),
+    "eval.every_steps": 2,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep": 100,
+    "optimizer.num_minibatches": 2,
+    "optimizer.num_epochs": 2,
+    "log.trajectories": -1,
+}
+
+
+def with_changes(config, changes):
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def step_through(trainer):
+    groups = trainer.rollout(trainer.next_tasks())
+    trainer.update(trainer.compute_advantages(groups))
+    trainer.finish_step()
+
+
+def check_same_run(workdir, expected):
+    assert lasting(workdir) == lasting(expected)
+    weights = [next((folder / "export").glob("*.safetensors")) for folder in (workdir, expected)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    for step in (1, 2, 3):
+        assert [*map(without_usage, trajectories(workdir, step))] == [
+            *map(without_usage, trajectories(expected, step))
+        ]
+    for name in ("train_2.json", "train_3.json"):
+        assert evaluation(workdir, name) == evaluation(expected, name)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_world):
+    return with_changes(base_config(tiny_world), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory, quick_compilation, one_size, no_pictures):
+    """A run of `train`."""
+    return api.train(config, tmp_path_factory.mktemp("runs") / "trained").workdir
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_world, tmp_path_factory, quick_compilation, one_size, no_pictures):
+    """A trainer with one update per step, shared by tests that take few steps."""
+    changes = {"num_steps": 100, "kl.coef": 0.01, "optimizer.epsilon": 1e-3}
+    config = with_changes(base_config(tiny_world), changes)
+    with api.Trainer(config, tmp_path_factory.mktemp("runs") / "shared") as trainer:
+        yield trainer
+
+
+def test_single_calls_repeat_train_bit_for_bit(config, trained, tmp_path):
+    with api.Trainer(config, tmp_path) as trainer:
+        while not trainer.is_done:
+            step_through(trainer)
+        trainer.export(tmp_path)
+    check_same_run(tmp_path, trained)
+
+
+def test_checkpoints_of_both_ways_are_interchangeable(config, trained, tmp_path):
+    # Stop between the update and the end of its step, and finish with `train`.
+    first = tmp_path / "first"
+    with api.Trainer(config, first) as trainer:
+        step_through(trainer)
+        trainer.update(trainer.compute_advantages(trainer.collect()))
+    assert list_steps(first / "checkpoints") == [1, 2]
+    api.train(config, first)
+    check_same_run(first, trained)
+    # Begin with `train`, and finish step by step. A rollout without an update changes nothing.
+    second = tmp_path / "second"
+    api.train(with_changes(config.copy_and_resolve_references(), {"num_steps": 1}), second)
+    with api.Trainer(config, second) as trainer:
+        assert trainer.num_steps_done == 1
+        trainer.rollout(trainer.next_tasks())
+    with api.Trainer(config, second) as trainer:
+        while not trainer.is_done:
+            trainer.step()
+        trainer.export(second)
+    assert [r["critic/rewards/mean"] for r in lasting(second)[-2:]] == [
+        r["critic/rewards/mean"] for r in lasting(trained)[-2:]
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"rollout.async_level": 1, "loss.correction.level": "token"}])
+def test_steps_with_prefetched_groups_repeat_train(tiny_world, tmp_path, changes):
+    config = with_changes(
+        base_config(tiny_world), {"num_steps": 3, "log.trajectories": -1, **changes}
+    )
+    expected = api.train(config, tmp_path / "train").workdir
+    with api.Trainer(config, tmp_path / "steps") as trainer:
+        records = [trainer.step() for _ in range(3)]
+        assert trainer.is_done
+    rewards = [record["critic/rewards/mean"] for record in lasting(expected)[1:]]
+    assert [record["critic/rewards/mean"] for record in records] == rewards
+    assert lasting(tmp_path / "steps") == lasting(expected)
+
+
+def test_two_processes_repeat_train_in_two_processes(tiny_world, tmp_path, quick_compilation):
+    settings = ["--config.num_steps=2", "--config.stages=('train',)", "--config.eval.suites=()"]
+    settings += ["--config.eval.max_tasks=4", "--config.rollout.max_num_seqs=8"]
+    for module in ("jaxrl.launch", "examples.grpo_loop"):
+        job = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+        command = [sys.executable, "-m", module, f"--config=configs/debug_tiny.py:{tiny_world}"]
+        command += [f"--workdir={tmp_path / module}", *settings, *job]
+        processes = [
+            subprocess.Popen(
+                [*command, f"--process_id={index}"],
+                env=os.environ | quick_compilation,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+    assert lasting(tmp_path / "examples.grpo_loop") == lasting(tmp_path / "jaxrl.launch")
+
+
+def test_logprobs_are_those_of_the_sampler(trainer):
+    groups = trainer.rollout(list(trainer.tasks)[:3], group_size=3)
+    assert [len(group.trajectories) for group in groups] == [3, 3, 3]
+    for trajectory, logprobs in zip(
+        flatten_groups(groups), trainer.compute_logprobs(groups), strict=True
+    ):
+        np.testing.assert_allclose(logprobs, trajectory.rollout_logprobs, atol=1e-4)
+        assert not logprobs[~trajectory.loss_mask].any()
+
+
+def test_a_scorer_and_the_reference_are_the_initial_policy(trainer, tiny_world):
+    groups = trainer.rollout(trainer.next_tasks(2))
+    scorer = trainer.load_scorer(tiny_world / "model")
+    expected = trainer.compute_logprobs(groups, use_reference=True)
+    for got, reference in zip(scorer.compute_logprobs(groups), expected, strict=True):
+        np.testing.assert_array_equal(got, reference)
+
+
+def test_a_custom_loss_has_the_value_computed_by_hand(trainer):
+    def weighted(logprobs, advantages, loss_mask):
+        values = jnp.where(loss_mask, -advantages * logprobs, 0.0)
+        return PolicyLoss(values, {"weight": jnp.where(loss_mask, advantages, 0.0)})
+
+    groups = trainer.rollout(trainer.next_tasks())
+    advantages = [np.linspace(-1, 2, len(t.token_ids)) for t in flatten_groups(groups)]
+    groups = api.set_advantages(groups, advantages)
+    logprobs = trainer.compute_logprobs(groups)
+    masks = [t.loss_mask for t in flatten_groups(groups)]
+    weights = np.concatenate([a[mask] for a, mask in zip(advantages, masks, strict=True)])
+    sampled = np.concatenate([x[mask] for x, mask in zip(logprobs, masks, strict=True)])
+    metrics = trainer.update(groups, loss=weighted)
+    assert metrics["loss"] == pytest.approx(-(weights * sampled).mean(), rel=1e-4)
+    assert metrics["actor/weight"] == pytest.approx(weights.mean(), rel=1e-4)
+    trainer.finish_step()
+
+
+def weighted_logprobs(logprobs, advantages, loss_mask):
+    """A loss that is linear in the advantages."""
+    return PolicyLoss(jnp.where(loss_mask, -advantages * logprobs, 0.0), {})
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_accumulated_gradients_are_those_of_one_large_minibatch(trainer, monkeypatch, aggregation):
+    learner, model = trainer._learner, trainer._prepared.components.model
+    settings = {"max_response_tokens": 40} if aggregation.endswith("norm") else {}
+    function = NamedFunction(
+        key="loss.aggregation",
+        name=aggregation,
+        function=AGGREGATIONS[aggregation],
+        settings=settings,
+    )
+    method = learner.method
+    monkeypatch.setattr(
+        learner,
+        "method",
+        replace(
+            method,
+            loss=replace(method.loss, aggregation=function),
+            kl=replace(method.kl, coef=0.0),
+        ),
+    )
+    groups = trainer.rollout(trainer.next_tasks(6))
+    count, shape = len(flatten_groups(groups)), learner.stage.shape
+    values = np.random.default_rng(0).normal(size=count)
+    groups = api.set_advantages(groups, values.tolist())
+
+    # All groups in one batch of a larger shape.
+    assert count > shape.num_sequences
+    method, _ = learner._select_loss(weighted_logprobs)
+    [packed] = make_minibatches(
+        groups, replace(shape, num_micro=2 * shape.num_micro), method, controllers=Controllers()
+    )
+    gradient = GradientStep(model, make_policy_loss(method), temperature=method.temperature)
+    batch = put_batch(model.mesh, packed.batch)
+    expected = jax.device_get(gradient(learner.state.params, batch, packed).gradients)
+
+    # The same groups in two calls, the second of which has two pieces.
+    learner._begin_step()
+    for part in (groups[:1], groups[1:]):
+        trainer.accumulate_gradients(part, loss=weighted_logprobs)
+    got = jax.device_get(learner._accumulated.sums.gradients)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 + 1e-5 * np.abs(b).max())
+    learner._begin_step()
+
+
+def test_weights_that_depend_on_other_lengths_are_not_accumulated():
+    """By the longest trajectory: weights change by more than a factor when groups are added."""
+    first, second = (
+        AccumulatedGradients(sums=None, counts=np.array(counts)) for counts in ([1, 2], [9, 3])
+    )
+    with pytest.raises(ValueError, match="cannot be accumulated"):
+        first.combine(second, lambda counts: 1.0 / (counts + counts.max()))
+
+
+def test_generation_is_limited_and_repeats(trainer):
+    short = trainer.generate("who is the mentor of Soren Dumont?", max_tokens=5)
+    assert short.num_sampled <= 5
+    assert short.is_scored
+    assert short.reward == 0
+    steps = trainer.token_steps(short)
+    assert [step.token_id for step in steps] == short.token_ids[short.loss_mask].tolist()
+    chat = [{"role": "user", "content": "who is the mentor of Soren Dumont?"}]
+    greedy = [trainer.generate(chat, temperature=0.0) for _ in range(2)]
+    assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
+    sampled = [tuple(trainer.generate(chat).token_ids.tolist()) for _ in range(4)]
+    assert len(set(sampled)) > 1
+
+
+def test_wrong_calls_are_refused_and_change_nothing(trainer):
+    num_done = trainer.num_steps_done
+    groups = trainer.rollout(trainer.next_tasks(1))
+    with pytest.raises(ValueError, match="no advantage"):
+        trainer.update(groups)
+    with pytest.raises(ValueError, match="at least one group"):
+        trainer.update([])
+    with pytest.raises(ValueError, match="accumulate_gradients first"):
+        trainer.apply_gradients()
+    with pytest.raises(ValueError, match="finite number"):
+        api.set_advantages(groups, [float("nan")] * 4)
+    with pytest.raises(ValueError, match="PolicyLoss"):
+        trainer.update(api.set_advantages(groups, [1.0] * 4), loss=lambda logprobs: logprobs)
+    assert trainer.num_steps_done == num_done
