@@ -50,7 +50,12 @@ class TestGroup:
     def test_group_stats_by_hand(self):
         mixed, lone, failed = (GroupStats.compute(group) for group in GROUPS)
         assert mixed == GroupStats(
-            task_id="t0", num_correct=1, num_scored=2, mean_entropy=0.5, error=FAILED.error
+            task_id="t0",
+            num_correct=1,
+            num_scored=2,
+            mean_entropy=0.5,
+            error=FAILED.error,
+            num_failed=1,
         )
         assert (lone.num_correct, lone.num_scored, lone.error) == (1, 1, "")
         assert (failed.num_correct, failed.num_scored) == (0, 0)
