@@ -53,17 +53,12 @@ SETTINGS = {
 }
 IN_FLIGHT = {
     "stages": ("train",),
-    "num_steps": 4,
+    "rollout.async_level": 0,
     "rollout.tasks_per_step": 2,
     "rollout.group_size": 2,
     "rollout.chunk_tokens": 4,
     "filter.unfinished_tasks": 2,
-    "loss.correction.level": "token",
-    "eval.suites": ("sampled",),
     "eval.max_tasks": 2,
-    "eval.every_steps": 2,
-    "checkpoint.every_steps": 1,
-    "checkpoint.keep": 100,
 }
 
 
@@ -190,7 +185,7 @@ def test_a_stopped_run_resumes_bit_for_bit(base, parts, tiny_world, tmp_path):
 
 
 def test_groups_in_flight_end_in_the_next_step_and_a_run_repeats(tiny_world, tmp_path):
-    config = run_settings(tiny_world, **IN_FLIGHT)
+    config = settings(tiny_world, **IN_FLIGHT)
     parts, workdir = build(config), tmp_path / "run"
     play(config, workdir, parts)
     play(config, tmp_path / "repeated", parts)

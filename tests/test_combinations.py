@@ -25,7 +25,7 @@ from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import has_kl_loss
 from jaxrl.training.optimizer import make_schedule
-from tests.helpers import UPDATE_PROGRAMS, build, settings_of
+from tests.helpers import UPDATE_PROGRAMS, settings_of
 from tests.runs import (
     METHOD_SIZES,
     Sampler,
@@ -274,25 +274,6 @@ def test_the_small_configurations_train(module, tiny_world, source, sampler, tmp
         assert math.isfinite(record["actor/grad_norm"])
     if config.advantage.name == "pass_at_k":
         assert [record["advantage/k"] for record in steps] == [2, 1]
-
-
-@pytest.mark.minutes
-def test_math_is_trained_without_search(tiny_world, source, tmp_path):
-    config = base_config(tiny_world, source)
-    config.update_from_flattened_dict(
-        {
-            "env.name": "math", "search.local.corpus": "", "num_steps": 1, "reward.correct": "math",
-            "reward.weights": {"math": 1.0}, "eval.suites": ("greedy",),
-        }
-    )  # fmt: skip
-    validate(config)
-    run(settings_of(config), tmp_path, build(config), Display())
-    before, step = records(tmp_path)
-    assert "val-aux/all/math/greedy" in before
-    # A model that has learned to search gives no `Answer:` line.
-    assert step["reward/math/mean"] == -1
-    assert step["num_searches/mean"] == 0
-    assert step["outcome/answered"] == 0
 
 
 def test_every_option_is_drawn(tiny_world):

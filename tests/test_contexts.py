@@ -295,26 +295,8 @@ def cut_at_random(members, rng, *, between_turns=False):
 
 
 LONG = BatchShape(num_micro=1, micro_rows=8, row_tokens=128)
-BY_ROW = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 TERMS = ("weighed k3", "k3 to old", "no KL")
 CORRECTED = ("sequence truncate", "geometric reject", "token mask")
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_contexts_change_no_weight(aggregation):
-    members = sequences()
-    split = cut_at_random(members, np.random.default_rng(3))
-    apart = [piece for member in split for piece in as_rollouts(member)]
-    assert len(apart) > len(members)
-    weights = []
-    for batch in (members, split, apart):
-        shape = dataclasses.replace(LONG, micro_rows=40)
-        packed = pack_all(batch, shape, aggregation=aggregation, scale=40).batch
-        weights.append(np.sort(packed.token_weights[packed.loss_mask]))
-    np.testing.assert_array_equal(weights[1], weights[0])
-    # Contexts that were counted as rollouts would not pass.
-    if aggregation in BY_ROW:
-        assert np.abs(weights[2] - weights[0]).max() > 0.1 * weights[0].max()
 
 
 @pytest.mark.parametrize(("number", "loss"), list(enumerate(LOSSES)))
@@ -353,16 +335,6 @@ def test_contexts_change_neither_loss_nor_gradient(number, loss):
 
 def as_float64(x):
     return np.float64(x) if np.asarray(x).dtype == np.float32 else x
-
-
-def as_rollouts(member):
-    """Yield each context as if it were a rollout."""
-    starts = [0, *(start for start, _ in member.contexts), len(member.token_ids)]
-    names = ("token_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
-    for start, end in itertools.pairwise(starts):
-        fields = {name: getattr(member, name)[start:end] for name in names}
-        if fields["loss_mask"].any():
-            yield dataclasses.replace(member, **fields, contexts=())
 
 
 @pytest.mark.minutes

@@ -25,13 +25,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, quick_compilation):
-    return warm_start(tiny_world, cache_folder)
-
-
-def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, source, tmp_path):
-    config = base_config(tiny_world, source)
+def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, cache_folder, tmp_path):
+    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
     settings = {
         **{"rollout.context.name": "last_turns", "rollout.context.max_tokens": 96},
         **{"rollout.context.turn_tokens": 24, "rollout.max_total_tokens": 320},

@@ -28,6 +28,7 @@ from tests.runs import (
     SIZES,
     assert_same_weights,
     evaluation,
+    killed,
     lasting,
     records,
     run_settings,
@@ -53,14 +54,6 @@ LAST = NUM_SFT + NUM_TRAIN
 settings = partial(run_settings, **SETTINGS)
 
 
-def command(tiny_world, workdir, **changes):
-    return [
-        *(sys.executable, "-m", "jaxrl.launch"),
-        *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={workdir}"),
-        *(f"--config.{key}={value}" for key, value in {**SETTINGS, **changes}.items()),
-    ]
-
-
 @pytest.fixture(scope="module")
 def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     """The workdir of an undisturbed run."""
@@ -77,10 +70,6 @@ def warm(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     return workdir
 
 
-def plain_trajectories(workdir, step):
-    return [*map(without_usage, trajectories(workdir, step))]
-
-
 def files(workdir, folder):
     return sorted(path.name for path in (workdir / folder).iterdir())
 
@@ -94,7 +83,8 @@ def assert_same_run(workdir, base):
     for name in files(base, "eval"):
         assert evaluation(workdir, name) == evaluation(base, name)
     for step in range(NUM_SFT + 1, LAST + 1):
-        assert plain_trajectories(workdir, step) == plain_trajectories(base, step)
+        got, wanted = trajectories(workdir, step), trajectories(base, step)
+        assert [*map(without_usage, got)] == [*map(without_usage, wanted)]
     checkpoints = (workdir / "checkpoints").iterdir()
     assert all(path.name.isdecimal() for path in checkpoints), "unfinished files stay"
     # What the command writes, and `run.run` without plots does not.
@@ -107,18 +97,6 @@ def assert_same_run(workdir, base):
 
 def position(workdir, step):
     return json.loads((workdir / "checkpoints" / str(step) / "position" / "metadata").read_text())
-
-
-def as_of(base, workdir, step):
-    """Copy a run as it was right after the checkpoint of a step; at step 0 there is nothing."""
-    if step == 0:
-        return workdir
-    shutil.copytree(base, workdir)
-    shutil.rmtree(workdir / "export")
-    for other in list_steps(workdir / "checkpoints"):
-        if other > step:
-            shutil.rmtree(workdir / "checkpoints" / str(other))
-    return workdir
 
 
 def play(config, workdir, should_stop=lambda: False):
@@ -177,8 +155,13 @@ def test_a_run_that_is_stopped_repeatedly_equals_one_that_is_not(
 
 def launch(tiny_world, workdir, environment, output, **changes):
     """Start the command as the leader of its own process group."""
+    command = [
+        *(sys.executable, "-m", "jaxrl.launch"),
+        *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={workdir}"),
+        *(f"--config.{key}={value}" for key, value in {**SETTINGS, **changes}.items()),
+    ]
     return subprocess.Popen(
-        command(tiny_world, workdir, **changes),
+        command,
         stdout=output,
         stderr=subprocess.STDOUT,
         env=environment,
@@ -200,7 +183,7 @@ def wait_for(condition, process, *, seconds=300):
 @pytest.mark.slow(instead="test_launch.py::test_a_run_that_ends_early_says_how")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_resumes(base, tiny_world, tmp_path, quick_compilation, number):
-    workdir = as_of(base, tmp_path / "run", NUM_SFT + 2)
+    workdir = killed(base, tmp_path / "run", after=NUM_SFT + 2)
     assert num_lines(workdir) > NUM_SFT + 4
     file = tmp_path / "log"
     with file.open("w") as output:
@@ -270,9 +253,10 @@ def test_runs_killed_in_every_phase(base, tiny_world, tmp_path, quick_compilatio
     phases = ["sft", "rollout or update", "save", "evaluation", "rollout or update", "start"]
     phases = [*phases, "rollout or update", "save", "evaluation", "save"]
     wanted = [phases[(seed * 4 + index) % len(phases)] for index in range(4)]
-    start = 0 if "sft" in wanted else NUM_SFT
     environment, rng = os.environ | quick_compilation, random.Random(seed)
-    workdir = as_of(base, tmp_path / "run", start)
+    workdir, has_warm_start = tmp_path / "run", "sft" not in wanted
+    if has_warm_start:
+        killed(base, workdir, after=NUM_SFT)
     with (tmp_path / "log").open("w") as output:
         for each in wanted:
             killed_in = None
@@ -283,7 +267,8 @@ def test_runs_killed_in_every_phase(base, tiny_world, tmp_path, quick_compilatio
                 else:  # it ended before that phase: start over
                     assert_same_run(workdir, base)
                     shutil.rmtree(workdir)
-                    as_of(base, workdir, start)
+                    if has_warm_start:
+                        killed(base, workdir, after=NUM_SFT)
     assert play(settings(tiny_world), workdir)
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert_same_run(workdir, base)
@@ -302,7 +287,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
 
 
 def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
-    workdir = as_of(warm, tmp_path / "run", 4)
+    workdir = killed(warm, tmp_path / "run", after=4)
     for step in list_steps(workdir / "checkpoints"):
         (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}

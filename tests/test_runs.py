@@ -36,8 +36,10 @@ from tests.runs import (
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
-CHECKPOINTS = {"checkpoint.every_steps": 3, "checkpoint.keep": 100}
-BASE = {**SIZES, **CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
+BASE = {
+    **{**SIZES, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1},
+    **{"checkpoint.every_steps": 3, "checkpoint.keep": 100},
+}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.builders.validation import validate
 from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import OutageError
-from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.resilient import PROBE_QUERY
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -25,11 +24,9 @@ from tests.runs import (
     warm_start,
     without_usage,
 )
-from tests.servers import Reply, served
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
-KEY = "k3y-of-a-test"
 DEADLINES = {
     "search.http.timeout_s": 0.4,
     "search.deadline_s": 2.0,
@@ -257,7 +254,7 @@ def test_an_outage_at_any_time_is_no_score_and_the_run_resumes(tiny_world, tmp_p
 
 
 def test_the_documented_configurations_are_valid(monkeypatch):
-    monkeypatch.setenv("BRAVE_API_KEY", KEY)
+    monkeypatch.setenv("BRAVE_API_KEY", "k3y")
     shown = [
         code
         for code in blocks(ROOT / "docs" / "search.md", "python")
@@ -274,36 +271,3 @@ def test_the_documented_configurations_are_valid(monkeypatch):
             settings = config.search[config.search.engine].to_dict()
             engine = instantiate("search", resolve_names(config).engine_class, settings)
             assert engine.topk in (3, 5)
-
-
-@pytest.mark.slow(instead="extras/test_web_search.py::test_results_of_each_provider")
-def test_a_web_provider_gives_the_run_of_local_search(
-    tiny_world, cache_folder, tmp_path, monkeypatch
-):
-    engine = LocalSearch(tiny_world / "corpus.jsonl")
-
-    def answer(request):
-        if request.headers["x-api-key"] != KEY:
-            return Reply({}, 403)
-        [hits] = engine.retrieve([request.json["q"]], request.json["num"])
-        documents = [hit.document for hit in hits]
-        return {"organic": [{"link": d.id, "title": d.title, "snippet": d.text} for d in documents]}
-
-    monkeypatch.setenv("MY_KEY", KEY)
-    local, web = (base_config(tiny_world, warm_start(tiny_world, cache_folder)) for _ in range(2))
-    for config in (local, web):
-        config.log.trajectories = -1
-        config.rollout.max_observation_tokens = 72
-        config.rollout.max_total_tokens = 192
-    local.search.local.topk = 2
-    play(local, tmp_path / "local")
-    with served(answer) as server:
-        web.search.engine, web.search.local.corpus = "web", ""
-        web.search.web.update({"url": server.url, "topk": 2, "key_env": "MY_KEY"})
-        play(web, tmp_path / "web")
-    metrics, lines, _ = outputs(tmp_path / "web")
-    assert (metrics, lines) == outputs(tmp_path / "local")[:2]
-    turns = [turn for line in lines for turn in line["turns"] if turn["tool_call"]]
-    assert len([turn for turn in turns if "Doc 2(Title: " in turn["observation"]]) > 8
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
