@@ -261,7 +261,8 @@ def test_the_trainer_reads_what_the_sampler_read(player, rollouts, shares_prompt
 
 # One rollout, many contexts: its weight, its ratio and its advantage are the rollout's.
 
-VALUES = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "rollout_entropies")
+# What is repeated has no loss, whatever its log-probabilities are; entropies are always 0 there.
+REPEATED = {"rollout_logprobs": -3, "old_logprobs": -3, "ref_logprobs": -3, "rollout_entropies": 0}
 
 
 def cut(rollout, starts):
@@ -273,10 +274,10 @@ def cut(rollout, starts):
         is_new += [False] * start + [True] * (end - start)
     fields = {"token_ids": rollout.token_ids[order], "contexts": tuple(contexts)}
     fields["loss_mask"] = rollout.loss_mask[order] & np.array(is_new)
-    for name in VALUES:
+    for name, repeated in REPEATED.items():
         values = getattr(rollout, name, None)
-        if values is not None:  # what is repeated has no loss, whatever its values are
-            fields[name] = np.where(is_new, values[order], np.float32(-3))
+        if values is not None:
+            fields[name] = np.where(is_new, values[order], np.float32(repeated))
     return dataclasses.replace(rollout, **fields)
 
 

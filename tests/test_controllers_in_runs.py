@@ -183,9 +183,9 @@ def test_two_processes_have_the_states_of_one(
     job = Processes(tiny_world, tmp_path / "2", environment, **changes | mesh)
     codes, errors = job.wait(400)
     assert codes == [0, 0], errors
-    one, two = (list(map(lasting_anywhere, records(tmp_path / str(num)))) for num in (1, 2))
-    assert [record["step"] for record in one] == [record["step"] for record in two] == [0, 1, 2]
-    for a, b in zip(one, two, strict=True):
+    single, pair = (list(map(lasting_anywhere, records(tmp_path / str(num)))) for num in (1, 2))
+    assert [record["step"] for record in single] == [record["step"] for record in pair] == [0, 1, 2]
+    for a, b in zip(single, pair, strict=True):
         assert any(name.startswith("controller/coefficients/") for name in a)
         assert_close(a, b, 1e-3)
     jax.tree.map(

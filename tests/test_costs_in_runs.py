@@ -178,7 +178,7 @@ calls = []
 
 def keep(group_ids):
     calls.append(1)
-    return (group_ids >= 0) & (len(calls) <= 1)
+    return (group_ids >= 0) & (len(calls) <= 2)  # the first call is that of a check
 """
 
 
