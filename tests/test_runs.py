@@ -204,9 +204,11 @@ def test_any_checkpoint_can_be_evaluated(base, parts, tiny_world, tmp_path):
 def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     parts, tiny_world, tmp_path, capsys, no_pictures, monkeypatch
 ):
-    changes = {"optimizer.weight_decay": 0.1, "rollout.max_failed_steps": 3, "num_steps": 2}
-    changes |= {"stages": ("train",), "eval.suites": ("sampled",)}
-    config = run_settings(tiny_world, **BASE | changes)
+    changes = {
+        **{"stages": ("train",), "num_steps": 2, "eval.suites": ("sampled",)},
+        **{"optimizer.weight_decay": 0.1, "rollout.max_failed_steps": 3},
+    }
+    config = run_settings(tiny_world, **{**BASE, **changes})
     is_reachable = False
 
     def fail(*args, **kwargs):

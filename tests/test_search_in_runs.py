@@ -183,16 +183,12 @@ def test_episodes_without_results_are_environment_errors_and_no_zero_rewards(fau
         assert any("has not answered" in (turn["error"] or "") for turn in line["turns"])
     [_, step] = records(tmp_path)
     assert 0 < step["outcome/environment_error"] == len(failed) / len(lines)
-    rewards = {}  # of the other episodes, by group
-    for line in lines:
-        if line not in failed:
-            rewards.setdefault(line["group_id"], []).append(line["reward"])
-    scored = [reward for group in rewards.values() for reward in group]
-    assert step["critic/rewards/mean"] == (pytest.approx(np.mean(scored)) if scored else None)
-    for line in lines:
-        if line not in failed:
-            mean = np.mean(rewards[line["group_id"]])
-            assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-6)
+    scored = [line for line in lines if line not in failed]
+    mean = pytest.approx(np.mean([line["reward"] for line in scored])) if scored else None
+    assert step["critic/rewards/mean"] == mean
+    for line in scored:
+        of_group = [each["reward"] for each in scored if each["group_id"] == line["group_id"]]
+        assert line["advantage"] == pytest.approx(line["reward"] - np.mean(of_group), abs=1e-6)
     assert {search["source"] for search in searches} == {"fallback"}
     assert max(search["waited_s"] for search in searches) < 0.3 + LONGEST_S
 
