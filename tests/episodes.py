@@ -56,11 +56,11 @@ def in_turns(turn_rewards, rest, *, lengths, task=0, index=0):
     for length in lengths:
         starts.append(len(mask))
         mask += [True] * length + [False]
-    made = make_trajectory(task_number=task, sample_index=index, length=len(mask))
+    trajectory = make_trajectory(task_number=task, sample_index=index, length=len(mask))
     return dataclasses.replace(
-        made,
+        trajectory,
         loss_mask=np.array(mask),
-        turns=made.turns[:1] * len(lengths),
+        turns=trajectory.turns[:1] * len(lengths),
         turn_starts=tuple(starts),
         reward=rest + sum(turn_rewards),
         rest_reward=rest,
@@ -80,12 +80,12 @@ def thinking(entropies, *, right=False, task_number=0, sample_index=0, tool=(), 
     """
     length = 2 + len(entropies)
     make = make_failure if failed else make_trajectory
-    made = make(task_number=task_number, sample_index=sample_index, length=length)
+    trajectory = make(task_number=task_number, sample_index=sample_index, length=length)
     mask = np.arange(length) >= 2
-    mask[[2 + place for place in tool]] = False
+    mask[[2 + index for index in tool]] = False
     values = np.concatenate([[0, 0], entropies]).astype(np.float32)
     return dataclasses.replace(
-        made, loss_mask=mask, rollout_entropies=np.where(mask, values, 0), is_correct=right
+        trajectory, loss_mask=mask, rollout_entropies=np.where(mask, values, 0), is_correct=right
     )
 
 
@@ -104,8 +104,8 @@ class NumberedTasks:
         self.num_items = num_items
 
     def take(self, position, count):
-        places = range(position, position + count)
-        return [Task(id=f"q{place % self.num_items}", question="?") for place in places]
+        indices = range(position, position + count)
+        return [Task(id=f"q{index % self.num_items}", question="?") for index in indices]
 
 
 def strayed(*values):
@@ -130,16 +130,16 @@ def wavering(count, *, length=40, percentile=1.5, excess=0.0):
     )
 
 
-def is_same(one, other):
+def is_same(left, right):
     """Return True if two records have equal fields; arrays and NaN are compared by value."""
-    if one is other:
+    if left is right:
         return True
-    if dataclasses.is_dataclass(one):
-        names = [field.name for field in dataclasses.fields(one) if field.compare]
-        values = [(getattr(one, name), getattr(other, name)) for name in names]
-        return type(one) is type(other) and all(is_same(*pair) for pair in values)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    return bool(one == other)
+    if dataclasses.is_dataclass(left):
+        names = [field.name for field in dataclasses.fields(left) if field.compare]
+        values = [(getattr(left, name), getattr(right, name)) for name in names]
+        return type(left) is type(right) and all(is_same(*pair) for pair in values)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    return bool(left == right)

@@ -1,4 +1,4 @@
-"""One shape for each program of a run, here and in `python -m tests.one_size`, which runs one."""
+"""One shape for each program of a run; `python -m tests.one_size` runs `jaxrl.launch` so."""
 
 import runpy
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def take_the_largest(patch):
-    """Leaves sampler and update their largest shapes alone."""
+    """Restrict sampler and update to their largest shapes."""
     from jaxrl.sampling import engine  # after the hook of `conftest.py`
     from jaxrl.training import packing
 

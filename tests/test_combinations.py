@@ -1,4 +1,4 @@
-"""Random valid combinations of everything that a method chooses, each through two whole steps."""
+"""Random valid combinations of all settings of a method, each through two complete steps."""
 
 import dataclasses
 import math
@@ -7,16 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs import (
-    ares_small,
-    bapo_small,
-    dapo_small,
-    passk_small,
-    search_r1_small,
-)
+from configs import bapo_small, dapo_small, passk_small, search_r1_small
 from jaxrl.builders.validation import validate
 from jaxrl.config.schema import KL_CONTROLLERS, flatten
-from jaxrl.extras.view import report
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
@@ -26,7 +19,7 @@ from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.method import has_kl_loss
 from jaxrl.training.optimizer import make_schedule
-from tests.helpers import UPDATE_PROGRAMS, build, settings_of
+from tests.helpers import UPDATE_PROGRAMS, settings_of
 from tests.runs import (
     METHOD_SIZES,
     Sampler,
@@ -73,55 +66,55 @@ GROUP_RELATIVE = [
 ]
 
 
-def each(key, values):
+def options(key, values):
     return [{key: value} for value in values]
 
 
-# What a method may choose. Every one is drawn by itself.
+# The settings of a method. Each is drawn independently.
 DIMENSIONS = [
     [*GROUP_RELATIVE, *GROUP_RELATIVE, *PASS_AT_K],
-    each("advantage.pass_at_k.k", (1, 2)),
-    each("advantage.grpo.normalize_std", (True, False)),
-    each("advantage.grpo.ddof", (0, 1)),
-    each("loss.aggregation", AGGREGATIONS),
+    options("advantage.pass_at_k.k", (1, 2)),
+    options("advantage.grpo.normalize_std", (True, False)),
+    options("advantage.grpo.ddof", (0, 1)),
+    options("loss.aggregation", AGGREGATIONS),
     [{"loss.name": "clip"}, {"loss.name": "cispo", "loss.clip.dual_clip": 0.0}, GSPO],
-    each("loss.clip_high", (0.2, 0.28)),
-    each("loss.clip.dual_clip", (0.0, 3.0)),
-    each("loss.entropy_coef", (0.0, 0.01)),
-    each("loss.mask_observations", (True, True, False)),
-    each("loss.correction.level", ("none", "token", "sequence")),
-    each("loss.correction.mode", ("truncate", "mask")),
-    each("kl.coef", (0.0, 0.05, 0.05)),
-    each("kl.estimator", KL_ESTIMATORS),
-    each("kl.anchor", ("ref", "ref", "old")),
+    options("loss.clip_high", (0.2, 0.28)),
+    options("loss.clip.dual_clip", (0.0, 3.0)),
+    options("loss.entropy_coef", (0.0, 0.01)),
+    options("loss.mask_observations", (True, True, False)),
+    options("loss.correction.level", ("none", "token", "sequence")),
+    options("loss.correction.mode", ("truncate", "mask")),
+    options("kl.coef", (0.0, 0.05, 0.05)),
+    options("kl.estimator", KL_ESTIMATORS),
+    options("kl.anchor", ("ref", "ref", "old")),
     [{"kl.apply_to": "loss"}, IN_REWARD],
-    each("kl.controller", KL_CONTROLLERS),
-    each("kl.low_factor", (1.0, 0.5)),
-    each("kl.second_chance", (False, True)),
-    each("filter.name", ("none", "varied", "accuracy_range")),
-    [*each("filter.varied.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
-    each("filter.tasks_per_batch", (0, 3)),
-    each("filter.carry_over", (False, True)),
-    each("filter.resample_attempts", (0, 1)),
-    each("filter.resample_early", (False, True)),
-    each("filter.skip_solved", (False, True)),
-    each("filter.skip_entropy", (0.1, 10.0)),
-    each("shaping.overlong_buffer", (0, 16)),
+    options("kl.controller", KL_CONTROLLERS),
+    options("kl.low_factor", (1.0, 0.5)),
+    options("kl.second_chance", (False, True)),
+    options("filter.name", ("none", "varied", "accuracy_range")),
+    [*options("filter.varied.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
+    options("filter.tasks_per_batch", (0, 3)),
+    options("filter.carry_over", (False, True)),
+    options("filter.resample_attempts", (0, 1)),
+    options("filter.resample_early", (False, True)),
+    options("filter.skip_solved", (False, True)),
+    options("filter.skip_entropy", (0.1, 10.0)),
+    options("shaping.overlong_buffer", (0, 16)),
     [{"shaping.boundary_aware": False, "eval.every_steps": 0, "eval.suites": ()}, GATED],
-    each("shaping.stage_level", (True, False)),
-    each("shaping.sample_level", (True, False)),
-    each("shaping.stage_tolerance", (0, 5)),
-    each("shaping.entropy_reward", (False, True)),
-    each("shaping.centered_gain", (False, True)),
-    each("shaping.entropy_window", (2, 4)),
-    each("shaping.bootstrap_tasks", (0, 3)),
-    each("optimizer.num_minibatches", (1, 2)),
-    each("optimizer.num_epochs", (1, 2)),
-    each("optimizer.skip_signal_free", (True, False)),
-    each("rollout.top_p", (1.0, 0.9)),
-    each("rollout.temperature", (1.0, 0.7)),
-    each("reward.correct", ("exact_match", "f1")),
-    each("reward.weights", ({"exact_match": 1.0}, {"exact_match": 1.0, "format": 0.5})),
+    options("shaping.stage_level", (True, False)),
+    options("shaping.sample_level", (True, False)),
+    options("shaping.stage_tolerance", (0, 5)),
+    options("shaping.entropy_reward", (False, True)),
+    options("shaping.centered_gain", (False, True)),
+    options("shaping.entropy_window", (2, 4)),
+    options("shaping.bootstrap_tasks", (0, 3)),
+    options("optimizer.num_minibatches", (1, 2)),
+    options("optimizer.num_epochs", (1, 2)),
+    options("optimizer.skip_signal_free", (True, False)),
+    options("rollout.top_p", (1.0, 0.9)),
+    options("rollout.temperature", (1.0, 0.7)),
+    options("reward.correct", ("exact_match", "f1")),
+    options("reward.weights", ({"exact_match": 1.0}, {"exact_match": 1.0, "format": 0.5})),
 ]
 
 
@@ -134,15 +127,15 @@ def is_valid(config):
 
 
 def combination(seed, config):
-    """A valid configuration, random in all that a method chooses.
+    """Return a valid configuration with random settings of the method.
 
-    Choices are made in random order. One that the rules refuse beside the others is taken back,
-    and sampled_stats again at the end, when what it goes with may have been chosen.
+    Options are drawn in random order. One that validation refuses beside the others is reverted,
+    and tried again at the end, when the options that it needs may have been drawn.
     """
     rng = np.random.default_rng(seed)
-    wanted = [DIMENSIONS[index] for index in rng.permutation(len(DIMENSIONS))]
-    wanted = [options[rng.integers(len(options))] for options in wanted]
-    for option in [*wanted, *wanted]:
+    dimensions = [DIMENSIONS[index] for index in rng.permutation(len(DIMENSIONS))]
+    drawn = [dimension[rng.integers(len(dimension))] for dimension in dimensions]
+    for option in [*drawn, *drawn]:
         before = {key: _get(config, key) for key in option}
         if before == option:
             continue
@@ -153,8 +146,8 @@ def combination(seed, config):
     return config
 
 
-def what_is_special(config, base):
-    """Of a combination, what is not as in its base."""
+def changed_keys(config, base):
+    """Return the keys of a combination that differ from its base."""
     before = flatten(base)
     return {key: value for key, value in flatten(config).items() if value != before[key]}
 
@@ -177,7 +170,7 @@ def sampler(tiny_world, source):
 def train_two_steps(seed, world, source, sampler, workdir):
     config = combination(seed, base_config(world, source))
     # pytest shows it on failure.
-    print(f"combination {seed}: {what_is_special(config, base_config(world, source))}")
+    print(f"combination {seed}: {changed_keys(config, base_config(world, source))}")
     components = sampler.for_config(config)
     run(settings_of(config), workdir, components, Display())
 
@@ -208,13 +201,13 @@ def train_two_steps(seed, world, source, sampler, workdir):
         assert type(state) is type(wanted)
         shown = [name for name in steps[-1] if name.startswith(f"controller/{field.name}/")]
         assert bool(shown) == (state is not None)
-    kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
-    assert progress.controllers.metrics() == kept
+    logged = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
+    assert progress.controllers.metrics() == logged
 
     exported, before = load_hf(workdir / "export"), load_hf(source)
     jax.tree.map(np.testing.assert_array_equal, exported, jax.device_get(weights))
     pairs = zip(jax.tree.leaves(exported), jax.tree.leaves(before), strict=True)
-    has_moved = any(not np.array_equal(one, other) for one, other in pairs)
+    has_moved = any(not np.array_equal(*pair) for pair in pairs)
     assert has_moved == any(record["actor/grad_norm"] > 0 for record in steps)
     if any(record["rollout/informative_share"] for record in steps):
         assert has_moved
@@ -234,23 +227,24 @@ def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, 
     train_two_steps(seed, tiny_world, source, sampler, tmp_path)
 
 
-SIBLINGS = {
+SMALL_CONFIGS = {
     search_r1_small: {"actor/kl_loss", "actor/entropy"},
     dapo_small: {"reward/overlong/mean", "filter/kept_share"},
     bapo_small: {
         *("reward/abstention/mean", "controller/gate/is_late", "filter/resampled_groups"),
         "num_python_calls/mean",
     },
-    ares_small: {"reward/entropy/mean", "controller/threshold/value", "actor/kl_loss"},
     passk_small: {"advantage/k"},
 }
-"""The small siblings of the published configurations, and metrics that show their method."""
+"""Small versions of published configurations, and metrics that show their method.
+
+`test_controllers_in_runs.py` trains with the method of ARES.
+"""
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("module", SIBLINGS, ids=lambda module: module.__name__)
-def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "write_report_or_warn", lambda *_: None)
+@pytest.mark.parametrize("module", SMALL_CONFIGS, ids=lambda module: module.__name__)
+def test_the_small_configurations_train(module, tiny_world, source, sampler, tmp_path):
     config = module.get_config(str(tiny_world))
     sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
     sizes |= {"rollout.max_num_seqs": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
@@ -262,7 +256,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
         sizes["advantage.pass_at_k.k_schedule"] = ((0, 2), (1, 1))
     if config.shaping.overlong_buffer:
         sizes["shaping.overlong_max_tokens"] = 80
-    if config.env.name == "math":  # like the others they search, and chance is the judge
+    if config.env.name == "math":  # like the others it searches, with rewards by chance
         sizes |= {"env.name": "search", "search.local.corpus": f"{tiny_world}/corpus.jsonl"}
         sizes |= {"reward.correct": "exact_match", "reward.weights": {"exact_match": 1.0}}
     config.update_from_flattened_dict(sizes)
@@ -272,33 +266,15 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     assert len(steps) == 2
     assert any(record["rollout/informative_share"] for record in steps)
     for record in steps:
-        assert record.keys() >= SIBLINGS[module]
+        assert record.keys() >= SMALL_CONFIGS[module]
         assert math.isfinite(record["actor/grad_norm"])
+    if config.advantage.name == "pass_at_k":
+        assert [record["advantage/k"] for record in steps] == [2, 1]
 
 
-@pytest.mark.minutes
-def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "write_report_or_warn", lambda *_: None)
-    config = base_config(tiny_world, source)
-    config.update_from_flattened_dict(
-        {
-            "env.name": "math", "search.local.corpus": "", "num_steps": 1, "reward.correct": "math",
-            "reward.weights": {"math": 1.0}, "eval.suites": ("greedy",),
-        }
-    )  # fmt: skip
-    validate(config)
-    run(settings_of(config), tmp_path, build(config), Display())
-    before, step = records(tmp_path)
-    assert "val-aux/all/math/greedy" in before
-    # A model that was taught to search gives no `Answer:` line.
-    assert step["reward/math/mean"] == -1
-    assert step["num_searches/mean"] == 0
-    assert step["outcome/answered"] == 0
-
-
-def test_every_choice_is_drawn(tiny_world):
-    """No rule hides a choice from the generator, nor do these seeds leave one out."""
-    missing = [option for options in DIMENSIONS for option in options]
+def test_every_option_is_drawn(tiny_world):
+    """No rule hides an option from the generator, nor do these seeds leave one out."""
+    missing = [option for dimension in DIMENSIONS for option in dimension]
     for seed in (*SEEDS, *MORE_SEEDS):
         drawn = flatten(combination(seed, base_config(tiny_world)))
         missing = [option for option in missing if not option.items() <= drawn.items()]

@@ -1,7 +1,6 @@
-"""Runs whose episodes go through several contexts: trained, killed, gone on with, asked."""
+"""Runs whose episodes go through several contexts."""
 
 import itertools
-import json
 
 import pytest
 
@@ -26,55 +25,39 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, quick_compilation):
-    return warm_start(tiny_world, cache_folder)
-
-
-def configured(world, source, name, **changes):
-    config = base_config(world, source)
+def test_sampler_and_trainer_agree_and_a_killed_run_resumes(tiny_world, cache_folder, tmp_path):
+    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
     settings = {
-        **{"rollout.context.name": name, "rollout.context.max_tokens": 96},
+        **{"rollout.context.name": "last_turns", "rollout.context.max_tokens": 96},
         **{"rollout.context.turn_tokens": 24, "rollout.max_total_tokens": 320},
         **{"rollout.max_response_tokens": 120, "rollout.max_observation_tokens": 24},
-        **{"rollout.max_turns": 5, "log.trajectories": -1, "num_steps": 3},
-        **{"checkpoint.every_steps": 1, "checkpoint.keep": 4, **changes},
+        **{"rollout.max_turns": 5, "log.trajectories": -1, "num_steps": 2},
+        **{"checkpoint.every_steps": 1, "checkpoint.keep": 4},
     }
     config.update_from_flattened_dict(settings)
     validate(config)
-    return config
-
-
-def play(config, workdir):
-    run(settings_of(config), workdir, build(config), Display(is_enabled=False))
-
-
-@pytest.mark.parametrize("name", ["drop_observations", "last_turns"])
-def test_sampler_and_trainer_agree_and_a_killed_run_goes_on(name, tiny_world, source, tmp_path):
-    config = configured(tiny_world, source, name)
-    play(config, tmp_path / "whole")
-    found = records(tmp_path / "whole")
-    steps = [record for record in found if "actor/grad_norm" in record]
-    assert len(steps) == 3
-    assert all(step["rollout_corr/logprob_diff_max"] < 1e-4 for step in steps)
-    assert any(step.get("num_contexts/mean", 1) > 1 for step in steps)
-    made = [t for step in (1, 2, 3) for t in trajectories(tmp_path / "whole", step)]
-    several = [t for t in made if "contexts" in t]
-    assert several
-    for one in several:
-        starts = [0, *(start for start, _ in one["contexts"]), len(one["token_ids"])]
-        assert max(b - a for a, b in itertools.pairwise(starts)) <= 96
-    killed(tmp_path / "whole", tmp_path / "cut", after=1)
-    play(config, tmp_path / "cut")
-    assert lasting(tmp_path / "cut") == lasting(tmp_path / "whole")
-    assert_same_weights(tmp_path / "cut" / "export", tmp_path / "whole" / "export")
-    for step in (2, 3):
-        pairs = [[*map(json.dumps, map(without_usage, trajectories(tmp_path / folder, step)))]
-                 for folder in ("cut", "whole")]  # fmt: skip
-        assert pairs[0] == pairs[1]
-
-
-def test_an_engine_has_room_for_a_context_and_a_row_for_all(tiny_world, source):
-    parts = build(configured(tiny_world, source, "last_turns"))
+    parts, display = build(config), Display(is_enabled=False)
+    # The engine has room for a context, and a packed row for all.
     assert "up to 6 per row" in parts.engine.describe_shapes()  # pages of 16 tokens
     assert parts.stages["train"].shape.max_tokens == 320
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run(settings_of(config), whole, parts, display)
+    steps = [record for record in records(whole) if "actor/grad_norm" in record]
+    assert len(steps) == 2
+    assert all(step["rollout_corr/logprob_diff_max"] < 1e-4 for step in steps)
+    assert any(step.get("num_contexts/mean", 1) > 1 for step in steps)
+    lines = [line for step in (1, 2) for line in trajectories(whole, step) if "contexts" in line]
+    assert lines
+    for line in lines:
+        starts = [0, *(start for start, _ in line["contexts"]), len(line["token_ids"])]
+        assert max(b - a for a, b in itertools.pairwise(starts)) <= 96
+
+    resumed = killed(whole, tmp_path / "resumed", after=1)
+    run(settings_of(config), resumed, parts, display)
+    assert lasting(resumed) == lasting(whole)
+    assert_same_weights(resumed / "export", whole / "export")
+    assert [*map(without_usage, trajectories(resumed, 2))] == [
+        *map(without_usage, trajectories(whole, 2))
+    ]

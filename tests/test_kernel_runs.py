@@ -1,4 +1,4 @@
-"""Runs whose first kernels are broken go on with the next, and say so."""
+"""Runs whose first kernels are broken use the next ones and report it."""
 
 import json
 
@@ -21,7 +21,7 @@ BROKEN = "tests.extras.kernels.broken"
 
 @pytest.fixture
 def broken_kernels(monkeypatch):
-    """Kernels of a CPU: in the update the first is a hundredth off; in the sampler both fail."""
+    """Broken CPU kernels: one of two in the update, all in the sampler and of the experts."""
     of_update = {"mosaic": f"{BROKEN}:train_off_by_a_hundredth",
                  "triton": f"{BROKEN}:train_nothing_is_wrong"}  # fmt: skip
     of_sampler = {"mosaic": f"{BROKEN}:attend_pages_one_is_not_a_number",
@@ -39,45 +39,46 @@ def broken_kernels(monkeypatch):
 
 def play(config, workdir):
     workdir.mkdir()
-    display, said = Display(), []
-    display.log = said.append
+    display, lines = Display(), []
+    display.log = lines.append
     run.run(settings_of(config), workdir, build(config), display)
-    return said
+    return lines
 
 
-def test_a_run_goes_on_with_the_kernels_that_pass(tiny_world, tmp_path, monkeypatch, request):
+def test_a_run_uses_the_kernels_that_pass(tiny_world, tmp_path, monkeypatch, request):
     config = base_config(tiny_world)
+    config.num_steps = 1
     play(config, tmp_path / "plain")
     request.getfixturevalue("broken_kernels")
-    said = play(config, tmp_path / "run")
+    lines = play(config, tmp_path / "run")
     # The update's kernel is XLA's in a program of its own, so that rounding differs.
-    for one, plain in zip(*(lasting(tmp_path / name) for name in ("run", "plain")), strict=True):
-        for record in (one, plain):
+    for pair in zip(lasting(tmp_path / "run"), lasting(tmp_path / "plain"), strict=True):
+        for record in pair:
             record.pop("rollout/cache_use", None)  # the cache was planned with larger pages
-        assert one == pytest.approx(plain, abs=1e-5)
+        assert pair[0] == pytest.approx(pair[1], abs=1e-5)
 
-    assert "attention: triton, in the sampler xla, where mosaic failed its check" in said
+    assert "attention: triton, in the sampler xla, where mosaic failed its check" in lines
     # A line that begins with `warning:` goes to standard error.
-    warnings = [line for line in said if "trying the next: " in line]
+    warnings = [line for line in lines if "trying the next: " in line]
     assert [line.split(" fails its check")[0] for line in warnings] == [
         "warning: attention of the update: mosaic",
         "warning: attention of the sampler, decoding: mosaic",
         "warning: attention of the sampler, decoding: triton",
     ]
     [start] = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert [one["is_sound"] for one in start["kernels"]] == [False, True, False, False]
+    assert [check["is_sound"] for check in start["kernels"]] == [False, True, False, False]
     page = write_report([tmp_path / "run"]).read_text()
-    assert all(one["finding"].split(",")[0] in page for one in start["kernels"])
+    assert all(check["finding"].split(",")[0] in page for check in start["kernels"])
 
 
-def test_a_kernel_that_was_named_ends_the_run_before_it_begins(tiny_world, broken_kernels):
+def test_a_configured_kernel_that_fails_is_refused(tiny_world, broken_kernels):
     config = base_config(tiny_world)
     config.model.attention = "mosaic"
     with pytest.raises(ValueError, match=r"config\.model\.attention is 'mosaic', which fails its"):
         build(config)
 
 
-def test_products_of_experts_give_way_too(broken_kernels):
+def test_broken_kernels_of_experts_are_replaced_too(broken_kernels):
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     chosen = choice_of_experts.select_kernels("auto", mesh, 48, 32, check_dtype="bfloat16")
     assert (chosen.name, chosen.reason) == ("xla", "where megablox failed its check")

@@ -1,4 +1,4 @@
-"""A world whose answers only a tool knows: the colours of shelves, asked by Qwen's tool calls."""
+"""A world whose answers only a tool knows: the colors of shelves, by Qwen's tool calls."""
 
 import json
 import random
@@ -14,30 +14,21 @@ from jaxrl.run import run
 from tests.helpers import build, settings_of
 from tests.qwen import qwen3
 
-COLOURS = ("red", "blue", "green", "black", "white", "brown", "pink", "grey")
+COLORS = ("red", "blue", "green", "black", "white", "brown", "pink", "gray")
 
 
-def colour(number):
-    """Of a shelf. What stands in the questions does not tell it."""
-    return COLOURS[number * number * 7 // 3 % len(COLOURS)]
+def color(number):
+    """Return the color of a shelf, which no question contains."""
+    return COLORS[number * number * 7 // 3 % len(COLORS)]
 
 
 def look_up(number: int) -> str:
-    """Tells the colour of a shelf.
+    """Return the color of a shelf.
 
     Args:
         number: The shelf.
     """
-    return colour(number)
-
-
-def know_nothing(number: int) -> str:
-    """Tells the colour of a shelf.
-
-    Args:
-        number: The shelf.
-    """
-    return "unknown"
+    return color(number)
 
 
 def call(number):
@@ -46,12 +37,12 @@ def call(number):
 
 
 def chat(numbers):
-    """A worked episode: a call for each shelf in one turn, and the last one's colour."""
+    """Return a demonstration: a call for each shelf in one turn, and the last one's color."""
     return [
         {"role": "user", "content": question(numbers)},
         {"role": "assistant", "content": "\n".join(map(call, numbers))},
-        *({"role": "tool", "content": colour(number)} for number in numbers),
-        {"role": "assistant", "content": f"<answer>{colour(numbers[-1])}</answer>"},
+        *({"role": "tool", "content": color(number)} for number in numbers),
+        {"role": "assistant", "content": f"<answer>{color(numbers[-1])}</answer>"},
     ]
 
 
@@ -60,17 +51,17 @@ def question(numbers):
 
 
 def write_lines(path, objects):
-    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+    path.write_text("".join(json.dumps(fields) + "\n" for fields in objects))
 
 
 def write(folder, tools, *, num_shelves=40, seed=0):
-    """Writes model, tokenizer, questions and demonstrations.
+    """Write model, tokenizer, questions and demonstrations.
 
     Args:
-        folder: to make.
-        tools: what the chat template describes in the run, whose text the tokenizer learns.
-        num_shelves: in all.
-        seed: of the questions.
+        folder: Existing folder.
+        tools: Chat schemas of the run's tools, whose text the tokenizer learns.
+        num_shelves: Number of shelves.
+        seed: Random seed of questions and weights.
     """
     rng = random.Random(seed)
     shelves = [[n] for n in range(num_shelves)]
@@ -79,7 +70,7 @@ def write(folder, tools, *, num_shelves=40, seed=0):
     chats = [chat(numbers) for numbers in shelves]
     texts = [m["content"] for messages in chats for m in messages]
     header = qwen3().apply_chat_template(chats[0][:1], tools=tools, tokenize=False)
-    hf = qwen3([header, *texts, *COLOURS], num_merges=500)
+    hf = qwen3([header, *texts, *COLORS], num_merges=500)
     model = folder / "model"
     hf.save_pretrained(model)
     config = make_model_config(hf.backend_tokenizer)
@@ -92,7 +83,7 @@ def write(folder, tools, *, num_shelves=40, seed=0):
     safetensors.numpy.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     write_lines(folder / "demonstrations.jsonl", [{"messages": m} for m in chats])
     tasks = [
-        {"id": str(i), "question": question(numbers), "answers": [colour(numbers[-1])]}
+        {"id": str(i), "question": question(numbers), "answers": [color(numbers[-1])]}
         for i, numbers in enumerate(shelves)
     ]
     write_lines(folder / "questions_train.jsonl", tasks[len(tasks) // 4 :])
@@ -124,7 +115,7 @@ def config_of(folder, **changes):
 
 
 def play(config, workdir):
-    """Runs it and gives its components."""
+    """Run it and return its components."""
     validate(config)
     workdir.mkdir()
     components = build(config)
