@@ -55,6 +55,8 @@ OLD_POSITION = {
     "sampled_stats": "tried",
 }
 """Names in older revisions of fields in a checkpoint's position, by current name."""
+NEW_FIELDS = ("num_failed", "result_index")
+"""Fields of records and positions that older revisions do not write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +364,7 @@ def strip_volatile(value: Any) -> Any:
     """Remove entries that depend on the clock, caches or fingerprints from a JSON value."""
     if isinstance(value, dict):
         ignored = ("latency_s", "waited_s", "source", "attempts", "records", "usage")
-        ignored += ("made_with", "settings")
+        ignored += ("made_with", "settings", *NEW_FIELDS)
         return {
             key: strip_volatile(inner)
             for key, inner in value.items()
