@@ -236,6 +236,16 @@ def test_the_objectives_by_hand():
     np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
 
+def test_the_check_flags_long_responses():
+    from my_watch import judge
+
+    state, signs = judge({"response_length/mean": 300.0}, {})
+    assert (state, signs) == ({"step": 1, "sound": 1}, [])
+    state, [sign] = judge({"response_length/mean": 500.0}, state)
+    assert state == {"step": 2, "sound": 1}
+    assert (sign.name, sign.since) == ("too_long", 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
