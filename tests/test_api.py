@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compilation", "one_size", "no_pictures"),
 ]
 
-NOTEBOOK = json.loads((ROOT / "examples" / "first_day.ipynb").read_text(encoding="utf-8"))
+NOTEBOOK = json.loads((ROOT / "examples" / "from_python.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 BEST = "val-core/all/exact_match/mean@1"
 
