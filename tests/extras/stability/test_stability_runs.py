@@ -1,11 +1,8 @@
 """A run with all remedies: what its files say is what each of them does."""
 
-import json
-
 import pytest
 
 from jaxrl.builders.validation import validate
-from jaxrl.envs.rewards.attribution import occurs_in
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.helpers import build, settings_of
@@ -33,16 +30,8 @@ REMEDIES = {
 def workdir(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
     config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
     config.update_from_flattened_dict(REMEDIES)
-    # Professions are accepted too, which most documents name.
-    folder = tmp_path_factory.mktemp("remedies")
-    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
-    tasks = [json.loads(line) for line in lines]
-    tasks = [task | {"answers": [*task["answers"], "sailor", "potter"]} for task in tasks]
-    config.tasks.train.source = str(folder / "questions.jsonl")
-    (folder / "questions.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     validate(config)
-    workdir = folder / "run"
-    workdir.mkdir()
+    workdir = tmp_path_factory.mktemp("remedies")
     run(settings_of(config), workdir, build(config), Display())
     return workdir
 
@@ -57,7 +46,7 @@ def test_each_shows_in_the_numbers_of_a_step(workdir):
 
 
 def test_void_turns_are_left_out_and_counted(workdir):
-    found = []
+    all_sound = []
     for number, step in enumerate(records(workdir)[1:], 1):
         lines = trajectories(workdir, number)
         sound = [
@@ -66,25 +55,12 @@ def test_void_turns_are_left_out_and_counted(workdir):
             and not line["turns"][-1].get("is_cut", False)
             for line in lines
         ]
-        # What the budget of tokens ended is told from a call beyond the turns allowed.
+        # A turn that the budget of tokens ended is not a call beyond the turns allowed.
         over = [line for line in lines if line["outcome"] == "out_of_budget"]
         assert all(
             ("</search>" in line["turns"][-1]["text"]) != line["turns"][-1].get("is_cut", False)
             for line in over
         )
         assert step["filter/trained_share"] == sum(sound) / len(sound)
-        found += sound
-    assert 0 < sum(found) < len(found)
-
-
-def test_the_search_that_shows_the_answer_is_paid(workdir):
-    paid = 0
-    for number in (1, 2):
-        for line in trajectories(workdir, number):
-            shows = [
-                any(occurs_in(answer, turn["observation"] or "") for answer in line["ground_truth"])
-                for turn in line["turns"]
-            ]
-            assert line["reward_parts"]["first_occurrence"] == float(any(shows))
-            paid += any(shows)
-    assert paid
+        all_sound += sound
+    assert 0 < sum(all_sound) < len(all_sound)
