@@ -155,7 +155,7 @@ def test_training_computes_the_recorded_experts(renormalize):
     def replay(moe):
         aux = AuxArrays(inputs={ROUTED_EXPERTS: given[:, None]}, statistics_weights=jnp.ones(12))
         sizes = {"num_layers": 1, "num_tokens": 12, "top_k": 2, "num_experts": 8}
-        state = 0, init_results(aux, **sizes)
+        state = jnp.int32(0), init_results(aux, **sizes)
         out, (_, results) = config.feed_forward_with_aux({"moe": moe}, x, state, aux)
         store_results(aux, results)
         return (out * weights).sum(), (out, aux.statistics)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,8 +13,6 @@ from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.builders.capacity import GIB, format_bytes
 from jaxrl.extras.plan import memory
-from jaxrl.models.decoder import init_params
-from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.registry import read_architecture
 from tests.extras.plan.cases import NODE, ROOT, large_run
 from tests.helpers import resolved
@@ -201,36 +197,3 @@ class TestCommand:
         assert status.startswith("error: ")
         assert message in status
         assert (printed, written) == (("", ""), None)
-
-
-# Run by a process that imports nothing large: what a process has when it starts another one counts
-# as the other's, as `getrusage` reports it.
-MEASURE = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:], stdout=sys.stderr)
-_, status, usage = os.wait4(process.pid, 0)
-print(1024 * usage.ru_maxrss)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read as Linux reports it")
-def test_a_warm_start_takes_what_is_planned(tiny_world, tmp_path, plan):
-    # 17 million parameters, so that not all of it is libraries.
-    folder = shutil.copytree(tiny_world / "model", tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    fields = json.loads((folder / "config.json").read_text())
-    fields |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
-    fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    (folder / "config.json").write_text(json.dumps(fields))
-    model = read_architecture(folder)
-    save_hf(init_params(model, 0), model, tmp_path / "larger", source=None)
-    shutil.copy(tmp_path / "larger/model.safetensors", folder)
-    keys = {"stages": "('sft',)", "sft.num_steps": 1, "sft.batch_size": 4, "model.path": folder}
-    flags = [f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}"]
-    flags += [f"--config.{key}={value}" for key, value in keys.items()]
-    _, _, planned = plan(*flags)
-    command = [sys.executable, "-c", MEASURE, sys.executable, "-m", "jaxrl.launch", *flags]
-    command += [f"--workdir={tmp_path / 'run'}", "--config.compilation_cache=off"]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    assert planned["peak"] == pytest.approx(int(done.stdout), rel=0.1)

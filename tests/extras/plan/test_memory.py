@@ -201,7 +201,9 @@ class TestAgainstTheCompiler:
     def test_two_layers_on_one_device(self):
         target = replace(NODE, platform="cpu", num_devices=1)
         model = replace(programs.MODELS["tiny"], num_layers=2)
-        self.check(programs.compare(programs.small_run(1, 1, 1), model, target, jax.devices()[:1]))
+        parts = [part for part in programs.PARTS if part != "score"]
+        config = programs.small_run(1, 1, 1)
+        self.check(programs.compare(config, model, target, jax.devices()[:1], parts))
 
     @pytest.mark.slow(
         instead="extras/plan/test_memory.py::TestAgainstTheCompiler::test_two_layers_on_one_device"

@@ -279,8 +279,9 @@ def test_a_sampler_that_keeps_old_weights_is_named(
         **{"watch.name": "sentinel", "num_steps": 12, "checkpoint.every_steps": 50},
         **{"advantage.grpo.normalize_std": False},
     )
-    engine, copies = build_once(config).engine, []
+    engine = build_once(config).engine
     set_weights = engine.set_weights
+    copies: list[object] = []
 
     def set_old_weights(weights):
         if len(copies) < 8:

@@ -1,8 +1,11 @@
 """A run with all remedies: what its files say is what each of them does."""
 
+import json
+
 import pytest
 
 from jaxrl.builders.validation import validate
+from jaxrl.envs.rewards.attribution import occurs_in
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.helpers import build, settings_of
@@ -30,8 +33,16 @@ REMEDIES = {
 def workdir(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
     config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
     config.update_from_flattened_dict(REMEDIES)
+    # Professions are accepted too, which most documents name.
+    folder = tmp_path_factory.mktemp("remedies")
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
+    tasks = [json.loads(line) for line in lines]
+    tasks = [task | {"answers": [*task["answers"], "sailor", "potter"]} for task in tasks]
+    config.tasks.train.source = str(folder / "questions.jsonl")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     validate(config)
-    workdir = tmp_path_factory.mktemp("remedies")
+    workdir = folder / "run"
+    workdir.mkdir()
     run(settings_of(config), workdir, build(config), Display())
     return workdir
 
@@ -64,3 +75,16 @@ def test_void_turns_are_left_out_and_counted(workdir):
         assert step["filter/trained_share"] == sum(sound) / len(sound)
         all_sound += sound
     assert 0 < sum(all_sound) < len(all_sound)
+
+
+def test_the_search_that_shows_the_answer_is_paid(workdir):
+    paid = 0
+    for number in (1, 2):
+        for line in trajectories(workdir, number):
+            shows = [
+                any(occurs_in(answer, turn["observation"] or "") for answer in line["ground_truth"])
+                for turn in line["turns"]
+            ]
+            assert line["reward_parts"]["first_occurrence"] == float(any(shows))
+            paid += any(shows)
+    assert paid
