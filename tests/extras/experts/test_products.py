@@ -94,7 +94,7 @@ def test_the_choice_and_its_reason():
 
 
 def test_no_array_holds_tokens_times_experts_times_width():
-    tokens, num_experts, width, inner, top_k = 32, 16, 24, 40, 2
+    tokens, num_experts, width, inner, top_k = 64, 32, 24, 40, 2
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
     shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
