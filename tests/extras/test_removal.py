@@ -15,18 +15,19 @@ from tests.runs import METHOD_SIZES, records
 EXTRAS = [f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py")]
 
 ALONE = """
-import runpy, sys
+import sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]  # which has all modules
 """
-IMPORT_EVERY_MODULE = """
+IMPORT_EVERY_MODULE_AND_LAUNCH = """
 import importlib, pkgutil, jaxrl
 for module in pkgutil.walk_packages(jaxrl.__path__, "jaxrl."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-print(jaxrl.__file__)
-sys.modules.pop("jaxrl.launch")
+print(jaxrl.__file__, flush=True)
+from absl import app
+from jaxrl import launch
+app.run(launch.main, flags_parser=launch.parse_flags)
 """
-LAUNCH = "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
 
 
 def without(folder, *names):
@@ -44,7 +45,7 @@ def train_two_steps(folder, world, compilation):
     flags = [f"--config={folder}/configs/debug_tiny.py:{world}"]
     flags += ["--values=values.json", "--workdir=run"]
     done = subprocess.run(
-        [sys.executable, "-c", ALONE + IMPORT_EVERY_MODULE + LAUNCH, *flags],
+        [sys.executable, "-c", ALONE + IMPORT_EVERY_MODULE_AND_LAUNCH, *flags],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder)} | compilation,
         capture_output=True,
