@@ -15,16 +15,18 @@ from tests.runs import METHOD_SIZES, records
 EXTRAS = [f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py")]
 
 ALONE = """
-import runpy, sys
+import sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]  # which has all modules
 """
-LAUNCH = ALONE + "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
-EVERY_MODULE = """
+IMPORT_EVERY_MODULE_AND_LAUNCH = """
 import importlib, pkgutil, jaxrl
 for module in pkgutil.walk_packages(jaxrl.__path__, "jaxrl."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-print(jaxrl.__file__)
+print(jaxrl.__file__, flush=True)
+from absl import app
+from jaxrl import launch
+app.run(launch.main, flags_parser=launch.parse_flags)
 """
 
 
@@ -37,45 +39,35 @@ def without(folder, *names):
     return folder
 
 
-def python(folder, *arguments, **variables):
-    """What a Python prints that has this folder's jaxrl."""
+def train_two_steps(folder, world, compilation):
+    """Import every module of this folder's jaxrl, train, and return what was printed."""
+    (folder / "values.json").write_text(json.dumps(METHOD_SIZES | {"eval.suites": ["greedy"]}))
+    flags = [f"--config={folder}/configs/debug_tiny.py:{world}"]
+    flags += ["--values=values.json", "--workdir=run"]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-c", ALONE + IMPORT_EVERY_MODULE_AND_LAUNCH, *flags],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)} | variables,
+        env=os.environ | {"PYTHONPATH": str(folder)} | compilation,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert str(folder / "jaxrl" / "__init__.py") in done.stdout
+    assert [record["step"] for record in records(folder / "run")] == [0, 1, 2]
     return done.stdout
 
 
-def trains_two_steps(folder, world, compilation):
-    assert python(folder, "-c", ALONE + EVERY_MODULE).strip() == str(
-        folder / "jaxrl" / "__init__.py"
-    )
-    (folder / "values.json").write_text(json.dumps(METHOD_SIZES | {"eval.suites": ["greedy"]}))
-    told = python(
-        folder,
-        *("-c", LAUNCH, f"--config={folder}/configs/debug_tiny.py:{world}"),
-        *("--values=values.json", "--workdir=run"),
-        **compilation,
-    )
-    assert [record["step"] for record in records(folder / "run")] == [0, 1, 2]
-    return told
-
-
 def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
-    told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
-    assert "no report: jaxrl/extras/view is missing" in told
-    assert "no plan of memory: jaxrl/extras/plan is missing" in told
+    printed = train_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
+    assert "no report: jaxrl/extras/view is missing" in printed
+    assert "no plan of memory: jaxrl/extras/plan is missing" in printed
     # Their keys went with them.
     written = read_flat_config(tmp_path / "run" / "config.json")
-    left = {key for one in EXTRA_KEYS.values() for key in one.keys} & {*written}
+    left = {key for extra in EXTRA_KEYS.values() for key in extra.keys} & {*written}
     assert (left, "model.path" in written) == (set(), True)
 
 
 @pytest.mark.slow(instead="extras/test_removal.py::test_without_any_extra_a_text_run_trains")
 @pytest.mark.parametrize("name", sorted(EXTRAS))
 def test_without_one_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation, name):
-    trains_two_steps(without(tmp_path, name), tiny_world, quick_compilation)
+    train_two_steps(without(tmp_path, name), tiny_world, quick_compilation)

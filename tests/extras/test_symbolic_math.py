@@ -50,25 +50,25 @@ HOSTILE = [
 
 def children():
     """Processes that this one has started and that still run."""
-    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for path in found for pid in path.read_text().split()]
+    paths = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for path in paths for pid in path.read_text().split()]
     return {pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.fixture(scope="module")
 def math():
-    found = MathVerify(deadline_s=10.0, memory_mib=1024, workers=1)
-    yield found
-    found.close()
+    verifier = MathVerify(deadline_s=10.0, memory_mib=1024, workers=1)
+    yield verifier
+    verifier.close()
     assert children() == set()
 
 
 @pytest.fixture
 def strict():
     """With so little time that hostile answers cost little here, and easy ones are compared."""
-    found = MathVerify(deadline_s=0.4, memory_mib=1024, workers=1)
-    yield found
-    found.close()
+    verifier = MathVerify(deadline_s=0.4, memory_mib=1024, workers=1)
+    yield verifier
+    verifier.close()
 
 
 def test_expressions_are_compared_by_what_they_mean(math):
@@ -81,20 +81,20 @@ def test_expressions_are_compared_by_what_they_mean(math):
 
 
 def test_what_value_comparison_decides_asks_no_worker():
-    none = MathVerify(deadline_s=1.0, memory_mib=1024, workers=1)
+    idle = MathVerify(deadline_s=1.0, memory_mib=1024, workers=1)
     before = children()
     for answer, truth in (("0.5", r"\frac12"), ("4", "5"), ("1,000", "1000"), ("x" * 9999, "y")):
-        assert none.is_equal(answer, (truth,)) in (True, False)
-    assert none.is_equal("(" * 100_000, (r"\sqrt{2}",)) is False
+        assert idle.is_equal(answer, (truth,)) in (True, False)
+    assert idle.is_equal("(" * 100_000, (r"\sqrt{2}",)) is False
     assert MAX_ANSWER_CHARS < 100_000
     assert children() == before
 
 
 def test_hostile_answers_are_not_equal_and_cost_no_more_than_their_time(strict):
     before, start = children(), time.process_time()
-    found = [strict.measure(finished(answer)) for answer in HOSTILE]
-    assert [one.score for one in found] == [0.0] * len(HOSTILE)
-    assert found[0].others["undecided"] == 1.0  # its time was over
+    results = [strict.measure(finished(answer)) for answer in HOSTILE]
+    assert [result.score for result in results] == [0.0] * len(HOSTILE)
+    assert results[0].others["undecided"] == 1.0  # its time was over
     assert time.process_time() - start < 2  # nothing of it was computed here
     assert strict.is_equal("{y}", ("z", "y ^ 1")) is True  # by a fresh worker
     assert len(children() - before) == 1
@@ -159,24 +159,19 @@ def test_no_process_outlives_the_one_that_started_it():
         time.sleep(0.05)
 
 
-def test_a_hundred_calls_leave_one_worker(math):
-    for number in range(100):
-        assert math.is_equal(rf"\sqrt{{{number**2 + 1}}}", (rf"\sqrt{{{number**2} + 1}}",))
-    assert len(children()) == 1
-
-
 def finished(answer, **reward):
     task = Task(id="t", question="?", answers=("2",))
-    found = Reward(parts={}, final_answer=answer, **reward)
-    return ScoredEpisode(episode=Episode(task=task), reward=found)
+    return ScoredEpisode(
+        episode=Episode(task=task), reward=Reward(parts={}, final_answer=answer, **reward)
+    )
 
 
 def test_the_part_pays_the_final_answer(math):
     answers = [r"\sqrt{4}", "3", ""]
     calls = math.requests([finished(answer) for answer in answers])
-    found = [one for call in calls for one in call.parse(call.invoke())]
-    assert [one.score for one in found] == [1.0, 0.0, 0.0]
-    assert [one.others["undecided"] for one in found] == [0.0, 0.0, 0.0]
+    results = [result for call in calls for result in call.parse(call.invoke())]
+    assert [result.score for result in results] == [1.0, 0.0, 0.0]
+    assert [result.others["undecided"] for result in results] == [0.0, 0.0, 0.0]
     shy = math.measure(finished("2, but I don't know", is_abstention=True))
     assert (shy.score, shy.others["undecided"]) == (0.0, 0.0)
     assert math.missing_fields(Task(id="t", question="?")) == ["answers"]

@@ -49,9 +49,11 @@ def main():
         if data * fsdp * tensor == 8
     ]
     assert len(meshes) == 10
-    groups = {tuple(mesh.devices.flat) for mesh in meshes}
-    groups |= {tuple(jax.devices()[:count]) for count in (1, 3)}
-    for devices, dtype in itertools.product(sorted(groups, key=repr), DTYPES):
+    orders = {tuple(mesh.devices.flat) for mesh in meshes}
+    orders |= {tuple(jax.devices()[:count]) for count in (1, 3)}
+    groups = sorted(orders, key=repr)
+    cases = [(devices, "int8") for devices in groups] + [(groups[-1], dtype) for dtype in DTYPES]
+    for devices, dtype in cases:
         passages = PassageIndex(vectors, devices, dtype=dtype, candidates=30, query_rows=16)
         places, scores = passages.search(queries, topk=7)
         np.testing.assert_array_equal(places, wanted_places, err_msg=f"{dtype}, {devices}")

@@ -25,11 +25,7 @@ def encoder(name, dtype="float32", **settings):
     return Encoder(model, GOLDEN / name, jax.devices()[:1], dtype=dtype)
 
 
-@pytest.fixture(params=SETTINGS)
-def name(request):
-    return request.param
-
-
+@pytest.mark.parametrize("name", SETTINGS)
 def test_vectors_are_those_of_transformers(name, quick_compilation):
     wanted = np.load(GOLDEN / name / "golden.npz")
     made = encoder(name)
@@ -44,6 +40,7 @@ def test_vectors_are_those_of_transformers(name, quick_compilation):
             np.testing.assert_array_equal(alone, got[index])
 
 
+@pytest.mark.parametrize("name", ["encoder_e5", "encoder_qwen3"])
 def test_bfloat16_is_close(name, quick_compilation):
     wanted = np.load(GOLDEN / name / "golden.npz")["passages"]
     got = encoder(name, "bfloat16").encode_passages(TEXTS["passages"], batch_tokens=64)
@@ -51,6 +48,7 @@ def test_bfloat16_is_close(name, quick_compilation):
     assert (np.sum(got * wanted, axis=1) > 0.998).all()
 
 
+@pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_transformers(name):
     from transformers import AutoTokenizer
 
@@ -91,28 +89,20 @@ def test_qwen_has_its_instruction_where_its_folder_has_none(tmp_path):
     assert prefix.endswith("\nQuery:")
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("encoder_bge", {"query_prefix": "", "passage_prefix": ""}, r"dense\.pooling to 'mean'"),
-        ("encoder_e5", {"passage_prefix": ""}, r"dense\.query_prefix to 'query: ' \(E5\)"),
-        ("encoder_e5", {"query_prefix": ""}, r"dense\.passage_prefix to 'passage: ' \(E5\)"),
-        ("qwen3_untied/none", {}, r"dense\.encoder is '.*none', which is not a folder"),
-    ],
-)
-def test_what_is_not_known_has_to_be_said(name, settings, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        read_embedding_model(GOLDEN / name, **settings)
+def test_what_is_not_known_has_to_be_said():
+    with pytest.raises(ValueError, match=r"dense\.pooling to 'mean'"):
+        read_embedding_model(GOLDEN / "encoder_bge", query_prefix="", passage_prefix="")
+    with pytest.raises(ValueError, match=r"dense\.query_prefix to 'query: ' \(E5\)"):
+        read_embedding_model(GOLDEN / "encoder_e5", passage_prefix="")
+    with pytest.raises(FileNotFoundError, match=r"dense\.encoder is '.*none', which is not a"):
+        read_embedding_model(GOLDEN / "none")
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"modules": [{"type": "a.models.Dense", "path": "2"}]}, "module Dense, which is not"),
-        ({"modules": [3]}, "sentence-transformers is damaged: TypeError"),
-        ({"1_Pooling/config": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),
         ({"config": {"model_type": "xlm-roberta"}}, "model_type 'xlm-roberta' is not an encoder"),
-        ({"config": {"model_type": "bert", "hidden_act": "swish"}}, "hidden_act 'swish'"),
         ({"config": {"model_type": "bert"}}, "'hidden_size' is None; expected a whole number"),
     ],
 )

@@ -112,8 +112,10 @@ def test_corpus_that_grew_at_its_end_keeps_its_vectors(corpus):
         assert build(other)[1][0] == (0, 10)
 
 
-@pytest.mark.parametrize("file", ["vectors.bin", "lines.npy", "manifest.json"])
-@pytest.mark.parametrize("damage", ["short", "changed", "missing"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [("vectors.bin", "changed"), ("lines.npy", "short"), ("manifest.json", "missing")],
+)
 def test_damage_is_reported(corpus, file, damage):
     path = build(source(corpus))[0].folder / file
     if damage == "short":
@@ -147,7 +149,7 @@ source = files.IndexSpec(
     corpus=corpus, index_dir=corpus.parent / "index", settings={}, width=3, dtype="float32"
 )
 Path(f"{ready}/{sys.argv[3]}").touch()
-while len(list(ready.iterdir())) < 3:
+while len(list(ready.iterdir())) < 2:
     time.sleep(0.01)
 built = files.open_index(source, lambda documents: rows, lambda count: None)
 print(len(encoded), built.vectors.sum())
@@ -159,8 +161,8 @@ def test_several_processes_build_once(corpus, tmp_path):
     command = [sys.executable, "-c", _BUILDER, str(corpus), str(tmp_path / "ready")]
     workers = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for i in range(3)
+        for i in range(2)
     ]
     printed = sorted(worker.communicate(timeout=60)[0].split() for worker in workers)
     total = str(3.0 * (10 * 10 + 20 * 10 + 30 * 4))
-    assert printed == [["0", total], ["0", total], ["4", total]]
+    assert printed == [["0", total], ["4", total]]

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from jaxrl.extras.dense import passages as module
-from jaxrl.extras.dense.passages import DTYPES, PassageIndex, device_bytes, split_blocks
+from jaxrl.extras.dense.passages import DTYPES, PassageIndex, split_blocks
 from tests.extras.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
@@ -60,15 +59,6 @@ def test_several_blocks_and_parts_of_a_file(tmp_path, monkeypatch):
         np.testing.assert_array_equal(found[1], wanted[1])
 
 
-def test_where_all_are_equal_the_first_ones_are_found():
-    vectors, _ = corpus_and_queries(700)
-    places, scores = PassageIndex(vectors, ONE, dtype="int8").search(
-        np.zeros((1, 24), np.float32), 4
-    )
-    np.testing.assert_array_equal(places, [[0, 1, 2, 3]])
-    np.testing.assert_array_equal(scores, np.zeros((1, 4)))
-
-
 def test_candidates_that_cannot_tell_are_not_the_last_word():
     """Seven bits do not tell these apart: only 4 candidates would miss the best one."""
     vectors = unit(np.random.default_rng(1), 1, 64).repeat(400, axis=0)
@@ -81,23 +71,23 @@ def test_candidates_that_cannot_tell_are_not_the_last_word():
     np.testing.assert_array_equal(passages.search(queries, topk=1)[0], wanted)
 
 
-def test_int8_finds_what_float32_finds_among_100_000_clustered_vectors():
+def test_int8_finds_what_float32_finds_among_clustered_vectors():
     rng = np.random.default_rng(0)
-    centers = unit(rng, 500, 128)
-    vectors = centers[rng.integers(500, size=100_000)]
+    centers = unit(rng, 100, 128)
+    vectors = centers[rng.integers(100, size=20_000)]
     vectors += 0.03 * rng.standard_normal(vectors.shape, np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    queries = vectors[rng.integers(100_000, size=96)]
+    queries = vectors[rng.integers(20_000, size=96)]
     queries = queries + 0.03 * rng.standard_normal(queries.shape, np.float32)
     wanted = np.argsort(-(queries @ vectors.T), axis=1)[:, :3]
     passages = PassageIndex(vectors, ONE, dtype="int8")
-    found, _ = passages.search(queries, topk=3)
-    recall = np.mean([len({*a} & {*b}) / 3 for a, b in zip(found, wanted, strict=True)])
-    assert recall >= 0.99
+
+    def recall(places):
+        return np.mean([len({*a} & {*b}) / 3 for a, b in zip(places, wanted, strict=False)])
+
+    assert recall(passages.search(queries, topk=3)[0]) >= 0.99
     # By int8 alone it would be less: the candidates are worth scoring again.
-    rough = [places[:3] for places in passages._find_candidates(queries[:16], 3)[0]]
-    rough_recall = [len({*a} & {*b}) / 3 for a, b in zip(rough, wanted[:16], strict=True)]
-    assert np.mean(rough_recall) < 0.99
+    assert recall([row[:3] for row in passages._find_candidates(queries[:16], 3)[0]]) < 0.99
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.1)])
@@ -114,35 +104,11 @@ def test_the_bound_holds_of_every_rounding(dtype, most):
             assert abs(vectors[places[-1]].astype(np.float64) @ query - score) <= bound < most
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused(value):
+def test_values_that_are_not_finite_are_refused():
     vectors, queries = corpus_and_queries(100)
-    queries[1, 3] = value
+    queries[1, 3] = np.nan
     with pytest.raises(ValueError, match="a query's vector has a value that is not"):
         PassageIndex(vectors, ONE, dtype="int8").search(queries[:3], topk=2)
-    vectors[70, 3] = value
+    vectors[70, 3] = np.inf
     with pytest.raises(ValueError, match="a passage's vector has a value that is not"):
         PassageIndex(vectors, ONE)
-    with pytest.raises(ValueError, match=r"; expected \[N, D\]"):
-        PassageIndex(np.zeros((0, 4), np.float32), ONE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_search_needs_memory_for_a_block_and_no_second_copy(dtype):
-    mesh = Mesh(np.array(ONE), ("passages",))
-    num_blocks, block = split_blocks(1_000_000, 1, "cpu")
-    size = num_blocks * block
-    kind = "uint16" if dtype == "bfloat16" else dtype
-    shapes = ((size, 256), (size,), (1,), (16, 256))
-    kinds = (kind, "float32", "int32", dtype)
-    abstract = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, kinds, strict=True)]
-    if dtype != "int8":
-        abstract[1] = None
-    most = module.MAX_CANDIDATES
-    lowered = module._select_candidates.lower(
-        *abstract, mesh=mesh, block=block, num_candidates=most
-    )
-    needed = lowered.compile().memory_analysis().temp_size_in_bytes
-    planned = device_bytes(1_000_000, 256, dtype, 1, platform="cpu", candidates=100, query_rows=16)
-    assert needed < planned["search"] < 5 * needed
-    assert needed < planned["passages"] / 2

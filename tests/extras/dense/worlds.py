@@ -23,7 +23,7 @@ def documents(count):
 
 
 def write_corpus(path, count):
-    lines = [json.dumps(one) for one in documents(count)]
+    lines = [json.dumps(document) for document in documents(count)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 

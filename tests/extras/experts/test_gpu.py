@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.experts import gpu
-from jaxrl.extras.experts.dispatch import ExpertKernels, apply_experts
-from jaxrl.extras.experts.products import grouped_matmul
-from tests.extras.experts.brute import brute_force
-from tests.helpers import TINY_MOE, relative_distance
+from jaxrl.extras.experts.dispatch import ExpertKernels
+from tests.extras.experts.brute import brute_force, differentiated
+from tests.helpers import TINY_MOE
 from tests.programs import for_gpu, lowered_for_gpu, trainer_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -22,21 +21,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 interpreted = partial(gpu.grouped_matmul, interpret=True)
 
 
-def differentiated(product):
-    def run(rows, weights, sizes, gradient):
-        out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
-        return out, *back(gradient)
-
-    return jax.jit(run)
-
-
 CASES = [
     # sizes of groups, rows beyond them, width, width of what comes out, dtype
     ([10, 20, 3, 0, 7], 5, 5, 7, "float32"),
-    ([0, 0, 150], 0, 32, 48, "bfloat16"),
     ([131, 0, 1, 90], 3, 64, 16, "bfloat16"),
-    ([131, 0, 1, 90], 3, 16, 64, "float32"),
-    ([1] * 24, 8, 16, 16, "bfloat16"),
     ([0, 0], 9, 16, 16, "float32"),
 ]
 
@@ -58,43 +46,15 @@ def test_products_and_gradients_are_exact_whatever_the_groups(case):
     assert {x.dtype for x in got} == {jnp.dtype(dtype)}
     # What is summed in float32 is rounded once.
     bound = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
-    for one, other, end in zip(got, wanted, (count, count, None), strict=True):
-        one = np.asarray(one, np.float64)[:end]
-        np.testing.assert_allclose(one, other[:end], rtol=bound, atol=1e-5)
-
-
-def test_a_mixture_of_a_device_s_own_experts_is_the_same():
-    # Experts 2 to 4 of 6 are at hand: rows are left over, and every array is of an odd size.
-    rng = np.random.default_rng(0)
-    tokens, width, inner, top_k = 21, 12, 20, 2
-    x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
-    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
-    weights = {
-        name: jnp.asarray(rng.standard_normal((3, *shape), np.float32))
-        for name, shape in shapes.items()
-    }
-    chosen = np.argsort(rng.random((tokens, 6)), axis=1)[:, :top_k].astype(np.int32)
-    shares = jnp.asarray(rng.random((tokens, top_k), np.float32))
-
-    def gradients(product):
-        def loss(x, weights, shares):
-            found = apply_experts(
-                x, weights, jnp.asarray(chosen), shares, grouped_matmul=product, first_expert=2
-            )
-            return (found**2).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, shares)
-
-    pairs = zip(*map(jax.tree.leaves, map(gradients, (interpreted, grouped_matmul))), strict=True)
-    assert max(relative_distance(one, other) for one, other in pairs) < 1e-5
+    for result, exact, end in zip(got, wanted, (count, count, None), strict=True):
+        result = np.asarray(result, np.float64)[:end]
+        np.testing.assert_allclose(result, exact[:end], rtol=bound, atol=1e-5)
 
 
 SHAPES = [
     # rows, width, width of what comes out, groups, dtype
     (65_536, 2048, 768, 128, "bfloat16"),  # an update of Qwen3-30B-A3B
-    (2048, 768, 2048, 128, "bfloat16"),  # a decoding step
     (16_384, 2048, 96, 16, "bfloat16"),  # a device's of eight along both axes
-    (4096, 2048, 768, 128, "float32"),
     (96, 40, 24, 8, "float32"),
 ]
 
@@ -108,19 +68,6 @@ def test_three_kernels_are_lowered_for_a_gpu(shape):
     program = lowered_for_gpu(function, *arguments, make((A, F), dtype))
     names = re.findall(r'name = "(experts_\w+)"', program)
     assert sorted(names) == ["experts_rows", "experts_rows_backward", "experts_weights_backward"]
-
-
-def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
-    make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    shapes = {"gate": (8, 32, 48), "up": (8, 32, 48), "down": (8, 48, 32)}
-    program = lowered_for_gpu(
-        jax.jit(partial(apply_experts, grouped_matmul=for_gpu(gpu.grouped_matmul))),
-        make((64, 32)),
-        {name: make(shape) for name, shape in shapes.items()},
-        jax.ShapeDtypeStruct((64, 2), jnp.int32),
-        make((64, 2)),
-    )
-    assert "stablehlo.while" not in program
 
 
 def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_width():

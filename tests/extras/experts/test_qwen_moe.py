@@ -16,7 +16,6 @@ from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
-from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.registry import read_architecture
@@ -54,8 +53,6 @@ def test_the_layers_are_those_of_transformers():
     assert (uniform.partial_stacks, uniform.renormalize) == ({}, False)
     for config in (mixed, stepped, uniform):
         assert type(config).from_dict(config.hf_config()) == config
-    made = jax.tree.map(jnp.shape, init_params(stepped, seed=0))
-    assert made == jax.tree.map(jnp.shape, stepped.abstract_params())
 
 
 def loss_of(config, wanted, scan, params):
@@ -77,20 +74,20 @@ def loss_of(config, wanted, scan, params):
 
 def torch_gradients(wanted):
     """By the classic names: transformers 5 has a layer's experts in one tensor."""
-    found = {}
+    gradients = {}
     for name, value in wanted.items():
         name = name.removeprefix("gradient/")
         if name.endswith("gate_up_proj"):
             for expert, both in enumerate(value):
                 for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
-                    own = f"{expert}.{part}_proj.weight"
-                    found[name.replace("gate_up_proj", own)] = half
+                    classic = f"{expert}.{part}_proj.weight"
+                    gradients[name.replace("gate_up_proj", classic)] = half
         elif name.endswith("experts.down_proj"):
-            for expert, one in enumerate(value):
-                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = one
+            for expert, down in enumerate(value):
+                gradients[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
         elif name.startswith(("model", "lm_head")):
-            found[name] = value
-    return found
+            gradients[name] = value
+    return gradients
 
 
 def test_logits_losses_and_gradients_are_those_of_torch(golden):
@@ -103,9 +100,9 @@ def test_logits_losses_and_gradients_are_those_of_torch(golden):
     np.testing.assert_allclose(balance, wanted["balance_loss"], atol=1e-5)
     np.testing.assert_allclose(loss, wanted["loss"], atol=1e-5)
     flat, ours = flatten_dict(gradients, sep="/"), {}
-    for name, place in locate_hf_tensors(config).items():
-        own = np.asarray(flat[place.param][place.index] if place.index else flat[place.param])
-        ours[name] = own.T if place.is_transposed else own
+    for name, tensor in locate_hf_tensors(config).items():
+        leaf = np.asarray(flat[tensor.param][tensor.index] if tensor.index else flat[tensor.param])
+        ours[name] = leaf.T if tensor.is_transposed else leaf
     theirs = torch_gradients(wanted)
     assert ours.keys() == theirs.keys()
     assert relative_distance(ours, theirs) < 1e-4
@@ -185,25 +182,12 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
         assert value.tobytes() == got[name].tobytes()
 
 
-def test_a_fused_tensor_of_another_shape_is_refused(tmp_path):
-    folder = Path(shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "hf"))
-    fuse(folder)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.experts.down_proj"
-    save_file({**tensors, name: tensors[name][:4]}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"down_proj' has shape \[4, 24, 16\].*\[6, 24, 16\]"):
-        load_hf(folder)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9, but there are 6 experts"),
-        ({"num_local_experts": 0}, "'num_local_experts' is 0"),
         ({"moe_intermediate_size": "16"}, "moe_intermediate_size"),
         ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
-        ({"decoder_sparse_step": 3}, "leave no layer with experts"),
-        ({"hidden_size": None}, "hidden_size"),
         ({"model_type": "qwen3"}, "model_type 'qwen3' is not supported; expected 'qwen3_moe'"),
     ],
 )

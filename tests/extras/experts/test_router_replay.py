@@ -1,7 +1,6 @@
 """Experts that the sampler has recorded, and what training makes of them."""
 
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,7 +12,12 @@ import pytest
 from jaxrl.data.serialization import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
-from jaxrl.extras.experts.routing import ROUTED_EXPERTS, choose_index_dtype
+from jaxrl.extras.experts.routing import (
+    ROUTED_EXPERTS,
+    choose_index_dtype,
+    init_results,
+    store_results,
+)
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.aux_arrays import AuxArrays
 from jaxrl.models.layers import LayerScan
@@ -49,13 +53,8 @@ UNKNOWN = 255
 PAGE = 4
 
 
-def moved(params, size):
-    """Parameters that are others, as after updates of the trainer alone."""
-    noise = tiny_params(MOE, seed=1)
-    return jax.tree.map(lambda a, b: jnp.asarray(a + size * b), params, noise)
-
-
-MOVED = moved(PARAMS, 0.05)
+MOVED = jax.tree.map(lambda a, b: jnp.asarray(a + 0.05 * b), PARAMS, tiny_params(MOE, seed=1))
+"""Parameters that are others, as after updates of the trainer alone."""
 
 
 def with_routers_of(others):
@@ -70,27 +69,21 @@ def two_turns():
 
 
 @pytest.fixture(scope="module")
-def player():
-    """Rows beyond its pages, so that some are swapped."""
+def sampled():
+    """Groups of three, each with two observations at most; rows beyond the pages are swapped."""
     player = Player(
         MOE, TOKENIZER, STOPS, num_rows=4, num_pages=32, chunk_tokens=5, records=True,
         kernels=dataclasses.replace(XLA, page_tokens=PAGE),
     )  # fmt: skip
     player.engine.row_sizes = player.engine.row_sizes[-1:]
-    return player
-
-
-@pytest.fixture(scope="module")
-def sampled(player):
-    """Groups of three, each with two observations at most."""
     player.engine.set_weights(PARAMS)
-    found = player.play(
+    trajectories = player.play(
         two_turns(), ["where was it?", "who", "when?"], group_size=3, keeps_arrays=True
     )
     assert player.engine.counts.preemptions > 0
-    assert max(len(trajectory.turns) for trajectory in found) == 3
-    assert player.engine.counts.prefilled_prompt < sum(t.prompt_length for t in found) / 2
-    return found
+    assert max(len(trajectory.turns) for trajectory in trajectories) == 3
+    assert player.engine.counts.prefilled_prompt < sum(t.prompt_length for t in trajectories) / 2
+    return trajectories
 
 
 def chosen_by_full_pass(trajectories, params):
@@ -121,12 +114,6 @@ def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
         assert (got[-1] == UNKNOWN).all()
 
 
-def test_what_is_not_asked_for_is_not_kept(player, sampled):
-    player.engine.set_weights(PARAMS)
-    [trajectory] = player.play(two_turns(), [sampled[0].task.question])
-    assert trajectory.token_arrays == {}
-
-
 def test_recorded_experts_survive_json(sampled):
     saved = to_json(sampled[0])
     got = from_json(saved).token_arrays[ROUTED_EXPERTS]
@@ -143,34 +130,50 @@ def test_the_smallest_dtype_has_a_number_that_is_no_experts():
     assert {n: choose_index_dtype(n).type for n in wanted} == wanted
 
 
-@dataclass(frozen=True, kw_only=True)
-class EveryExpert(QwenMoeConfig):
-    """All experts of every token, of which a mask takes some: R3's equations as they stand."""
+def mix_every_expert(moe, x, given, renormalize):
+    """Apply all experts to every token, and mask some: R3's equations as they stand."""
+    logits = x @ moe["router"]["kernel"]
+    top_k = jnp.argsort(-logits, axis=-1)[:, : MOE.top_k]
+    is_known = (given < MOE.num_experts).all(axis=-1)
+    experts = jnp.where(is_known[:, None], given, top_k)
+    mask = (experts[:, :, None] == jnp.arange(MOE.num_experts)).any(axis=1)
+    exponentials = jnp.exp(logits)
+    total = exponentials * mask if renormalize else exponentials
+    shares = mask * exponentials / total.sum(axis=-1, keepdims=True)
+    gate, up = (jnp.einsum("md,edf->mef", x, moe[name]["kernel"]) for name in ("gate", "up"))
+    outputs = jnp.einsum("mef,efd->med", jax.nn.silu(gate) * up, moe["down"]["kernel"])
+    return (shares[:, :, None] * outputs).sum(axis=1)
 
-    def replayed(self, given):
-        """Reads the experts of each layer `[M, k]` one after another."""
-        object.__setattr__(self, "given", iter(given))
-        object.__setattr__(self, "differences", [])
-        return self
 
-    def feed_forward_with_aux(self, layer, x, extra_state, aux):
-        if "moe" not in layer:
-            return self.feed_forward(layer, x), extra_state
-        given, moe = jnp.asarray(next(self.given)), layer["moe"]
-        logits = x @ moe["router"]["kernel"]
-        own = jnp.argsort(-logits, axis=-1)[:, : self.top_k]
-        is_known = (given < self.num_experts).all(axis=-1)
-        taken = jnp.where(is_known[:, None], given, own)
-        mask = (taken[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
-        exponentials = jnp.exp(logits)
-        total = exponentials * mask if self.renormalize else exponentials
-        shares = mask * exponentials / total.sum(axis=-1, keepdims=True)
-        inner = [jnp.einsum("md,edf->mef", x, moe[n]["kernel"]) for n in ("gate", "up")]
-        each = jnp.einsum("mef,efd->med", jax.nn.silu(inner[0]) * inner[1], moe["down"]["kernel"])
-        likely = (own[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
-        differs = is_known & (likely != mask).any(axis=-1)
-        self.differences.append((jax.lax.stop_gradient(differs), is_known))
-        return (shares[:, :, None] * each).sum(axis=1), extra_state
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_training_computes_the_recorded_experts(renormalize):
+    config, rng = dataclasses.replace(MOE, renormalize=renormalize), np.random.default_rng(0)
+    moe = jax.tree.map(lambda leaf: leaf[0], PARAMS["blocks"]["moe"])
+    x, weights = jnp.asarray(rng.standard_normal((2, 12, MOE.width)), jnp.float32)
+    given = jnp.asarray(np.argsort(rng.random((12, 8)), axis=1)[:, :2]).at[-1].set(UNKNOWN)
+
+    def replay(moe):
+        aux = AuxArrays(inputs={ROUTED_EXPERTS: given[:, None]}, statistics_weights=jnp.ones(12))
+        sizes = {"num_layers": 1, "num_tokens": 12, "top_k": 2, "num_experts": 8}
+        state = jnp.int32(0), init_results(aux, **sizes)
+        out, (_, results) = config.feed_forward_with_aux({"moe": moe}, x, state, aux)
+        store_results(aux, results)
+        return (out * weights).sum(), (out, aux.statistics)
+
+    def mask(moe):
+        out = mix_every_expert(moe, x, given, renormalize)
+        return (out * weights).sum(), (out, None)
+
+    (gradient, (got, usage)), (mask_gradient, (expected, _)) = (
+        jax.jit(jax.grad(function, has_aux=True))(moe) for function in (replay, mask)
+    )
+    np.testing.assert_allclose(got, expected, atol=2e-5, rtol=0)
+    assert relative_distance(gradient, mask_gradient) < 1e-5
+    assert relative_distance(gradient["router"], mask_gradient["router"]) < 1e-5
+    top_k = np.argsort(-x @ moe["router"]["kernel"], axis=-1)[:, :2]
+    differs = [{*a} != {*b} for a, b in zip(top_k.tolist(), given.tolist(), strict=True)]
+    assert usage.num_replayed == 11
+    assert usage.differences.tolist() == [sum(differs[:-1])]
 
 
 def whole(trajectories, replayed=MOE.recorded, **changes):
@@ -188,45 +191,6 @@ def first_micro(packed):
 def score(params, micro, dtype=jnp.float32):
     model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, dtype=dtype)
     return model.token_logprobs(params, micro, temperature=1.0)[0]
-
-
-@pytest.mark.slow(
-    instead="extras/experts/test_expert_update.py"
-    "::test_given_experts_are_taken_with_the_shares_of_these_logits"
-)
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_training_computes_the_recorded_experts(sampled, renormalize):
-    config = dataclasses.replace(MOE, renormalize=renormalize)
-    packed = whole(sampled)
-    micro = first_micro(packed)
-    given = micro.token_arrays[ROUTED_EXPERTS].reshape(-1, 2, 2).swapaxes(0, 1)
-    by_mask = EveryExpert(**vars(config))
-
-    def total(config, params):
-        model = Model(
-            config, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False,
-            remat="none",
-        )  # fmt: skip
-        aux = model.make_aux(micro)
-        found, _ = model.token_logprobs(params, micro, temperature=1.0, aux=aux)
-        return found.sum(), (found, aux.statistics, getattr(config, "differences", []))
-
-    def differentiate(config):
-        return jax.jit(jax.value_and_grad(partial(total, config), has_aux=True))(MOVED)
-
-    (_, (got, usage, _)), gradient = differentiate(config)
-    (_, (wanted, _, differences)), by_mask_gradient = differentiate(by_mask.replayed(given))
-    np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=0)
-    assert relative_distance(gradient, by_mask_gradient) < 1e-5
-    differs, is_known = (np.array(x) for x in zip(*differences, strict=True))
-    assert (
-        int(usage.num_replayed) == is_known[0].sum() == sum(len(t.token_ids) - 1 for t in sampled)
-    )
-    np.testing.assert_array_equal(usage.differences, differs.sum(axis=1))
-    assert 0.02 < differs.sum() / is_known.sum() < 0.5
-    routers = [tree["blocks"]["moe"]["router"] for tree in (gradient, by_mask_gradient)]
-    assert relative_distance(*routers) < 1e-5
-    assert all(np.abs(router["kernel"]).max() > 0 for router in routers)
 
 
 @pytest.mark.parametrize(
@@ -291,20 +255,20 @@ def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompt
         shares_prompts=shares_prompts,
     )
     balance_coef = 0.0 if shares_prompts else 0.5  # a shared prompt counts once for the balance
-    (_, one, measured), (packed, two, measured_too) = (
+    (_, expected, metrics), (packed, grad, packed_metrics) = (
         gradient(with_advantages, shape, balance_coef) for shape in (alone, other)
     )
     assert (packed.num_shared > 0) == shares_prompts
-    assert relative_distance(two, one) < 1e-5
-    _, without, _ = gradient(
+    assert relative_distance(grad, expected) < 1e-5
+    _, without_replay, _ = gradient(
         with_advantages, dataclasses.replace(alone, token_arrays={}), balance_coef
     )
-    assert relative_distance(without, one) > 1e-3  # so it does something
-    assert measured["router/replay_difference"] > 0.01
-    for name, value in measured.items():
+    assert relative_distance(without_replay, expected) > 1e-3  # so it does something
+    assert metrics["router/replay_difference"] > 0.01
+    for name, value in metrics.items():
         if shares_prompts and name.startswith("router/"):
             continue
-        np.testing.assert_allclose(measured_too[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(packed_metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_prompts_of_other_experts_are_others(with_advantages):
@@ -338,15 +302,3 @@ def test_trajectories_without_a_record_choose_for_themselves(sampled):
     bare = [dataclasses.replace(t, token_arrays={}) for t in sampled]
     found = [score(MOVED, first_micro(packed)) for packed in (whole(bare), whole(bare, {}))]
     np.testing.assert_allclose(*found, atol=1e-5)
-
-
-def test_a_model_of_hundreds_of_experts_is_packed_in_two_bytes(sampled):
-    wide = dataclasses.replace(MOE, num_experts=300)
-    routed = np.full((len(sampled[0].token_ids), 2, 2), 299, np.uint16)
-    packed = whole(
-        [dataclasses.replace(sampled[0], token_arrays={ROUTED_EXPERTS: routed})], wide.recorded
-    )
-    experts = packed.batch.token_arrays[ROUTED_EXPERTS]
-    assert experts.dtype == np.uint16
-    assert (experts[packed.batch.segment_ids > 0] == 299).all()
-    assert (experts[packed.batch.segment_ids == 0] == 65535).all()

@@ -19,8 +19,7 @@ from jaxrl.extras.kernels.attention_tokamax import (
     attend_packed,
 )
 from jaxrl.models.attention.kernels import find_reads
-from jaxrl.models.kernel_check import TOKAMAX_VERSION, import_tokamax
-from tests.helpers import ROOT
+from jaxrl.models.kernel_check import import_tokamax
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 from tests.programs import for_gpu, lowered_for_gpu, pretend_hopper
 
@@ -41,10 +40,13 @@ def rounded_inputs(rng, shape, num_kv_heads):
     return short, [np.asarray(x, np.float32) for x in short]
 
 
-@pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "num_kv_heads", "num_queries"),
-    [((3, 211, 4, 8), 2, 211), ((1, 97, 7, 64), 1, 97), ((2, 300, 2, 16), 2, 140)],
+    ("shape", "num_kv_heads", "num_queries", "shares_prompts"),
+    [
+        ((3, 111, 4, 8), 2, 111, True),
+        ((1, 97, 7, 64), 1, 97, False),
+        ((2, 200, 2, 16), 2, 90, True),
+    ],
 )
 def test_two_ranges_merged_equal_brute_force(shape, num_kv_heads, num_queries, shares_prompts):
     rng = np.random.default_rng(0)
@@ -73,14 +75,6 @@ def test_float32_is_refused():
         attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
 
 
-def test_without_tokamax_the_error_says_what_to_install(monkeypatch):
-    import_tokamax.cache_clear()
-    monkeypatch.setitem(sys.modules, "tokamax", None)
-    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[cuda\]'`\.(\n|$)"):
-        attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
-
-
 def test_another_version_is_refused(monkeypatch):
     import_tokamax.cache_clear()
     other = type("tokamax", (), {"__version__": "0.0.18"})
@@ -89,11 +83,6 @@ def test_another_version_is_refused(monkeypatch):
     with pytest.raises(ImportError, match=r"tokamax 0\.0\.18 is installed.* tokamax==0\.0\.17"):
         attend_packed(x, x, x, jnp.zeros((1, 3, 8), jnp.int32))
     import_tokamax.cache_clear()
-
-
-def test_one_version_is_installed_and_tested():
-    for name in ("pyproject.toml", "Makefile"):
-        assert re.findall(r"tokamax==([\d.]+)", (ROOT / name).read_text()) == [TOKAMAX_VERSION]
 
 
 @pytest.mark.parametrize("which", ["own", "shared", "own of the last"])

@@ -22,7 +22,7 @@ from jaxrl.extras.lora.files import (
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.params import merge_params, split
+from jaxrl.models.params import merge_params
 from jaxrl.models.policy import Model
 from jaxrl.models.registry import read_architecture
 from jaxrl.types import Batch
@@ -76,11 +76,11 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
     np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
     for param, gradient in flatten_dict(gradients, sep="/").items():
         layer, _, matrix = param.rpartition("/")
-        for number, own in enumerate(gradient):
+        for number, layer_gradient in enumerate(gradient):
             module = adapter.model.hf_names()[f"{layer}/kernel"].format(number)
             name_there = module.replace("weight", f"lora_{matrix[-1].upper()}.weight")
             wanted = golden[f"base_model.model.{name_there}"].T
-            assert relative_distance(own, wanted) < 1e-4, (param, number)
+            assert relative_distance(layer_gradient, wanted) < 1e-4, (param, number)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -155,26 +155,16 @@ def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
 
 def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
     adapter, _, base = loaded("lora_all_linear")
-    one, same, other = (adapter.load_initial_params(MESH, seed) for seed in (1, 1, 2))
-    jax.tree.map(np.testing.assert_array_equal, one, same)
-    a, b = (one["blocks"]["mlp"]["down"][name] for name in ("kernel_a", "kernel_b"))
+    first, same, other = (adapter.load_initial_params(MESH, seed) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first, same)
+    a, b = (first["blocks"]["mlp"]["down"][name] for name in ("kernel_a", "kernel_b"))
     assert (a.shape, b.shape) == ((2, 72, 4), (2, 4, 40))
     assert not b.any()
     assert 0.9 / 72**0.5 < jnp.abs(a).max() < 1 / 72**0.5
     assert jnp.abs(a - other["blocks"]["mlp"]["down"]["kernel_a"]).max() > 0.01
     token_ids = jnp.arange(12)[None]
     plain = plain_logits(adapter.model, load_hf(GOLDEN / "qwen3_untied"), token_ids)
-    np.testing.assert_array_equal(logits_of(adapter, merge_params(base, one), token_ids), plain)
-
-
-def test_join_and_split_are_inverse():
-    adapter, params, base = loaded("lora_rank_stabilised")
-    policy = merge_params(base, params)
-    assert jax.tree.structure(policy) == jax.tree.structure(adapter.abstract_params())
-    got = split(policy, adapter.param_specs()[0])
-    assert [jax.tree.structure(tree) for tree in got] == [
-        jax.tree.structure(tree) for tree in (params, base)
-    ]
+    np.testing.assert_array_equal(logits_of(adapter, merge_params(base, first), token_ids), plain)
 
 
 def test_targets_by_our_names_and_by_theirs():
@@ -198,94 +188,75 @@ def change(folder, **fields):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rank": 8}, r"r is 4, but config\.model\.lora\.rank is 8"),
-        ({"alpha": 16.0}, r"lora_alpha is 8, but config\.model\.lora\.alpha is 16"),
-        ({"use_rslora": True}, r"use_rslora is False, but config\.model\.lora\.rslora"),
         ({"names": ["q"]}, r"has 'model\.layers\.0\.mlp\.down_proj'.*'qwen3_untied'.*targets"),
     ],
 )
-def test_an_adapter_of_other_settings_is_refused(changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_adapter_of_other_settings_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
         check_adapter(GOLDEN / "lora_all_linear", adapter_of("lora_all_linear", **changes))
 
 
-def test_an_adapter_of_another_base_is_refused():
-    other = read_architecture(GOLDEN / "qwen2_tied")
-    adapter = Adapter(model=other, rank=4, alpha=8.0, targets=find_targets(other, ["all-linear"]))
-    with pytest.raises(ValueError, match=r"lora_A.* requires \[4, 48\].*'qwen3_untied'"):
-        check_adapter(GOLDEN / "lora_all_linear", adapter)
-    deeper = read_architecture(GOLDEN / "qwen3_biased_bf16")
-    adapter = Adapter(model=deeper, rank=4, alpha=8.0, targets=find_targets(deeper, ["all-linear"]))
-    with pytest.raises(
-        ValueError, match=r"lacks 'model\.layers\.2\..*for the model 'qwen3_untied'"
-    ):
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("qwen2_tied", r"lora_A.* requires \[4, 48\].*'qwen3_untied'"),
+        ("qwen3_biased_bf16", r"lacks 'model\.layers\.2\..*for the model 'qwen3_untied'"),  # deeper
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(base, message):
+    model = read_architecture(GOLDEN / base)
+    adapter = Adapter(model=model, rank=4, alpha=8.0, targets=find_targets(model, ["all-linear"]))
+    with pytest.raises(ValueError, match=message):
         check_adapter(GOLDEN / "lora_all_linear", adapter)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; expected 'LORA'"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
-        ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
-        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\]"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', so .* weights that PEFT has ch"),
-        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
     ],
 )
-def test_what_is_not_computed_here_is_refused(fields, told, folder):
+def test_what_is_not_computed_here_is_refused(fields, message, folder):
     change(folder, **fields)
-    with pytest.raises(ValueError, match=told):
-        check_adapter(folder, adapter_of("lora_all_linear"))
-
-
-def test_a_layer_that_peft_saves_whole_is_named(folder):
-    file = folder / "adapter_model.safetensors"
-    whole = {"base_model.model.model.embed_tokens.base_layer.weight": np.ones(4, np.float32)}
-    save_file({**load_file(file), **whole}, file)
-    with pytest.raises(ValueError, match=r"has 'model\.embed_tokens\.base_layer\.weight'"):
+    with pytest.raises(ValueError, match=message):
         check_adapter(folder, adapter_of("lora_all_linear"))
 
 
 def test_a_tensor_that_nothing_reads_is_refused(folder):
     file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
     module = "base_model.model.model.layers.0.mlp.up_proj"
-    save_file({**tensors, f"{module}.lora_diag": np.ones(4, np.float32)}, file)
+    save_file({**load_file(file), f"{module}.lora_diag": np.ones(4, np.float32)}, file)
     with pytest.raises(ValueError, match=r"safetensors has '.*up_proj\.lora_diag', which is not"):
         check_adapter(folder, adapter_of("lora_all_linear"))
 
 
-def test_a_new_adapter_of_another_distribution_is_read(folder):
-    change(folder, init_lora_weights="gaussian")
-    check_adapter(folder, adapter_of("lora_all_linear"))
-
-
 @pytest.mark.parametrize(
-    ("source", "shared"),
+    ("source", "mlp_names"),
     [
+        # The tower has modules of the same name, mlp.up_proj.
         (
             "qwen2_5_vl",
-            ["model.language_model.layers.{}.mlp.{}_proj", 2],
-        ),  # the tower's mlp.up_proj
-        ("qwen3_moe_mixed", ["mlp.{1}_proj", 1]),  # the experts' up_proj
+            ["model.language_model.layers.0.mlp.", "model.language_model.layers.1.mlp."],
+        ),
+        # The experts have modules of the same name, up_proj.
+        ("qwen3_moe_mixed", ["mlp."]),
     ],
 )
-def test_an_adapter_names_no_layer_that_it_does_not_have(source, shared, tmp_path):
+def test_an_adapter_names_no_layer_that_it_does_not_have(source, mlp_names, tmp_path):
     """PEFT takes each module whose name ends as one of `target_modules`."""
     model = read_architecture(GOLDEN / source)
     adapter = Adapter(model=model, rank=2, alpha=4.0, targets=find_targets(model, ["all-linear"]))
-    save_adapter(
-        adapter.load_initial_params(MESH, seed=0), adapter, tmp_path, source=GOLDEN / source
-    )
+    params = adapter.load_initial_params(MESH, seed=0)
+    save_adapter(params, adapter, tmp_path, source=GOLDEN / source)
     check_adapter(tmp_path, adapter)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
-    name, count = shared
-    of_mlp = {name.format(i, part) for i in range(count) for part in ("gate", "up", "down")}
+    of_mlp = {f"{name}{part}_proj" for name in mlp_names for part in ("gate", "up", "down")}
     assert {*named} == {*of_mlp, "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -301,17 +272,15 @@ def test_a_damaged_or_missing_adapter_is_named(folder):
         check_adapter(folder, adapter)
 
 
-@pytest.mark.parametrize("base_dtype", ["float32", "int8"])
-def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
-    name = "lora_all_linear"
+def test_the_sampler_reads_merged_weights_as_separate_ones():
     token_ids = jnp.arange(9)[None]
-    found = []
+    logits = []
     for is_merged in (False, True):
-        adapter, params, base = loaded(name, base_dtype=base_dtype, is_merged=is_merged)
+        adapter, params, base = loaded("lora_all_linear", base_dtype="int8", is_merged=is_merged)
         weights = adapter.weights_for_decoding(merge_params(base, params), jnp.float32)
         assert ("kernel_a" in weights["blocks"]["mlp"]["up"]) != is_merged
-        found.append(plain_logits(adapter.model, weights, token_ids))
-    np.testing.assert_allclose(*found, atol=1e-4)
+        logits.append(plain_logits(adapter.model, weights, token_ids))
+    np.testing.assert_allclose(*logits, atol=1e-4)
 
 
 def test_in_bfloat16_only_what_is_trained_stays_float32():
@@ -324,8 +293,7 @@ def test_in_bfloat16_only_what_is_trained_stays_float32():
     np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["kernel_b"], wanted)
 
 
-@pytest.mark.parametrize(("scan", "share"), [(False, 0.85), (True, 0.9)])  # a loop counts once
-def test_the_base_gets_no_gradient(scan, share):
+def test_the_base_gets_no_gradient():
     """What its gradient would take, a third of the update's arithmetic, is not computed."""
     adapter, params, base = loaded("lora_all_linear")
     ids = jnp.arange(32)[None]
@@ -342,7 +310,7 @@ def test_the_base_gets_no_gradient(scan, share):
 
     def flops(policy, params, base):
         settings = {"num_tokens": 288, "logits_chunk_tokens": 8, "remat": "none"}
-        model = Model(policy, MESH, XLA, scan_layers=scan, **settings)
+        model = Model(policy, MESH, XLA, scan_layers=False, **settings)
         loss = lambda params: model.token_logprobs(  # noqa: E731
             merge_params(base, params), batch, temperature=1.0
         )[0].sum()
@@ -350,4 +318,4 @@ def test_the_base_gets_no_gradient(scan, share):
 
     whole = flops(adapter.model, base, {})
     of_adapter = flops(adapter, params, base)
-    assert of_adapter < share * whole
+    assert of_adapter < 0.85 * whole

@@ -1,12 +1,8 @@
 """What is free of the host's memory, by files as Linux and its control groups have them."""
 
-import ctypes
-
-import numpy as np
 import pytest
 
 from jaxrl.extras.plan.host import read_host_memory
-from jaxrl.runtime.host_memory import trim_memory
 
 MIB = 2**20
 
@@ -50,8 +46,8 @@ def test_without_control_groups(system, tmp_path):
 
 def test_a_container_of_version_2(system):
     # 4096 of which 1536 are used, 512 of these by files that the system can take back.
-    own = group("", 2, limit=4096, used=1536, files=512)
-    assert in_mib(system(proc__self__cgroup="0::/\n", **own)) == [4096, 3072]
+    files = group("", 2, limit=4096, used=1536, files=512)
+    assert in_mib(system(proc__self__cgroup="0::/\n", **files)) == [4096, 3072]
 
 
 def test_the_tightest_of_nested_groups(system):
@@ -67,31 +63,6 @@ def test_the_tightest_of_nested_groups(system):
 
 def test_a_container_of_version_1_sees_itself_at_the_root(system):
     lines = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n"
-    own = group("memory__", 1, limit=2048, used=1024, files=256)
-    assert in_mib(system(proc__self__cgroup=lines, **own)) == [2048, 1280]
+    files = group("memory__", 1, limit=2048, used=1024, files=256)
+    assert in_mib(system(proc__self__cgroup=lines, **files)) == [2048, 1280]
     assert in_mib(system(**group("memory__", 1, limit=0, used=1024))) == [8192, 6144]
-
-
-def test_a_limit_of_version_2_beside_version_1(system):
-    lines = "4:memory:/\n0::/job\n"
-    own = group("unified__job__", 2, limit=3000, used=1000)
-    assert in_mib(system(proc__self__cgroup=lines, **own)) == [3000, 2000]
-
-
-def test_what_is_given_back_is_the_system_s():
-    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        pytest.skip("not glibc")
-
-    def resident():
-        with open("/proc/self/status", encoding="ascii") as lines:
-            [line] = [line for line in lines if line.startswith("VmRSS")]
-        return int(line.split()[1]) / 1024
-
-    # Small pieces, which the C library does not give back by itself once the last one stays.
-    pieces = [np.ones(2**13) for _ in range(1024)]
-    last = np.ones(2**13)
-    before = resident()
-    del pieces
-    trim_memory()
-    assert before - resident() > 40  # of 64 MiB
-    assert last.all()

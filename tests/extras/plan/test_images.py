@@ -1,7 +1,5 @@
 """The plan of a model that reads images."""
 
-import pytest
-
 from jaxrl.extras.plan.memory import Target, make_plan
 from tests.helpers import resolved, settings
 from tests.vision import golden
@@ -38,35 +36,13 @@ def test_patches_of_a_micro_batch_and_of_what_is_read():
     assert terms[kept] == 4 * 2 * 50 * 4 * 16 * 2  # layers, rows, units, patches, width, bfloat16
     reading = phases(**tools)["rollout"].moments["images"]
     assert reading["patches"] == 4 * 256 * 4 * (24 + 4)
-
-
-def test_without_tools_images_stand_in_prompts():
-    one_turn = phases(**{"env.name": "math"})
-    assert one_turn["rollout"].moments["images"]["patches"] == 4 * 128 * 4 * (24 + 4)
+    # Without tools images stand in prompts alone.
+    one_turn = phases(**{"env.name": "math"})["rollout"].moments["images"]
+    assert one_turn["patches"] == 4 * 128 * 4 * (24 + 4)
 
 
 def test_a_frozen_tower_keeps_nothing():
     frozen = phases(**{"model.freeze_tower": True})["train update"].moments["images"]
     assert "images, kept for the backward pass" not in frozen
-    assert (
-        frozen["activations of patches"]
-        < phases()["train update"].moments["images"]["activations of patches"]
-    )
-
-
-@pytest.mark.parametrize(("name", "values"), [("qwen2_5_vl", 32), ("qwen3_vl", 3 * 32)])
-def test_what_was_seen_last_stays_while_samples_are_drawn(name, values):
-    sizes = {"env.name": "search", "rollout.max_image_tokens": 50, "model.dtype": "bfloat16"}
-    found = phases(name, **sizes)
-    seen = [terms["images, seen last"] for terms in found["rollout"].moments.values()]
-    assert seen == [50 * values * 2] * 3
-
-
-def test_what_first_layers_are_added_is_counted():
-    trained = phases("qwen3_vl")
-    added, kept = "images, added in first layers", "images, kept for the backward pass"
-    # Two layers, 2 rows of 256 tokens, width 32, float32; and as much of gradients.
-    frozen = phases("qwen3_vl", **{"model.freeze_tower": True})["train update"]
-    assert frozen.moments["layers"][kept] == 2 * 2 * 256 * 32 * 4
-    assert trained["train update"].moments["layers"][kept] > 2 * 2 * (2 * 256 * 32 * 4)
-    assert trained["rollout"].moments["reading"][added] == 2 * 256 * 32 * 4
+    trained = phases()["train update"].moments["images"]
+    assert frozen["activations of patches"] < trained["activations of patches"]

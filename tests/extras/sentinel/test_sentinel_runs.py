@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxrl import run as runs
@@ -16,10 +17,9 @@ from jaxrl.run import run
 from jaxrl.runtime import resume
 from jaxrl.runtime.checkpoint import Checkpointer, CheckpointError, list_steps
 from jaxrl.runtime.preemption import Best
-from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.run_state import Progress
 from jaxrl.training.usage import UsageStats
-from jaxrl.training.watch import Rollback, Sign, UnsoundError
+from jaxrl.training.watch import Sign, UnsoundError
 from tests.helpers import build, method_of, settings_of
 from tests.runs import (
     assert_same_weights,
@@ -59,18 +59,22 @@ def make(tiny_world, cache_folder, **changes):
 
 def watching(tiny_world, cache_folder, action, settings=(("step", 5), ("since", 3)), **changes):
     name = f"{__name__}.judge"
-    own = {"watch.name": name, "watch.settings": dict(settings), "watch.action": action}
-    return make(tiny_world, cache_folder, **own, **changes)
+    watch = {"watch.name": name, "watch.settings": dict(settings), "watch.action": action}
+    return make(tiny_world, cache_folder, **watch, **changes)
 
 
 PARTS = []
 
 
-def play(config, workdir):
-    """Runs with the engine and the update of the first run: a watch changes no program."""
+def build_once(config):
+    """Return the engine and the update of the first run: a watch changes no program."""
     PARTS[:] = PARTS or [build(config)]
     stage = dataclasses.replace(PARTS[0].stages["train"], num_steps=config.num_steps)
-    parts = dataclasses.replace(PARTS[0], method=method_of(config), stages={"train": stage})
+    return dataclasses.replace(PARTS[0], method=method_of(config), stages={"train": stage})
+
+
+def play(config, workdir):
+    parts = build_once(config)
     workdir.mkdir(exist_ok=True)
     run(settings_of(config), workdir, parts, Display())
     return workdir
@@ -97,18 +101,6 @@ def numbers(workdir, name="metrics.jsonl"):
     }
 
 
-def test_a_warning_changes_no_number(plain, tiny_world, cache_folder, tmp_path, capsys):
-    workdir = play(watching(tiny_world, cache_folder, "warn"), tmp_path / "run")
-    assert numbers(workdir) == numbers(plain)
-    assert_same_weights(workdir / "export", plain / "export")
-    bad = [record["step"] for record in records(workdir) if record.get("sentinel/bad")]
-    assert bad == [5]
-    [mark] = map(json.loads, (workdir / "sentinel.jsonl").read_text().splitlines())
-    said = {"sign": "bad", "text": "The test says so.", "since": 3, "action": "warn"}
-    assert mark == {"step": 5, "stage": "train", **said}
-    assert "warning: train 5: bad: The test says so." in capsys.readouterr().err
-
-
 def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, apply_rollback):
     [line] = [json.loads(line) for line in (apply_rollback / "roll_backs.jsonl").open()]
     decision = {"number": 1, "sign": "bad", "from_step": 5, "to_step": 2, "lr_scale": 0.5}
@@ -121,17 +113,17 @@ def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, app
     }
     scales = [record.get("actor/lr_scale") for record in records(apply_rollback)]
     assert scales == [None, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
-    old, new, kept = (
+    old, new, set_aside = (
         [without_usage(line) for line in trajectories(folder, 3)]
         for folder in (plain, apply_rollback, aside)
     )
-    assert kept == old
+    assert set_aside == old
     assert [line["question"] for line in old] == [line["question"] for line in new]
     assert all(a["token_ids"] != b["token_ids"] for a, b in zip(old, new, strict=True))
 
 
-@pytest.mark.parametrize("place", ["before it is carried out", "before the next checkpoint"])
-def test_killed_on_the_way_it_repeats(place, apply_rollback, tiny_world, cache_folder, tmp_path):
+@pytest.mark.parametrize("moment", ["before it is carried out", "before the next checkpoint"])
+def test_killed_on_the_way_it_repeats(moment, apply_rollback, tiny_world, cache_folder, tmp_path):
     config = watching(tiny_world, cache_folder, "roll_back")
     calls = []
 
@@ -146,7 +138,7 @@ def test_killed_on_the_way_it_repeats(place, apply_rollback, tiny_world, cache_f
         return patched
 
     with pytest.MonkeyPatch.context() as patch:
-        if place == "before it is carried out":
+        if moment == "before it is carried out":
             original = runs.discard_rolled_back_output
             patch.setattr(runs, "discard_rolled_back_output", kill("open", original))
         else:
@@ -168,27 +160,6 @@ def test_what_was_given_up_is_spent_all_the_same(plain, apply_rollback):
     spent, back = ([r[name] for r in records(folder)] for folder in (plain, apply_rollback))
     assert back[:3] == spent[:3]
     assert back[3:] == [spent[5] + size * n for n in range(1, 5)]
-
-
-def test_groups_sampled_ahead_are_spent_when_the_run_goes_back(tmp_path):
-    ahead = CollectedGroups(
-        **{"groups": [], "buffered_groups": [], "num_tasks_taken": 0, "sampled_stats": []},
-        metrics={},
-        ledger=UsageStats(num_trajectories=2, num_calls={"search": 3}),
-    )
-    before = UsageStats(num_trajectories=8, num_calls={"search": 4})
-    session = types.SimpleNamespace(
-        progress=Progress(ledger=before, prefetched=ahead),
-        workdir=tmp_path,
-        components=types.SimpleNamespace(engine=types.SimpleNamespace(release=lambda: None)),
-        display=Display(),
-    )
-    runs.roll_back(session, Rollback(sign="bad", from_step=7, to_step=5, lr_scale=0.5))
-    progress = Progress(ledger=UsageStats(num_trajectories=6), prefetched=ahead)  # of a checkpoint
-    [decision] = resume.read_rollbacks(tmp_path)
-    runs.apply_rollback(progress, decision, Values({5: 0.5}))
-    assert progress.ledger == UsageStats(num_trajectories=10, num_calls={"search": 7})
-    assert progress.prefetched is None
 
 
 def copy_of(run, tmp_path, *, steps):
@@ -226,14 +197,6 @@ def test_nothing_goes_before_there_is_something_to_go_back_to(is_damaged, to_ste
     with pytest.raises(CheckpointError, match=f"go back to step {to_step}, but .* has no complete"):
         carried_out(workdir)
     assert list_steps(workdir / "checkpoints") == [4, 6]
-
-
-def test_a_target_that_is_damaged_gives_way_to_an_older_one(plain, tmp_path):
-    workdir = copy_of(plain, tmp_path, steps=(2, 4, 6))
-    decided(workdir, 4)
-    damage(workdir, 4)
-    lines, steps = carried_out(workdir)
-    assert (len(lines), steps) == (1, [2, 4])
 
 
 def test_a_return_is_not_undone_by_damage_after_it(apply_rollback, tmp_path):
@@ -289,14 +252,45 @@ def test_a_run_that_is_stopped_goes_on(plain, tiny_world, cache_folder, tmp_path
         play(config, tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
     workdir = play(config, tmp_path / "run")
+    # A watch changes no number.
     assert numbers(workdir) == numbers(plain)
     assert_same_weights(workdir / "export", plain / "export")
+    [mark] = map(json.loads, (workdir / "sentinel.jsonl").read_text().splitlines())
+    sign = {"sign": "bad", "text": "The test says so.", "since": 3, "action": "stop"}
+    assert mark == {"step": 5, "stage": "train", **sign}
 
 
 def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, cache_folder, tmp_path):
     workdir = play(watching(tiny_world, cache_folder, "lower_lr"), tmp_path / "run")
-    one, other = numbers(workdir), numbers(plain)
-    assert {step: one[step] for step in range(6)} == {step: other[step] for step in range(6)}
+    slowed, usual = numbers(workdir), numbers(plain)
+    assert {step: slowed[step] for step in range(6)} == {step: usual[step] for step in range(6)}
     assert records(workdir)[6]["actor/lr_scale"] == 0.5
     # Step 6 still samples and differentiates as before; its update is half as long.
-    assert one[6]["actor/grad_norm"] == other[6]["actor/grad_norm"]
+    assert slowed[6]["actor/grad_norm"] == usual[6]["actor/grad_norm"]
+
+
+def test_a_sampler_that_keeps_old_weights_is_named(
+    tiny_world, cache_folder, tmp_path, monkeypatch, capsys
+):
+    """From step 8 on the sampler gets the same weights again and again."""
+    config = make(
+        tiny_world,
+        cache_folder,
+        **{"watch.name": "sentinel", "num_steps": 12, "checkpoint.every_steps": 50},
+        **{"advantage.grpo.normalize_std": False},
+    )
+    engine = build_once(config).engine
+    set_weights = engine.set_weights
+    copies: list[object] = []
+
+    def set_old_weights(weights):
+        if len(copies) < 8:
+            copies.append(jax.tree.map(jnp.copy, weights))  # the update donates them
+        set_weights(jax.tree.map(jnp.copy, copies[-1]))
+
+    monkeypatch.setattr(engine, "set_weights", set_old_weights)
+    workdir = play(config, tmp_path / "run")
+    signs = [json.loads(line) for line in (workdir / "sentinel.jsonl").open()]
+    assert min(sign["step"] for sign in signs) >= 8
+    assert "sampler_differs" in {sign["sign"] for sign in signs}
+    assert "warning: train " in capsys.readouterr().err

@@ -2,30 +2,15 @@
 
 import dataclasses
 import math
-import re
-from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxrl.envs.base import CallRecord, Outcome, Turn
 from jaxrl.extras.sentinel import signs
-from jaxrl.extras.sentinel.evidence import (
-    advantage_imbalance,
-    compute_step_stats,
-    find_duplicate_pairs,
-    find_duplicates,
-    found_answer,
-    has_void_turn,
-    is_repetitive,
-    judge_approval_rates,
-)
-from jaxrl.extras.sentinel.signs import History
 from jaxrl.training.watch import WatchState, check_step
 from jaxrl.types import flatten_groups, replace_fields
 from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
-from tests.extras.sentinel import faults
 from tests.helpers import method_with
 
 METHOD = method_with(**{"watch.name": "sentinel"})
@@ -40,32 +25,32 @@ FOUND = Turn(text="<search>q</search>", tool_call="q", observation="the answer i
 def step_groups(seed, *, num_tasks=16, size=4, right=0.5, length=22):
     """Groups of a healthy step: right and wrong answers, all sampled ids different."""
     rng = np.random.default_rng(seed)
-    made = []
+    trajectories = []
     for task in range(num_tasks):
         for index in range(size):
             is_right = bool(rng.random() < right)
             ids = rng.integers(1, 1000, length).astype(np.int32)
             ids[:2] = task + 1
             turn = FOUND if rng.random() < 0.8 else SEARCH
-            one = make_trajectory(
+            trajectory = make_trajectory(
                 task_number=task,
                 sample_index=index,
                 length=length,
                 reward=float(is_right),
                 turns=(turn, ANSWER),
             )
-            logprobs = np.where(one.loss_mask, -rng.gamma(2.0, 0.5, length), 0.0)
-            entropies = np.where(one.loss_mask, rng.gamma(4.0, 0.1, length), 0.0)
-            made.append(
+            logprobs = np.where(trajectory.loss_mask, -rng.gamma(2.0, 0.5, length), 0.0)
+            entropies = np.where(trajectory.loss_mask, rng.gamma(4.0, 0.1, length), 0.0)
+            trajectories.append(
                 dataclasses.replace(
-                    one,
+                    trajectory,
                     token_ids=ids,
                     is_correct=is_right,
                     rollout_logprobs=logprobs.astype(np.float32),
                     rollout_entropies=entropies.astype(np.float32),
                 )
             )
-    return with_advantages(grouped(made))
+    return with_advantages(grouped(trajectories))
 
 
 def with_advantages(groups):
@@ -86,31 +71,18 @@ def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
     watched, found = WatchState(), {}
     for step in range(1, steps + 1):
         groups = change(step, step_groups(step))
-        told = {**RECORD, **record(step)}
-        watched, metrics = check_step(METHOD, watched, told, groups, step)
+        metrics = {**RECORD, **record(step)}
+        watched, metrics = check_step(METHOD, watched, metrics, groups, step)
         names = {name.removeprefix("sentinel/") for name in metrics} - {"actor/lr_scale"}
         if names:
             found[step] = names
     return found, watched
 
 
-def test_three_hundred_usual_steps_have_no_sign():
-    found, watched = play(300)
+def test_a_hundred_usual_steps_have_no_sign():
+    found, watched = play(100)
     assert found == {}
     assert len(watched.state["steps"]) == signs.BASELINE_STEPS
-
-
-SEEN_BY_THE_UPDATE = ("exploding gradient", "swapped ids")
-
-
-@pytest.mark.parametrize("fault", [f for f in faults.IN_GROUPS if f not in SEEN_BY_THE_UPDATE])
-def test_a_fault_in_the_groups_is_named_within_five_steps(fault):
-    change, names = faults.IN_GROUPS[fault]
-    found, _ = play(
-        14, lambda step, groups: with_advantages(change(groups)) if step >= 10 else groups
-    )
-    assert min(found) in range(10, 15)
-    assert found[min(found)] & {*names}
 
 
 GAP, LARGEST, K3 = (f"rollout_corr/{n}" for n in ("logprob_diff_mean", "logprob_diff_max", "k3_kl"))
@@ -120,10 +92,9 @@ GAP, LARGEST, K3 = (f"rollout_corr/{n}" for n in ("logprob_diff_mean", "logprob_
     ("record", "name", "first"),
     [
         ({"actor/grad_norm": 2.1}, "gradient_exploded", 10),
-        ({"actor/grad_norm": 1.9}, None, 0),
+        ({"actor/grad_norm": 1.9, "actor/ppo_kl": 0.09}, None, 0),
         ({"actor/num_skipped": 2}, "gradient_not_finite", 10),
         ({"actor/ppo_kl": -0.11}, "update_too_large", 10),
-        ({"actor/ppo_kl": 0.09}, None, 0),
         # Ten times the usual, but too little to matter; more; far more in single tokens.
         ({GAP: 0.0019}, None, 0),
         ({GAP: 0.0021}, "sampler_differs", 11),
@@ -154,6 +125,30 @@ def all_of(**fields):
     return change
 
 
+def repeat_key(groups):
+    """Draw samples 0 and 1 of each group by the same key."""
+    twins = []
+    for group in groups:
+        first, second, *others = group.trajectories
+        twin = dataclasses.replace(first, sample_index=second.sample_index)
+        twins.append(dataclasses.replace(group, trajectories=(first, twin, *others)))
+    return with_advantages(twins)
+
+
+def praise_every_answer(groups):
+    """Change the verdict of the judge to 1 for every answer."""
+    parts = {**groups[0].trajectories[0].reward_parts, "judge": 1.0}
+    records = (CallRecord(call="is it right?", tool="judge"),)
+    return all_of(reward_parts=parts, reward_records=records)(groups)
+
+
+def change_prompts(groups):
+    """Change the prompt from sample to sample."""
+    for trajectory in flatten_groups(groups):
+        trajectory.token_ids[0] += trajectory.sample_index % 2
+    return groups
+
+
 LOOP = np.array([1, 1, *([7, 8, 9] * 20)], np.int32)
 
 
@@ -169,6 +164,10 @@ LOOP = np.array([1, 1, *([7, 8, 9] * 20)], np.int32)
         (all_of(rollout_entropies=np.full(22, 0.01, np.float32)), {"entropy_collapsed"}),
         (all_of(rollout_logprobs=np.full(22, -3.0, np.float32)), {"likelihood_fell"}),
         (all_of(reward=1.0, is_correct=True), {"suddenly_right"}),
+        (all_of(reward=0.5), {"rewards_constant"}),
+        (repeat_key, {"keys_repeat"}),
+        (praise_every_answer, {"judge_says_yes"}),
+        (change_prompts, {"prompts_differ"}),
     ],
 )
 def test_what_the_groups_show_within_five_steps(change, names):
@@ -176,7 +175,7 @@ def test_what_the_groups_show_within_five_steps(change, names):
     early = set().union(*(found.get(step, set()) for step in range(10, 15)))
     if names == {"turns_void", "search_changed"}:
         names = {"turns_void"}  # nobody searches, so nothing is said of results
-    assert early == names
+    assert names <= early
     assert min(found) >= 10
 
 
@@ -200,30 +199,30 @@ def test_loops_and_lengths():
     assert set().union(*found.values()) == {"responses_loop", "length_jumped"}
 
 
-@pytest.mark.parametrize(("right", "is_told"), [(0.85, False), (0.6, True)])
-def test_a_policy_that_is_sure_has_collapsed_only_where_it_is_wrong(right, is_told):
+@pytest.mark.parametrize(("right", "has_collapsed"), [(0.85, False), (0.6, True)])
+def test_a_policy_that_is_sure_has_collapsed_only_where_it_is_wrong(right, has_collapsed):
     def sure(step, groups):
         rng = np.random.default_rng(step)
         # One batch of wrong answers is no trend.
         share = right if step % 15 else right - 0.3
-        made = []
+        trajectories = []
         for group in groups:
             first, is_right = group.trajectories[0], bool(rng.random() < share)
             for index in range(len(group.trajectories)):
                 changed = {"sample_index": index, "reward": float(is_right), "is_correct": is_right}
                 quiet = np.full(len(first.token_ids), 0.2, np.float32)
                 same = {"rollout_entropies": quiet, "rollout_logprobs": np.zeros_like(quiet)}
-                made.append(dataclasses.replace(first, **changed, **same))
-        return with_advantages(grouped(made))
+                trajectories.append(dataclasses.replace(first, **changed, **same))
+        return with_advantages(grouped(trajectories))
 
-    found, _ = play(40, sure)
-    assert any("entropy_collapsed" in names for names in found.values()) == is_told
+    found, _ = play(32, sure)
+    assert any("entropy_collapsed" in names for names in found.values()) == has_collapsed
 
 
-def test_groups_without_a_signal_are_told_after_eight_steps():
+def test_groups_without_a_signal_are_reported_after_eight_steps():
     rewards = all_of(reward=0.0, is_correct=False)
-    found, _ = play(20, lambda _, groups: rewards(groups))
-    assert found == {step: {"no_signal"} for step in range(8, 21)}
+    found, _ = play(10, lambda _, groups: rewards(groups))
+    assert found == {step: {"no_signal"} for step in range(8, 11)}
 
 
 def test_advantages_that_do_not_add_up():
@@ -243,100 +242,29 @@ def test_the_reward_fell_since_its_best():
         groups = change(step_groups(step)) if step >= 10 else step_groups(step)
         watched, _ = check_step(METHOD, watched, RECORD, groups, step)
         acting += watched.acting
-    [sign] = [one for one in acting if one["name"] == "reward_fell"]
-    assert 5 <= sign["since"] <= 9
+    [sign] = [sign for sign in acting if sign["name"] == "reward_fell"]
     means = [np.mean([t.reward for t in flatten_groups(step_groups(s))]) for s in range(1, 10)]
-    best = max(range(5, 10), key=lambda s: np.mean(means[s - 5 : s]))
-    assert sign["since"] == best
+    assert sign["since"] == max(range(5, 10), key=lambda s: np.mean(means[s - 5 : s]))
 
 
 # The numbers of a step, against loops.
-
-
-def test_twins_by_brute_force():
-    groups = step_groups(0)
-    for group in groups[:-1]:
-        t = group.trajectories
-        object.__setattr__(t[3], "token_ids", t[1].token_ids)
-    assert find_duplicate_pairs(groups) == {}  # the last group differs
-    wanted = {
-        f"{i}-{j}": sum(float(g.trajectories[i].rollout_logprobs.sum()) for g in groups[:-1])
-        for i, j in combinations(range(4), 2)
-        if (i, j) == (1, 3)
-    }
-    found = find_duplicate_pairs(groups[:-1])
-    assert found.keys() == wanted.keys()
-    assert found["1-3"] == pytest.approx(wanted["1-3"])
 
 
 def test_samples_that_are_the_same_by_chance_are_no_twins():
     def sure(step, groups):
         """Two answers only, the likelier at 0.9: alike nine times in ten, told by the logprobs."""
         rng = np.random.default_rng(step)
-        made = [
+        return grouped(
             dataclasses.replace(
                 t,
                 token_ids=np.array([t.token_ids[0]] * 2 + [5 if rng.random() < 0.9 else 6] * 20),
                 rollout_logprobs=np.where(t.loss_mask, math.log(0.9) / 20, 0.0),
             )
             for t in flatten_groups(groups)
-        ]
-        return grouped(made)
-
-    found, _ = play(60, sure)
-    assert not any("keys_repeat" in names for names in found.values())
-
-
-@pytest.mark.parametrize(
-    ("ids", "is_circle"),
-    [
-        (np.arange(100), False),
-        (np.tile([4, 5], 50), True),
-        (np.tile([4, 5], 15), False),  # 30 tokens are too few to say
-        (np.tile(np.arange(40), 5), True),  # 40 different grams in the last 125
-        (np.tile(np.arange(60), 5), False),
-    ],
-)
-def test_circles(ids, is_circle):
-    last = [tuple(ids[-128:][i : i + 4]) for i in range(len(ids[-128:]) - 3)]
-    assert is_repetitive(ids) == is_circle
-    assert is_circle == (len(ids) >= 32 and len({*last}) < 0.4 * len(last))
-
-
-def test_small_measures_by_hand():
-    one, other = (make_trajectory(sample_index=i, reward=float(i)) for i in range(2))
-    [group] = grouped([one, dataclasses.replace(one, sample_index=1), other])
-    assert find_duplicates(group) == [True, True, False]
-    assert found_answer(make_trajectory(turns=(FOUND, ANSWER)))
-    assert not found_answer(make_trajectory(turns=(SEARCH, ANSWER)))
-    assert not has_void_turn(make_trajectory())
-    assert has_void_turn(make_trajectory(turns=()))
-    assert has_void_turn(make_trajectory(turns=(SEARCH, dataclasses.replace(ANSWER, is_cut=True))))
-    [group] = replace_fields(
-        grouped([one, other, make_failure(sample_index=2)]), advantage=[0.5, -0.25, 9.0]
-    )
-    assert advantage_imbalance(group) == 0.5
-    judged = [
-        dataclasses.replace(
-            t, reward_records=(CallRecord(call="?", tool="judge"),), reward_parts={"judge": v}
         )
-        for t, v in ((one, 1.0), (other, 0.0))
-    ]
-    assert judge_approval_rates([*judged, one]) == {"judge": 0.5}
-    assert judge_approval_rates([one]) == {}
 
-
-def test_numbers_of_a_step_by_hand():
-    groups = step_groups(3)
-    found = compute_step_stats(RECORD, groups, METHOD)
-    scored = flatten_groups(groups)
-    right = [t for t in scored if t.advantage > 0]
-    sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for t in right])
-    assert found["likelihood"] == pytest.approx(float(sampled.mean()), rel=1e-6)
-    assert found["reward"] == np.mean([t.reward for t in scored])
-    assert found["signal"] == np.mean([len({t.reward for t in g.trajectories}) > 1 for g in groups])
-    assert (found["length"], found["searching"], found["searches"]) == (20.0, 1.0, 1.0)
-    assert found["gap"] == 1e-6
+    found, _ = play(30, sure)
+    assert not any("keys_repeat" in names for names in found.values())
 
 
 def test_a_step_without_any_score_has_no_sign():
@@ -347,29 +275,13 @@ def test_a_step_without_any_score_has_no_sign():
     assert watched.state["best"] == {}
 
 
-def test_numbers_that_are_none_are_left_out():
+def test_numbers_that_are_not_finite_are_left_out():
     nan = np.full(22, np.nan, np.float32)
     groups = all_of(rollout_logprobs=nan, rollout_entropies=nan)(step_groups(1))
     watched = WatchState()
     for step in range(1, 9):
-        told = {name: math.inf for name in RECORD}
-        watched, metrics = check_step(METHOD, watched, told, groups, step)
+        record = {name: math.inf for name in RECORD}
+        watched, metrics = check_step(METHOD, watched, record, groups, step)
         assert metrics == {"actor/lr_scale": 1.0}
     assert watched.state["steps"][-1]["entropy"] is None
     assert watched.state["steps"][-1]["gradient"] is None
-
-
-def test_recent_steps_are_this_one_and_two_before():
-    past = [{"gap": float(i)} for i in range(6)]
-    history = History(past=past, now={"gap": 10.0}, number=7, best={})
-    assert history.recent_mean("gap") == (4 + 5 + 10) / 3
-    assert history.earlier("gap") == [0.0, 1.0, 2.0, 3.0]
-    assert history.prior("gap", 2) == [4.0, 5.0]
-
-
-def test_every_sign_is_declared_and_documented():
-    source = Path(signs.__file__).read_text()
-    named = re.findall(r"""(?:return|:) \(?"([a-z]+_[a-z_]+)", ?\(?""", source)
-    page = (Path(__file__).parents[3] / "docs" / "watch.md").read_text()
-    assert sorted({*named} - {"config_"}) == sorted(signs.detect_signs.signs)
-    assert all(f"`{name}`" in page for name in signs.detect_signs.signs)

@@ -57,7 +57,7 @@ def test_each_shows_in_the_numbers_of_a_step(workdir):
 
 
 def test_void_turns_are_left_out_and_counted(workdir):
-    found = []
+    all_sound = []
     for number, step in enumerate(records(workdir)[1:], 1):
         lines = trajectories(workdir, number)
         sound = [
@@ -66,15 +66,15 @@ def test_void_turns_are_left_out_and_counted(workdir):
             and not line["turns"][-1].get("is_cut", False)
             for line in lines
         ]
-        # What the budget of tokens ended is told from a call beyond the turns allowed.
+        # A turn that the budget of tokens ended is not a call beyond the turns allowed.
         over = [line for line in lines if line["outcome"] == "out_of_budget"]
         assert all(
             ("</search>" in line["turns"][-1]["text"]) != line["turns"][-1].get("is_cut", False)
             for line in over
         )
         assert step["filter/trained_share"] == sum(sound) / len(sound)
-        found += sound
-    assert 0 < sum(found) < len(found)
+        all_sound += sound
+    assert 0 < sum(all_sound) < len(all_sound)
 
 
 def test_the_search_that_shows_the_answer_is_paid(workdir):

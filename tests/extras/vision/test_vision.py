@@ -22,7 +22,6 @@ from jaxrl.models.hf_weights import load_hf, locate_hf_tensors, save_hf
 from jaxrl.models.layers import LayerScan
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_architecture
-from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -70,14 +69,13 @@ def test_positions_are_those_of_the_reference(name):
 def test_logits_are_those_of_the_reference_and_an_image_matters(name):
     config, params, wanted, images = golden(name)
     ids = wanted["token_ids"][0]
-    blank = [dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images]
-    rows = {"rows": [ids] * 3, "images_of_rows": [images, images, blank]}  # on three devices
-    real, again, nothing = jax.jit(partial(logits_of, config, **rows))(params)
+    blank = [dataclasses.replace(each, patches=np.zeros_like(each.patches)) for each in images]
+    rows = {"rows": [ids] * 2, "images_of_rows": [images, blank]}
+    real, nothing = jax.jit(partial(logits_of, config, **rows))(params)
     is_text = ~np.isin(np.arange(config.vocab_size), [config.tower.token_id, config.video_id])
     expected = wanted["logits"][0][:, is_text]
-    for logits in real, again:
-        np.testing.assert_allclose(logits[:, is_text], expected, atol=2e-4, rtol=0)
-        assert (logits[:, ~is_text] == MASK_VALUE).all()
+    np.testing.assert_allclose(real[:, is_text], expected, atol=2e-4, rtol=0)
+    assert (real[:, ~is_text] == MASK_VALUE).all()
     assert abs(real - nothing)[-1].max() > 0.1
     np.testing.assert_array_equal(real[:4], nothing[:4])  # before the first image
 
@@ -105,20 +103,21 @@ def test_gradients_are_those_of_the_reference(name):
     assert (difference / total) ** 0.5 < 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_text_alone_is_as_by_the_decoder(name):
-    config, params, wanted, _ = golden(name)
+def test_text_alone_is_as_by_the_decoder():
+    config, params, wanted, _ = golden("qwen3_vl")
     ids = jnp.asarray(wanted["token_ids"][:, :3])
     names = {field.name for field in dataclasses.fields(QwenConfig)}
     text = QwenConfig(**{name: getattr(config, name) for name in names})
     positions = jnp.arange(3)[None]
     attend = XLA.make_attend(jnp.ones_like(ids), positions)
     of_text = {name: entry for name, entry in params.items() if name != "vision"}
-    found, wanted = (
-        jax.jit(one.hidden_states, static_argnums=(3, 4))(tree, ids, positions, attend, LayerScan())
-        for one, tree in ((config, params), (text, of_text))
+    hidden, expected = (
+        jax.jit(model.hidden_states, static_argnums=(3, 4))(
+            weights, ids, positions, attend, LayerScan()
+        )
+        for model, weights in ((config, params), (text, of_text))
     )
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(hidden, expected)
 
 
 def test_windows_are_as_whole_attention_with_windows_for_numbers():
@@ -205,102 +204,42 @@ def test_config_of_qwen2_5_as_published():
     assert QwenVLConfig.from_dict({**published, "vision_config": vision}) == golden()[0]
 
 
-def test_config_of_qwen3_as_published():
-    """Qwen3-VL-4B-Instruct, of 4.44 B parameters; its rotary pairs by hand."""
-    config = read_architecture(ROOT / "configs" / "models" / "qwen3-vl-4b")
-    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(config.abstract_params())]
-    assert sum(sizes) == 4_437_815_808
-    assert (config.tower.side, config.tower.num_deepstack_layers) == (48, 3)
-    # Height and width take turns with time until each has 20 of the 64 pairs.
-    pairs = "".join(map(str, config._pair_axes()))
-    assert pairs == "012" * 20 + "0" * 4
-    again = Qwen3VLConfig.from_dict(config.hf_config())
-    assert again == config
-
-
-def test_learned_positions_by_hand():
-    """The corners of an image are those of the grid, and between them is a weighted average."""
-    vision = dataclasses.replace(golden("qwen3_vl")[0].tower, side=3, width=1)
-    table = np.array([[0.0], [1.0], [4.0], [10.0], [11.0], [14.0], [50.0], [51.0], [54.0]])
-    images = [image((1, 4, 2)), image((1, 2, 6))]
-    places = jnp.asarray(vision.collate(images).coords)
-    at, sizes = vision._compute_patch_coords(places)
-    # Unit by unit of 2 x 2.
-    of_units = [[0, 0], [0, 1], [1, 0], [1, 1]]
-    wanted = [[0, 0], [2, 0], [0, 0], [0, 2], [0, 4]]
-    assert at.tolist() == [[r + i, c + j] for r, c in wanted for i, j in of_units]
-    found = vision._interpolate_positions(jnp.asarray(table, jnp.float32), at, sizes)[:, 0]
-    # Rows of the first lie at 0, 2/3, 4/3 and 2 of the grid, columns at 0 and 2.
-    first = [0, 4, 20 / 3, 20 / 3 + 4, 10 + 40 / 3, 14 + 40 / 3, 50, 54]
-    # Of the second, rows at 0 and 2, columns at 0, 0.4, 0.8, 1.2, 1.6 and 2.
-    columns = [0, 0.4, 0.8, 1.6, 2.8, 4]
-    second = [r + columns[c + j] for c in (0, 2, 4) for r in (0, 50) for j in (0, 1)]
-    np.testing.assert_allclose(found, first + second, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"model_type": "qwen3_vl_moe"}, "model_type 'qwen3_vl_moe' .* expected 'qwen3_vl'"),
         ({"vision": {"hidden_act": "silu"}}, "hidden_act 'silu' in 'vision_config'"),
-        (
-            {"vision": {"num_position_embeddings": 24}},
-            r"num_position_embeddings 24 \(not a square\)",
-        ),
-        ({"vision": {"deepstack_visual_indexes": [2, 0]}}, r"deepstack_visual_indexes \[2, 0\]"),
+        ({"vision": {"num_position_embeddings": 24}}, r"embeddings 24 \(not a square\)"),
         ({"vision": {"deepstack_visual_indexes": [0, 4]}}, r"\[0, 4\] with 4 layers"),
-        ({"vision": {"deepstack_visual_indexes": []}}, r"deepstack_visual_indexes \[\]"),
-        ({"vision": {"deepstack_visual_indexes": [0, 1, 2, 3]}}, "4 layers .* but there are 3"),
-        ({"vision": {"deepstack_visual_indexes": [[0], 1]}}, "deepstack_visual_indexes"),
-        ({"vision": {"rope_parameters": "axial"}}, "axial"),
         ({"vision": {"rope_parameters": {"rope_theta": None}}}, "rope_theta None in 'vision_conf"),
         ({"text_config": "qwen3"}, "'text_config' is 'qwen3'; expected an object"),
-        ({"text_config": {"rope_parameters": [1]}}, "rope_parameters"),
-        (
-            {"rope": {"mrope_section": [12, -2, -2]}},
-            r"\[12, -2, -2\]; expected three integers",
-        ),
-        ({"rope": {"mrope_interleaved": False}}, "'mrope_interleaved' is False; expected true"),
-        ({"rope": {"mrope_section": [4, 4]}}, r"\[4, 4\]; expected three integers .* 8"),
+        ({"rope": {"mrope_section": [12, -2, -2]}}, r"\[12, -2, -2\]; expected three integers"),
     ],
 )
 def test_configs_of_qwen3_that_are_refused(changes, why):
     fields = json.loads((FOLDERS / "qwen3_vl" / "config.json").read_text())
-    fields["vision_config"] |= changes.pop("vision", {})
-    fields["text_config"]["rope_parameters"] |= changes.pop("rope", {})
-    with pytest.raises(ValueError, match=why) as error:
-        Qwen3VLConfig.from_dict(fields | changes, source="here/config.json")
-    assert "here/config.json" in str(error.value)
-
-
-def test_swish_is_silu():
-    fields, swish = fields_of(), fields_of()
-    swish["vision_config"]["hidden_act"] = swish["text_config"]["hidden_act"] = "swish"
-    assert QwenVLConfig.from_dict(swish) == QwenVLConfig.from_dict(fields)
+    assert_refused(Qwen3VLConfig, fields, changes, why)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model_type": "qwen2_vl"}, "model_type 'qwen2_vl'"),
         ({"vision_config": None}, "lacks the field 'vision_config'"),
         ({"image_token_id": "x"}, "'image_token_id'"),
-        ({"vision": {"hidden_act": "quick_gelu"}}, "hidden_act 'quick_gelu' in 'vision_config'"),
-        ({"vision": {"depth": 0}}, "'depth' is 0"),
         ({"vision": {"out_hidden_size": 40}}, "'out_hidden_size' .* is 40; expected .* 32"),
         ({"vision": {"window_size": 2}}, "window_size 2"),
         ({"rope": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear' with images"),
-        ({"sections": [4, 4, 4]}, r"'mrope_section' is \[4, 4, 4\]; .* half of a head, 4"),
     ],
 )
 def test_configs_that_are_refused(changes, why):
-    fields = fields_of()
+    assert_refused(QwenVLConfig, fields_of(), changes, why)
+
+
+def assert_refused(family, fields, changes, why):
     fields["vision_config"] |= changes.pop("vision", {})
     fields["text_config"]["rope_parameters"] |= changes.pop("rope", {})
-    if "sections" in changes:
-        fields["text_config"]["rope_parameters"]["mrope_section"] = changes.pop("sections")
     with pytest.raises(ValueError, match=why) as error:
-        QwenVLConfig.from_dict(fields | changes, source="here/config.json")
+        family.from_dict(fields | changes, source="here/config.json")
     assert "here/config.json" in str(error.value)
 
 
@@ -309,33 +248,27 @@ def image(grid, width=24):
 
 
 @pytest.mark.parametrize(
-    ("num_ids", "images", "why"),
+    ("ids", "images", "why"),
     [
-        (5, [image((1, 4, 4))], "has 5 image tokens .* expected 4 for its 1 images with grids"),
-        (4, [], "has 4 image tokens .id 90.; expected 0 for its 0 images"),
-        (4, [image((1, 3, 4))], r"grid of \(1, 3, 4\) patches; expected .* multiples of 2"),
-        (4, [image((2, 4, 4))], "a single frame"),
-        (4, [image((1, 4, 4), width=7)], r"patches \[16, 7\]; expected \[16, 24\]"),
+        ([90] * 5, [image((1, 4, 4))], "has 5 image tokens .* expected 4 for its 1 images"),
+        ([90] * 4, [image((1, 3, 4))], r"grid of \(1, 3, 4\) patches; expected .* multiples of 2"),
+        ([90] * 4, [image((1, 4, 4), width=7)], r"patches \[16, 7\]; expected \[16, 24\]"),
+        (
+            [90, 90, 1, 90, 90],
+            [image((1, 4, 4))],
+            r"not contiguous; expected runs of lengths \[4\]",
+        ),
     ],
 )
-def test_images_that_do_not_fit_their_tokens(num_ids, images, why):
-    config = golden()[0]
-    ids = np.array([1, *[config.tower.token_id] * num_ids, 2])
+def test_images_that_do_not_fit_their_tokens(ids, images, why):
     with pytest.raises(ValueError, match=why):
-        config.tower.compute_positions(ids, images)
+        golden()[0].tower.compute_positions(np.array([1, *ids, 2]), images)
 
 
-def test_an_image_in_two_places_is_refused():
-    config = golden()[0]
-    ids = np.array([90, 90, 1, 90, 90])
-    with pytest.raises(ValueError, match=r"not contiguous; expected runs of lengths \[4\]"):
-        config.tower.compute_positions(ids, [image((1, 4, 4))])
-
-
-def test_equal_images_are_told_from_others():
-    one = image((1, 4, 4))
-    assert one.digest == image((1, 4, 4)).digest
-    assert one.digest != image((1, 2, 8)).digest
-    other = one.patches.copy()
-    other[3, 3] = 1e-3
-    assert one.digest != dataclasses.replace(one, patches=other).digest
+def test_equal_images_have_equal_digests_and_others_have_not():
+    blank = image((1, 4, 4))
+    assert blank.digest == image((1, 4, 4)).digest
+    assert blank.digest != image((1, 2, 8)).digest
+    patches = blank.patches.copy()
+    patches[3, 3] = 1e-3
+    assert blank.digest != dataclasses.replace(blank, patches=patches).digest
