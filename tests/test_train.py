@@ -11,7 +11,8 @@ from jaxrl.builders.method import compute_batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import EngineCounts
-from jaxrl.train import Collector, show_step, update_gate
+from jaxrl.train import show_step, update_gate
+from jaxrl.training.collector import Collector
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import AdvantageEstimator
 from jaxrl.training.failures import FailureCounter

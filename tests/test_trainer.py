@@ -14,8 +14,8 @@ from jaxrl import api
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.checkpoint import list_steps
-from jaxrl.train import AccumulatedGradients
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.gradients import AccumulatedGradients
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep, put_batch

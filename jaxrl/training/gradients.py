@@ -1,0 +1,58 @@
+"""Gradients of mini-batches that are computed in several pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.training.packing import PackedBatch
+from jaxrl.training.update import GradAccumulator, combine_sums
+from jaxrl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Part of a mini-batch with the stage's shape, on the host and on the devices."""
+
+    packed: PackedBatch
+    batch: Batch
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedGradients:
+    """Gradient of several pieces as if they were one mini-batch."""
+
+    sums: GradAccumulator
+    counts: np.ndarray  # int [N], trained tokens of each trajectory
+
+    def combine(
+        self, other: AccumulatedGradients, aggregation: Callable[[np.ndarray], Any]
+    ) -> AccumulatedGradients:
+        """Add the gradient of another piece; weigh tokens as `aggregation` does for both together.
+
+        Raises:
+            ValueError: A token's weight depends on the other trajectories by more than a factor.
+        """
+        counts = np.concatenate([self.counts, other.counts])
+        joint = np.broadcast_to(np.asarray(aggregation(counts), np.float64), counts.shape)
+        factors = []
+        for part, mine in zip(
+            np.split(joint, [len(self.counts)]), (self.counts, other.counts), strict=True
+        ):
+            alone = np.broadcast_to(np.asarray(aggregation(mine), np.float64), mine.shape)
+            has_weight = (mine > 0) & (alone > 0)
+            ratios = part[has_weight] / alone[has_weight]
+            if len(ratios) and not np.allclose(ratios, ratios[0], rtol=1e-5):
+                raise ValueError(
+                    "config.loss.aggregation weighs tokens by the lengths of other trajectories, "
+                    "so gradients cannot be accumulated; update on all groups at once."
+                )
+            factors.append(np.float32(ratios[0] if len(ratios) else 1.0))
+        return AccumulatedGradients(
+            sums=combine_sums(self.sums, other.sums, tuple(factors)),
+            counts=counts,
+        )
