@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from benchmarks import (
     endpoint,
     h200,
     peers,
-    real,
     rollout,
     scaling,
     step,
@@ -154,20 +151,6 @@ def test_a_step_and_its_parts(tmp_path):
     assert record["first_step_s"] > record["step_s"]
 
 
-def test_overlap_figures_by_hand():
-    # The rollout takes 2 s alone and the update 3; side by side 4, in 1 of which no core was free.
-    parts = {"rollout": 2.0, "scoring": 1.0, "update": 2.0, "one_after_another": 5.0, "step": 4.0}
-    steps = SimpleNamespace(seconds=[{}, parts], cpu_seconds=[{}, parts], waited_s=[9.0, 1.0])
-    figures = step.compute_overlap_figures(steps, 1)
-    assert {name: figure["median"] for name, figure in figures.items()} == {
-        "step over longer half": 4 / 3,
-        "on idle cores": 1.0,
-        "work side by side": 0.8,
-    }
-    before, after = {"1": (1.0, 1.0)}, {"1": (2.0, 5.0), "2": (3.0, 0.5)}
-    assert step.waited_s(before, after) == 0.5  # of thread 2, which did the most
-
-
 @pytest.mark.slow(instead="test_benchmarks.py::test_scaling_tells_what_a_failed_process_said")
 def test_scaling_over_devices_and_processes(tmp_path):
     flags = ["--jobs=1x1,1x2,2x1", "--vocab_size=64", "--prompt_tokens=6", "--new_tokens=8"]
@@ -233,38 +216,6 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
     choice._select_cached.cache_clear()
 
 
-SCRIPT = """
-import json, pathlib, sys, time
-kind, record = sys.argv[1], sys.argv[-1].removeprefix("--json=")
-print("said by", kind)
-if kind == "hangs":
-    time.sleep(60)
-if kind == "fails":
-    sys.exit("something broke")
-pathlib.Path(record).write_text(json.dumps({"mfu": 0.5}))
-"""
-
-
-def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch):
-    def command(part, preset, record):
-        return [sys.executable, str(tmp_path / "part.py"), part.name, f"--json={record}"]
-
-    (tmp_path / "part.py").write_text(SCRIPT)
-    parts = [
-        h200.Part(name=name, module="", flags="", tiny="", share_s=1, is_timed=name != "hangs")
-        for name in ("hangs", "fails", "works")
-    ]
-    monkeypatch.setattr(h200, "PARTS", parts)
-    monkeypatch.setattr(h200, "command", command)
-    results = h200.main(["--preset=cpu", f"--out={tmp_path / 'out'}", "--budget_s=20"])
-    assert results == json.loads((tmp_path / "out/results.json").read_text())
-    assert results["hangs"]["ending"].startswith("stopped after")
-    assert results["fails"]["ending"] == "ended with 1"
-    assert "something broke" in results["fails"]["said_last"]
-    assert results["works"]["record"] == {"mfu": 0.5}
-    assert "said by hangs" in (tmp_path / "out/log.txt").read_text()
-
-
 @pytest.mark.parametrize("preset", ["cpu", "h200"])
 def test_parts_have_flags_of_their_programs(preset, monkeypatch, tmp_path):
     for check in ("run_startup_checks", "check_kernels", "check_experts", "check_model"):
@@ -320,33 +271,3 @@ def test_means_of_the_first_and_the_last_fifth_by_hand():
     assert (mean_of_first_fifth(range(10)), mean_of_last_fifth(range(10))) == (0.5, 8.5)
     assert (mean_of_first_fifth([7]), mean_halfway([7]), mean_of_last_fifth([7])) == (7, 7, 7)
     assert (mean_halfway(range(10)), mean_halfway(range(4))) == (3.5, 1)
-
-
-def test_report_of_a_run_on_real_documents(tmp_path):
-    def write_evaluation(run, name, **scores):
-        record = {
-            "summary": {s: {"all": {"exact_match": x}} for s, x in scores.items()},
-            "intervals": {s: {"all": {"exact_match": [0, x]}} for s, x in scores.items()},
-            "questions": {s: [{"task_id": "a", "exact_match": x}] for s, x in scores.items()},
-        }
-        (run / "eval").mkdir(parents=True, exist_ok=True)
-        (run / "eval" / f"{name}.json").write_text(json.dumps(record))
-
-    run = tmp_path / "real"
-    write_evaluation(tmp_path / "real_as_it_is", "evaluate_0", sampled=0.0)
-    write_evaluation(run, "train_9", sampled=0.25)  # 9 before 11
-    write_evaluation(run, "train_11", sampled=0.5)
-    with pytest.raises(FileNotFoundError, match=r"hold 3 evaluations; .* Run `make real`"):
-        real.report(run)
-    write_evaluation(run, "evaluate_11", empty_search=0.0625)
-    steps = [
-        {"stage": "train", "step": number, "actor/num_updates": 1, "timing_s/step": 50.0}
-        | {"reward/exact_match/mean": reward, "rollout_corr/logprob_diff_max": 1e-5}
-        for number, reward in ((10, 0.25), (11, 0.5))
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    report = real.report(run)
-    assert "| 0.000 [0.00, 0.00] | 0.250 [0.00, 0.25] | 0.500 [0.00, 0.50] |" in report
-    assert "| exact match, search finds nothing | – | – | 0.062 [0.00, 0.06] |" in report
-    assert "rewards of the 2 training steps: 0.25 0.50" in report
-    assert "of the same questions: 0.250 [0.250, 0.250]" in report

@@ -160,8 +160,7 @@ def test_searches_and_python_calls_are_counted_separately():
 
 
 def test_subset_sizes():
-    assert get_subset_sizes(1, ()) == get_subset_sizes(1, (1,)) == ()
-    assert get_subset_sizes(8, ()) == (2, 4, 8)
+    assert get_subset_sizes(1, (1,)) == ()
     assert get_subset_sizes(5, ()) == (2, 4, 5)
     assert get_subset_sizes(8, (1, 3)) == (1, 3)
 
@@ -298,55 +297,6 @@ def test_an_evaluation_that_is_on_disk(tmp_path):
     assert read_metrics(path, 3, "a") is None
 
 
-TABLES = """\
-evaluate, step 960: means over questions [95% bootstrap interval]
-
-sampled, 2 samples a question
-     questions           exact match                    F1  format
-all          2  0.250 [0.000, 0.500]  0.625 [0.500, 0.750]   0.250
-
-     reward part  weight                     mean
-all  format            1  -0.625 [-1.000, -0.250]
-all  exact_match       0     0.250 [0.000, 0.500]
-all  f1                0     0.625 [0.500, 0.750]
-
-                                     out of
-     answered  abstained  malformed  budget  searches  tokens  errors
-all     0.500      0.500      0.000   0.000      0.75     4.0       1
-
-     searched  Python calls             precision           reliability
-all     0.750          0.25  0.500 [0.500, 0.500]  0.375 [0.000, 0.500]
-
-answer  in results  in results, wrong  right without  redundant searches
-all          0.000              0.000          0.250                0.00
-
-     k                pass@k                 maj@k
-all  2  1.000 [1.000, 1.000]  0.500 [0.500, 0.500]
-
-greedy, 1 sample a question
-     questions
-all          2
-
-                                     out of
-     answered  abstained  malformed  budget  searches  tokens  errors
-all         -          -          -       -         -       -       2"""
-
-
-def test_tables():
-    sampled = [
-        sample(0, 0, RIGHT, "tower"),
-        sample(0, 1, WRONG, "bridge", turns=(COMPUTE, ANSWER)),
-        sample(1, 0, WRONG, "", outcome=Outcome.ABSTAINED),
-        make_failure(task_number=1, sample_index=1),
-    ]
-    options = {"weights": {"format": 1.0}, "has_python": True, "has_results": True}
-    summaries = {
-        "sampled": summary(sampled, num_samples=2, ks=(2,), **options),
-        "greedy": summary([make_failure(), make_failure()]),
-    }
-    assert format_tables(960, "evaluate", summaries) == TABLES
-
-
 def test_tables_fit_a_terminal():
     names = ["a", "musique [red]", "a data set with an uncommonly long name", "2wiki"]
     trajectories = [t for name in names for t in many(3, share=0.5, data_source=name)]
@@ -361,30 +311,20 @@ def test_tables_fit_a_terminal():
 
 
 def test_reward_parts_with_weight_come_first():
-    long = "a_judge_" + "of_many_words_" * 7
     parts = [
-        {"exact_match": 1.0, long: 0.9, "brevity": -0.4},
-        {"exact_match": 0.0, long: 0.5, "brevity": 0.0},
+        {"exact_match": 1.0, "a_judge": 0.9, "brevity": -0.4},
+        {"exact_match": 0.0, "a_judge": 0.5, "brevity": 0.0},
     ]
     suite = summary(
         [make_trajectory(task_number=i, parts=p) for i, p in enumerate(parts)],
         weights={"brevity": 0.5},
     )
-    weights = {"brevity": 0.5, long: 0.0, "exact_match": 0.0}
-    assert list(suite.weights.items()) == list(weights.items())
-    text = format_tables(1, "evaluate", {"greedy": suite})
-    rows = [line.split() for line in text.splitlines()]
+    assert list(suite.weights.items()) == [("brevity", 0.5), ("a_judge", 0.0), ("exact_match", 0.0)]
+    rows = [line.split() for line in format_tables(1, "evaluate", {"greedy": suite}).splitlines()]
     start = rows.index(["reward", "part", "weight", "mean"])
     assert rows[start + 1] == ["all", "brevity", "0.5", "-0.200", "[-0.400,", "0.000]"]
-    judge, *folded, exact = rows[start + 2 : rows.index([], start)]
-    assert judge[1] + "".join(piece for [piece] in folded) == long
-    assert judge[2:4] == ["0", "0.700"]
-    assert exact[:4] == ["all", "exact_match", "0", "0.500"]
-    assert format_suite_line("greedy", suite) == (
-        "greedy: reward -0.100; exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
-    )
-    record = build_record(1, "evaluate", {}, {}, {"greedy": suite})
-    assert record["reward_weights"] == {"greedy": weights}
+    assert rows[start + 2][:4] == ["all", "a_judge", "0", "0.700"]
+    assert format_suite_line("greedy", suite).startswith("greedy: reward -0.100; exact match all 0")
 
 
 def test_failures_have_no_score():
@@ -397,9 +337,6 @@ def test_failures_have_no_score():
     line = format_suite_line("greedy", partly)
     assert line.startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
     assert count_unscored_suites(to_metrics("greedy", partly)) == 0
-    groups = {"greedy": questions([make_failure()])}
-    record = build_record(4, "train", {}, groups, {"greedy": failed})
-    assert record["questions"]["greedy"][0]["error"] == "the server is down"
 
 
 def test_a_dataset_named_like_a_summary_is_refused():
@@ -451,29 +388,19 @@ def test_attribution_of_answers_by_hand():
     assert [got.means["hotpot"][name] for name in names] == [1 / 2, 1 / 2, 0]
     assert got.means["all"]["redundant_searches"] == 2 / 4  # repeated; nothing new found
     assert got.means["hotpot"]["redundant_searches"] == 1.0
-    for means in got.means.values():
-        in_results, ignored, without = (means[name] for name in names)
-        assert means["exact_match"] == in_results - ignored + without
-    low, high = got.intervals["all"]["answer_in_results"]
-    assert low < 0.5 < high
+    record = build_record(
+        1, "train", {}, {"sampled": questions(attributed())}, {}, has_results=True
+    )
+    used, ignored, _, _, failed = record["questions"]["sampled"]
+    assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
+    assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
+    assert "answer_in_results" not in failed
     assert to_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
     # Everything else is the same without it.
     bare = summary(attributed())
     for name, means in bare.means.items():
         assert means.items() <= got.means[name].items()
         assert bare.intervals[name].items() <= got.intervals[name].items()
-
-
-def test_each_answer_has_its_attribution():
-    groups = {"sampled": questions(attributed())}
-    record = build_record(1, "train", {}, groups, {}, has_results=True)
-    used, ignored, without, nothing, failed = record["questions"]["sampled"]
-    assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
-    assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
-    assert (without["answer_in_results"], without["right_without_evidence"]) == (False, True)
-    assert nothing["redundant_searches"] == 1
-    assert "answer_in_results" not in failed
-    json.dumps(record)
 
 
 def test_attribution_without_exact_match_does_not_say_what_is_right():
@@ -483,9 +410,6 @@ def test_attribution_without_exact_match_does_not_say_what_is_right():
     assert (means["answer_in_results"], means["redundant_searches"]) == (1.0, 0.0)
     for name in ("retrieved_but_ignored", "right_without_evidence"):
         assert math.isnan(means[name])
-    assert format_tables(1, "train", {"greedy": got}).splitlines()[-1].split() == [
-        *("all", "1.000", "-", "-", "0.00"),
-    ]
     record = build_record(1, "train", {}, {"greedy": questions(played)}, {}, has_results=True)
     [question] = record["questions"]["greedy"]
     assert question["answer_in_results"] is True

@@ -35,11 +35,11 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
+from jaxrl.envs.images import Picture, Pictured, UnreadableImageError
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import Tool, run_call
+from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import trajectory_to_record
@@ -123,8 +123,7 @@ class TestRecords:
         assert chat[1]["content"] is parts
 
     def test_marks_without_images_are_text(self):
-        parts = [{"type": "text", "text": "What is <image>"}, {"type": "text", "text": " here?"}]
-        chat = [{"role": "user", "content": parts}]
+        chat = [{"role": "user", "content": [{"type": "text", "text": "What is <image> here?"}]}]
         task = parse_task({"messages": chat, "answers": "x", "images": []}, "t:1")
         assert task.images == ()
         assert task.messages[0]["content"] == "What is <image> here?"
@@ -248,18 +247,6 @@ class TestProcessor:
         assert processed.grid == expected.grid
         np.testing.assert_array_equal(processed.patches, expected.patches)
 
-    def test_recent_images_are_cached_up_to_a_limit(self, tmp_path):
-        folder = save_processor(tmp_path)
-        size = 24 * 96 * 4  # bytes of an image
-        cached = HFImageProcessor(folder, cache_mib=2.5 * size / 2**20)
-        pictures = [Picture(data=encoded(drawn(seed=seed))) for seed in range(3)]
-        first, second, third = map(cached, pictures)
-        assert cached(pictures[2]) is third
-        assert cached(pictures[1]) is second
-        assert cached(pictures[0]) is not first
-        uncached = HFImageProcessor(folder, cache_mib=0.0)
-        assert uncached(pictures[0]) is not uncached(pictures[0])
-
     def test_blank_images_have_the_size_and_nothing_else(self, processor):
         picture = Picture(data=encoded(drawn()))
         blank = BlankProcessor(processor)
@@ -283,17 +270,6 @@ class TestProcessor:
         expected = processor(Picture(data=encoded(first_frame.convert("RGB"))))
         processed = processor(Picture(data=data))
         np.testing.assert_array_equal(processed.patches, expected.patches)
-
-    def test_files_that_cannot_be_read_are_named(self, processor, tmp_path):
-        damaged = saved(tmp_path / "half.png")
-        damaged.write_bytes(damaged.read_bytes()[:200])
-        for name, use in (
-            ("missing.png", processor.num_tokens),
-            ("missing.png", processor),
-            ("half.png", processor),
-        ):
-            with pytest.raises(UnreadableImageError, match=f"{name} cannot be read as an image: "):
-                use(Picture(path=str(tmp_path / name)))
 
     def test_unusable_images_are_refused(self, processor):
         deep = PIL.Image.fromarray(np.full((8, 8), 40_000, np.uint16))
@@ -362,9 +338,6 @@ class TestProcessor:
         file = tmp_path / "preprocessor_config.json"
         file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
         with pytest.raises(ValueError, match=r"preprocessor_config.json"):
-            HFImageProcessor(str(tmp_path))
-        file.unlink()
-        with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which images"):
             HFImageProcessor(str(tmp_path))
 
 
@@ -619,13 +592,6 @@ class TestTools:
         assert body.startswith("a look at ")
         assert ("<search>" in body) == (protocol is qwen)  # which does not use these tags
 
-    def test_a_search_engine_returns_text_alone(self):
-        class Engine(Zoom):
-            name = "search"
-
-        assert "expected text" in str(run_call(Engine(), "q"))
-        assert attached_images(run_call(Zoom(), "q")) == (Picture(data=b"png"),)
-
     def test_a_text_model_sees_placeholders_of_images(self):
         picture = Picture(data=encoded(drawn()))
         observation = Observation(prefix="<", body="two", suffix=">", images=(picture,) * 2)
@@ -697,9 +663,3 @@ class TestDemonstrations:
         why = f"d.jsonl:1: an assistant message has '{token}', the placeholder of an image"
         with pytest.raises(ValueError, match=re.escape(why)):
             self.read(tmp_path, processor, f"a {token} dot")
-
-    def test_a_damaged_image_is_named_with_its_key(self, processor, tmp_path):
-        (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
-        [demonstration] = self.read(tmp_path, processor)
-        with pytest.raises(UnreadableImageError, match=r"config.sft.source has .*a.png cannot"):
-            _ = demonstration.attachments

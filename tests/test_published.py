@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import common, floors, published
-from jaxrl.builders.capacity import GIB
 from tests.compiled_memory import MODELS
 from tests.helpers import ROOT
 
@@ -111,33 +110,6 @@ def test_bytes_between_devices():
     assert (chips.links, chips.network) == (pytest.approx(15 / 16 * 2 * values), 0)
 
 
-def test_tokens_between_devices():
-    # Two sums of 100 tokens in each of 28 layers and one of the table of ids, 3584 wide, bfloat16:
-    # half goes out and half comes back, so that over two devices as much arrives.
-    pair = part(QWEN_7B, tensor=2)
-    assert pair.decode_step(100, 1)[-1].links == (2 * 28 + 1) * 100 * 3584 * 2
-    # An update has two more backwards and one again, and that of the output layer in float32.
-    assert pair.update(100, 1)[-1].links == (5 * 28 + 1) * 100 * 3584 * 2 + 100 * 3584 * 4
-    assert part(QWEN_7B, fsdp=2).update(100, 1)[-1].links == 0
-    # Experts: 7 others' 100 tokens, 2048 wide, in 48 layers, two bytes there and four back; once
-    # forward, once again, once backward.
-    split = part(MIXTURE, expert=8)
-    once = 48 * 7 * 100 * 2048 * 6
-    assert split.scoring(100, 1)[-1].links == once
-    assert split.update(100, 1)[-1].links == 3 * once
-
-
-def test_a_stage_waits_for_one_resource():
-    device = replace(
-        H200, flops=1 / floors.SHARE_FLOPS, bandwidth=1 / floors.SHARE_BYTES,
-        links=1 / floors.SHARE_BYTES, network=0.5 / floors.SHARE_BYTES,
-    )  # fmt: skip
-    stages = [floors.Stage(flops=2, memory=1), floors.Stage(memory=3), floors.Stage(network=1)]
-    assert floors.floor_s(stages, device) == (pytest.approx(2 + 3 + 2), "memory")
-    assert floors.floor_s([floors.overlap(stages)], device) == (pytest.approx(4), "memory")
-    assert floors.floor_s(floors.repeat_stages(stages, 3), device)[0] == pytest.approx(21)
-
-
 def test_every_case_has_a_plan_within_its_device():
     for case in published.CASES.values():
         config, model = case.build_model()
@@ -152,18 +124,6 @@ def test_a_refusal_of_the_compiler_has_the_size_it_needs():
         "hbm. Used 45.21G of 31.25G hbm. Exceeded hbm capacity"
     )
     assert float(published.MEMORY_PATTERN.search(refusal)[1]) == 45.21
-
-
-def test_the_report_compares_plan_and_compiler():
-    case = published.CASES["search_r1@v6e"]
-    program = {"beside": GIB, "total": 9 * GIB, "arguments": 7 * GIB, "compile_s": 61.4}
-    result = {"case": case.name, "num_layers": 0, "keys": [], "part": "update", "ending": "done"}
-    report = published.format_report({"a": result | {"programs": {"update": program}}})
-    cells = report.splitlines()[2].strip("| ").split(" | ")
-    measured = ["61", "7.00", "2.00", "1.00", "10.00"]
-    assert cells[:8] == ["search_r1@v6e", "1x16x1x1x1", "update", *measured]
-    planned = published.memory.planned_bytes(*case.build_model(), case.target, "update") / GIB
-    assert cells[8:10] == [f"{planned:.2f}", f"{planned / 10 - 1:+.0%}"]
 
 
 @pytest.mark.slow(

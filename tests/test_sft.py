@@ -194,19 +194,6 @@ def test_reasoning_opened_by_the_template_is_part_of_the_response(protocol, turn
     assert from_json(json.loads(json.dumps(to_json(played)))).generated_text == f"<think>\n{turn}"
 
 
-def test_only_assistant_messages_are_trained_on(tokenizer):
-    chat = make_chat("tower", RESULTS["tower"])
-    shown = encode_demonstration(chat, tokenizer, showing(30))
-    trained = tokenizer.decode(shown.token_ids[shown.loss_mask])
-    assert trained == "".join(m["content"] for m in chat if m["role"] == "assistant")
-    masked = tokenizer.decode(shown.token_ids[~shown.loss_mask])
-    assert masked == (
-        "<|im_start|>Where is the tower?<|im_end|>\n<|im_start|>"
-        f"\n\n<information>{RESULTS['tower']}</information>\n\n"
-        f"\n\n<information>{NO_INFORMATION}</information>\n\n"
-    )
-
-
 def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -234,12 +221,6 @@ def test_malformed_chats_are_named(tmp_path, tokenizer, roles, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         read(tmp_path, tokenizer, good, bad)
     assert str(raised.value).startswith(f"{tmp_path / 'demonstrations.jsonl'}:2: ")
-
-
-def test_a_chat_without_trained_tokens_is_refused(tmp_path, tokenizer):
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
-    with pytest.raises(ValueError, match=r"jsonl:1: the assistant's messages are all empty"):
-        read(tmp_path, tokenizer, {"messages": chat})
 
 
 def test_a_chat_over_the_token_limit_is_refused(tmp_path, tokenizer):
