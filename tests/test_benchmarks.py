@@ -194,6 +194,7 @@ def test_agreement_notices_a_wrong_kernel(monkeypatch, tmp_path):
     path = tmp_path / "record.json"
     flags = ["--part=kernels", "--shapes=1", f"--json={path}"]
     monkeypatch.setattr(agreement, "HEADS", ((4, 2, 16),))
+    monkeypatch.setattr(agreement, "DTYPES", ("float32",))
     assert agreement.main(flags) == 0
     assert json.loads(path.read_text())["xla train, float32"]["dq"] < 1e-5
     kernels = dataclasses.replace(XLA, attend_pages=wrong)
@@ -208,6 +209,8 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
 
     path = tmp_path / "record.json"
     flags = ["--part=experts", "--shapes=1", f"--json={path}"]
+    monkeypatch.setattr(agreement, "GROUP_SIZES", ((8,), (32,), (48,)))
+    monkeypatch.setattr(agreement, "DTYPES", ("float32",))
     assert agreement.main(flags) == 0
     assert json.loads(path.read_text())["xla, float32"]["of weights"] < 1e-5
     monkeypatch.setattr(choice, "grouped_matmul", wrong)
