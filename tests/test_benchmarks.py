@@ -69,6 +69,7 @@ def check_rates(record):
     assert record["compile_s"] > 0
 
 
+@pytest.mark.usefixtures("one_size")
 def test_rollout_of_even_samples(tmp_path, capsys):
     record = run_benchmark(rollout, EVEN, tmp_path)
     check_rates(record)
