@@ -306,8 +306,13 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
     add = jax.jit(gradient.add.program.function, static_argnums=5)
 
     def compute(params, batch, num_micro):
-        sizes = dict.fromkeys(("num_tokens", "num_shared", "num_loss_tokens"), 0)
-        sizes |= {"padding": 0.0, "imbalance": 0.0}
+        sizes = {
+            "num_tokens": 0,
+            "num_shared": 0,
+            "num_loss_tokens": 0,
+            "padding": 0.0,
+            "imbalance": 0.0,
+        }
         packed = PackedBatch(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
         num_shards = num_batch_shards(model.mesh)
