@@ -1,6 +1,5 @@
-"""Chromium without a window, driven through a pipe by its DevTools protocol."""
+"""Headless Chromium, controlled through a pipe by the DevTools protocol."""
 
-import base64
 import itertools
 import json
 import os
@@ -24,27 +23,21 @@ _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-n
 
 
 def needs_chromium(test):
-    """A test in a browser, where there is one."""
+    """Mark a test that needs a browser; it is skipped without one."""
     missing = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
     return pytest.mark.minutes(missing(test))
 
 
 class Browser:
-    """A browser with one page.
+    """Browser with one page.
 
     Attributes:
-        requests: addresses that the page asked for.
-        errors: exceptions of its scripts, and what its policy refused.
+        requests: Addresses that the page requested.
+        errors: Exceptions of its scripts, and violations of its security policy.
     """
 
     def __init__(self, folder, *, width=1280, height=860):
-        """Starts it.
-
-        Args:
-            folder: of its profile.
-            width: of the page, pixels.
-            height: likewise.
-        """
+        """Start it with a profile in `folder` and a page of this size in pixels."""
         to_read, self._send_end = os.pipe()
         self._read_end, to_write = os.pipe()
         command = [sys.executable, "-c", _START, str(to_read), str(to_write), "chromium", *_FLAGS]
@@ -83,31 +76,31 @@ class Browser:
             if not data:
                 raise RuntimeError("the browser has ended")
             self._rest += data
-        found, self._rest = self._rest.split(b"\0", 1)
-        return json.loads(found)
+        message, self._rest = self._rest.split(b"\0", 1)
+        return json.loads(message)
 
     def call(self, method, **parameters):
-        """Result of a method of the protocol."""
+        """Return the result of a method of the protocol, collecting events meanwhile."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._send_end, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._message()
-            if found.get("id") == number:
-                assert "error" not in found, found["error"]
-                return found["result"]
-            event, told = found.get("method"), found.get("params", {})
+            reply = self._message()
+            if reply.get("id") == number:
+                assert "error" not in reply, reply["error"]
+                return reply["result"]
+            event, details = reply.get("method"), reply.get("params", {})
             if event == "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(details["request"]["url"])
             elif event == "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["exceptionDetails"])[:500])
-            elif event == "Log.entryAdded" and told["entry"]["level"] == "error":
-                self.errors.append(told["entry"]["text"])
+                self.errors.append(json.dumps(details["exceptionDetails"])[:500])
+            elif event == "Log.entryAdded" and details["entry"]["level"] == "error":
+                self.errors.append(details["entry"]["text"])
 
     def evaluate(self, expression):
-        """Value of an expression in the page; a promise is waited for."""
+        """Return the value of an expression in the page, or of its promise."""
         done = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -115,7 +108,7 @@ class Browser:
         return done["result"].get("value")
 
     def wait(self, expression, *, seconds=20):
-        """Value of an expression as soon as it is true."""
+        """Return the value of an expression as soon as it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, f"{expression} is not true: {self.errors}"
@@ -123,24 +116,17 @@ class Browser:
         return value
 
     def open(self, address, view=""):
-        """Opens an address, and waits until its view is drawn."""
+        """Open an address and wait until its view is drawn."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
         self.wait(f"document.documentElement?.dataset.ready === {json.dumps(view)}")
 
     def go(self, view, query=""):
-        """Goes to another view of the page that is open."""
+        """Go to another view of the open page."""
         self.evaluate("delete document.documentElement.dataset.ready")
         self.evaluate(f"location.hash = {json.dumps(view + ('?' + query if query else ''))}")
         self.wait(f"document.documentElement?.dataset.ready === {json.dumps(view)}")
 
     def text(self, selector="body"):
-        """Text of an element."""
+        """Return the text of an element."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
-
-    def picture(self, path, *, is_dark=False):
-        """Saves what the page looks like."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        Path(path).write_bytes(base64.b64decode(data))

@@ -78,18 +78,17 @@ def mode_of(loss):
 def sequences():
     """Return trajectories with differing rollout, old and reference logprobs, some out of range."""
     rng = np.random.default_rng(5)
-    made = []
-    for one in random_sequences(LENGTHS):
-        length = len(one.token_ids)
+    varied = []
+    for sequence in random_sequences(LENGTHS):
+        length = len(sequence.token_ids)
         old = -5 + 0.4 * rng.standard_normal(length).astype(np.float32)
         ref = old + 0.6 * rng.standard_normal(length).astype(np.float32)
         # Small enough on average that the products over trajectories differ.
         rollout = old - 0.2 * rng.standard_normal(length).astype(np.float32)
-        rollout = np.where(one.loss_mask, rollout, 0).astype(np.float32)
-        made.append(
-            dataclasses.replace(one, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=rollout)
-        )
-    return made
+        rollout = np.where(sequence.loss_mask, rollout, 0).astype(np.float32)
+        logprobs = {"old_logprobs": old, "ref_logprobs": ref, "rollout_logprobs": rollout}
+        varied.append(dataclasses.replace(sequence, **logprobs))
+    return varied
 
 
 def flat(batch):
@@ -111,8 +110,7 @@ def whole_gradient(mesh, loss, kl, correction):
     kernels = select_kernels("xla", mesh, TINY)
     sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": 10**6}
     model = Model(TINY, mesh, **sizes, remat="none", attention=kernels)
-    token_loss = loss_of(loss, kl, correction)
-    return gradient_of(model, token_loss)
+    return gradient_of(model, loss_of(loss, kl, correction))
 
 
 SLOTS = 12  # trajectories per batch; fixed, so that each estimator compiles once
@@ -128,8 +126,8 @@ def estimator(name, baseline=False):
 
     def advantages(trajectories, step):
         """Return the advantages float32 [SLOTS] by sample index, not by position."""
-        made = flatten_groups(estimate(grouped(trajectories), step, 0))
-        by_index = {t.sample_index: t.advantage for t in made}
+        estimated = flatten_groups(estimate(grouped(trajectories), step, 0))
+        by_index = {t.sample_index: t.advantage for t in estimated}
         return np.array([by_index[index] for index in range(SLOTS)], np.float32)
 
     return advantages

@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items):
     """
     files = list(dict.fromkeys(item.path for item in items))
     long = {item.path for item in items if item.get_closest_marker("minutes")}
-    place = {path: -index if path in long else index for index, path in enumerate(files)}
-    items.sort(key=lambda item: (item.path not in long, place[item.path]))
+    rank = {path: -index if path in long else index for index, path in enumerate(files)}
+    items.sort(key=lambda item: (item.path not in long, rank[item.path]))
 
 
 def pytest_collection_finish():

@@ -1,4 +1,4 @@
-"""Files as somebody hostile, or a bad disk, might leave them."""
+"""File contents that an attacker or a bad disk might leave."""
 
 JSON_BOMBS = {
     "lists": b"[" * 100_000,
@@ -9,4 +9,4 @@ JSON_BOMBS = {
     "digits": b'{"x": ' + b"1" * 10_000 + b"}",
     "another type": b"[3]",
 }
-"""By what is wrong with them; the last is JSON, but no object."""
+"""Contents by what is wrong with them; the last is JSON, but not an object."""

@@ -195,13 +195,8 @@ def weights_in_rows(mask, ids, aggregation, scale=None):
 def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=None, num_shards=1):
     """Pack sequences with their weights and their old and reference logprobs.
 
-    Args:
-        sequences: Sequences to train on.
-        shape: Shape of the batch.
-        aggregation: Name in `AGGREGATIONS`.
-        scale: `max_response_tokens` of the aggregation, if it takes one.
-        counted: Complete mini-batch, including `sequences`; `sequences` by default.
-        num_shards: Same as in `pack`.
+    `scale` is the `max_response_tokens` of the aggregation, if it takes one. `counted` is the
+    complete mini-batch, which includes `sequences`, and by default is the same.
     """
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
     counted = sequences if counted is None else counted
@@ -218,8 +213,8 @@ def scatter(batch, values):
     """Place one array per sequence into `[A, b, T]`, in the positions chosen by packing."""
     out = np.zeros(batch.token_ids.shape, np.float32)
     for index, value in enumerate(values):
-        places = batch.segment_ids == index + 1
-        out[places] = value[len(value) - places.sum() :]
+        positions = batch.segment_ids == index + 1
+        out[positions] = value[len(value) - positions.sum() :]
     return out
 
 
@@ -239,14 +234,8 @@ def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none"
 def read_tokens(config, weights, cache, tables, start, counts, token_ids):
     """Append C tokens to each row as the sampler does.
 
-    Args:
-        config: Architecture of the model.
-        weights: Result of `weights_for_decoding`.
-        cache: Result of `kv_cache.allocate`.
-        tables: Block tables `[B, M]`.
-        start: Numbers of cached tokens `[B]`.
-        counts: Numbers of valid tokens among the C `[B]`.
-        token_ids: New tokens `[B, C]`.
+    Of the tokens `[B, C]`, the first `counts` `[B]` are valid; `start` `[B]` are cached, in the
+    blocks of `tables` `[B, M]`. `weights` are the result of `weights_for_decoding`.
 
     Returns:
         Hidden states `[B, C, D]` and the cache with these tokens.
@@ -326,10 +315,10 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         }
         packed = PackedBatch(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
-        for index, room in enumerate(
-            compute_logit_capacities(packed, num_batch_shards(model.mesh), model.num_pieces)
-        ):
-            sums = add(params, sums, batch, index, index + 1, room)
+        num_shards = num_batch_shards(model.mesh)
+        capacities = compute_logit_capacities(packed, num_shards, model.num_pieces)
+        for index, capacity in enumerate(capacities):
+            sums = add(params, sums, batch, index, index + 1, capacity)
         return sums.gradients, sums.finish_metrics(model.architecture.statistics)
 
     return compute
@@ -378,8 +367,8 @@ def program_text(function, *args):
 
 def shapes_in(text):
     """Return all array shapes in a program's text."""
-    found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
-    return {tuple(int(size) for size in sizes.split(",") if size) for sizes in found}
+    shapes = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
+    return {tuple(int(size) for size in sizes.split(",") if size) for sizes in shapes}
 
 
 @contextmanager
@@ -409,14 +398,14 @@ def as_nobody():
 @contextmanager
 def without_keys_of(folder):
     """Remove the keys of `jaxrl/extras/<folder>`, then restore all keys in order."""
-    keys, brought = dict(KEYS), EXTRA_KEYS[folder]
-    for key in brought.keys:
+    keys, extra_keys = dict(KEYS), EXTRA_KEYS[folder]
+    for key in extra_keys.keys:
         del KEYS[key]
     EXTRA_KEYS[folder] = ExtraKeys()
     try:
         yield
     finally:
-        EXTRA_KEYS[folder] = brought
+        EXTRA_KEYS[folder] = extra_keys
         KEYS.clear()
         KEYS.update(keys)
 
@@ -428,7 +417,7 @@ def text(page):
 
 def blocks(page, language):
     """Return the code blocks of a document in a language."""
-    return [code for found, code in BLOCK.findall(text(page)) if found == language]
+    return [code for name, code in BLOCK.findall(text(page)) if name == language]
 
 
 def shown_config(page):

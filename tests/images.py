@@ -1,4 +1,4 @@
-"""What tests of images share: a template that writes images, small processors, drawn files."""
+"""Images for tests: a template that writes images, small processors, images of noise."""
 
 import io
 
@@ -22,29 +22,30 @@ SPECIAL = ("<|vision_start|>", "<|vision_end|>", PAD)
 
 
 def looking_tokenizer(**settings):
-    """A toy tokenizer of a model that reads images."""
+    """Return the toy tokenizer of a model that reads images."""
     plain = toy_tokenizer(chat_template=TEMPLATE, special=SPECIAL)
     [pad] = plain.encode(PAD)
-    made = dict(chat_template=TEMPLATE, special=SPECIAL, image_id=pad) | settings
-    return toy_tokenizer(**made)
+    return toy_tokenizer(
+        **{"chat_template": TEMPLATE, "special": SPECIAL, "image_id": pad, **settings}
+    )
 
 
 def save_processor(folder, **settings):
-    """A `preprocessor_config.json` for patches of 4 x 4 pixels, four of which are one token."""
+    """Save a processor with patches of 4 x 4 pixels, four of which are one token."""
     sizes = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     Qwen2VLImageProcessorPil(**(sizes | settings)).save_pretrained(folder)
     return str(folder)
 
 
 def drawn(width=16, height=24, seed=0, mode="RGB"):
-    """An image of noise."""
+    """Return an image of noise."""
     shape = (height, width, {"RGB": 3, "RGBA": 4}[mode])
     pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     return PIL.Image.fromarray(pixels, mode)
 
 
 def encoded(image, kind="PNG", **settings):
-    """The bytes of a file with this image."""
+    """Return the bytes of a file with this image."""
     file = io.BytesIO()
     image.save(file, kind, **settings)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Small files in the schemas that the benchmarks are published in, and the tasks made of them."""
+"""Small files in the schemas of published benchmarks, and the tasks that they become."""
 
 import csv
 import json
@@ -9,21 +9,15 @@ import pyarrow.parquet as pq
 CONTEXT = [["Emma (novel)", ["Emma is a novel.", " It is by Jane Austen."]]]
 TRIVIA = {
     "Domain": "unfiltered-web",
-    "Split": "train",
-    "Version": 1.0,
     "Data": [
         {
             "Answer": {
                 "Aliases": ["Sunset Blvd", "Sunset Boulevard"],
                 "NormalizedAliases": ["sunset blvd", "sunset boulevard"],
-                "NormalizedValue": "sunset boulevard",
-                "Type": "WikipediaEntity",
                 "Value": "Sunset Boulevard",
             },
-            "EntityPages": [],
             "Question": "Which Lloyd Webber musical premiered in the US on 10th December 1993?",
             "QuestionId": "tc_33",
-            "QuestionSource": "http://www.triviacountry.com/",
             "SearchResults": [{"Rank": 0, "Title": "x", "Url": "u", "Filename": "f.txt"}],
         },
         {"Question": "Without?", "QuestionId": "tc_34", "QuestionSource": "u"},
@@ -66,8 +60,8 @@ def lines(path, *rows):
     return path
 
 
-def array(path, found):
-    path.write_text(json.dumps(found), encoding="utf-8")
+def array(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 

@@ -135,18 +135,18 @@ def killed(workdir, copy, *, after):
 
 def warm_start(world, folder):
     """Return the weights of a short warm start that can search and answer; made once."""
-    made = folder / "warm_start"
-    if not made.is_dir():
+    warm = folder / "warm_start"
+    if not warm.is_dir():
         workdir = folder / f"warm_start_{os.getpid()}"
         config = debug_tiny.get_config(str(world))
         config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
         workdir.mkdir()
         run(settings_of(config), workdir, build(config), Display())
         try:
-            workdir.rename(made)
+            workdir.rename(warm)
         except OSError:  # another process was first
             return str(workdir / "export")
-    return str(made / "export")
+    return str(warm / "export")
 
 
 class Unreliable(SearchEngine):

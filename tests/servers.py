@@ -39,9 +39,9 @@ class Reply:
     headers: dict = dataclasses.field(default_factory=dict)
 
     def content(self):
-        if isinstance(self.body, bytes | str):
-            return self.body.encode() if isinstance(self.body, str) else self.body
-        return json.dumps(self.body).encode()
+        if isinstance(self.body, bytes):
+            return self.body
+        return (self.body if isinstance(self.body, str) else json.dumps(self.body)).encode()
 
 
 class Server:
@@ -158,30 +158,28 @@ class Retriever:
     def best(self, query, count):
         wanted = words(query)
         scored = [((words(d["contents"]) & wanted).total(), d) for d in self._documents]
-        found = sorted((-score, d["id"]) for score, d in scored if score)
-        by_id = {d["id"]: d for d in self._documents}
-        return [(by_id[key], float(-score)) for score, key in found[:count]]
+        matches = [(d, float(score)) for score, d in scored if score]
+        return sorted(matches, key=lambda match: (-match[1], match[0]["id"]))[:count]
 
     def __call__(self, request):
         fields = request.json
         if request.path == "/retrieve":
             assert isinstance(fields["queries"], list)
-            every = [self.best(query, fields.get("topk") or 3) for query in fields["queries"]]
+            results = [self.best(query, fields.get("topk") or 3) for query in fields["queries"]]
             if fields.get("return_scores"):
-                return {"result": [[{"document": d, "score": s} for d, s in one] for one in every]}
-            return {"result": [[d for d, _ in one] for one in every]}
-        if request.path == "/batch_search":
-            assert isinstance(fields["query"], list)
-            every = [self.best(query, fields.get("top_n", 10)) for query in fields["query"]]
-            documents = [[d for d, _ in one] for one in every]
-            if fields.get("return_score"):
-                return [documents, [[s for _, s in one] for one in every]]
-            return documents
-        if request.path == "/search":
-            assert isinstance(fields["query"], str)
-            one = self.best(fields["query"], fields.get("top_n", 10))
-            documents = [d for d, _ in one]
-            return [documents, [s for _, s in one]] if fields.get("return_score") else documents
+                pairs = [[{"document": d, "score": s} for d, s in result] for result in results]
+                return {"result": pairs}
+            return {"result": [[d for d, _ in result] for result in results]}
+        if request.path in ("/batch_search", "/search"):
+            is_batch = request.path == "/batch_search"
+            assert isinstance(fields["query"], list if is_batch else str)
+            queries = fields["query"] if is_batch else [fields["query"]]
+            results = [self.best(query, fields.get("top_n", 10)) for query in queries]
+            documents = [[d for d, _ in result] for result in results]
+            scores = [[s for _, s in result] for result in results]
+            if not is_batch:
+                [documents], [scores] = documents, scores
+            return [documents, scores] if fields.get("return_score") else documents
         return Reply({"detail": "Not Found"}, 404)
 
 

@@ -25,7 +25,7 @@ WRONG = {"exact_match": 0.0, "f1": 0.5, "format": -1.0}
 
 
 def members():
-    """Four questions of two data sets, one sample each."""
+    """Return four questions of two datasets, with one sample each."""
     return [
         make_trajectory(parts=RIGHT, data_source="nq"),
         make_trajectory(parts=WRONG, data_source="nq", turns=(ANSWER,), length=12),
@@ -35,12 +35,12 @@ def members():
 
 
 def sample(question, index, parts, answer, **fields):
-    made = make_trajectory(task_number=question, sample_index=index, parts=parts, **fields)
-    return dataclasses.replace(made, final_answer=answer)
+    played = make_trajectory(task_number=question, sample_index=index, parts=parts, **fields)
+    return dataclasses.replace(played, final_answer=answer)
 
 
 def four_samples():
-    """Three questions with four samples each; environment errors in two of them."""
+    """Return three questions with four samples each, two of them with environment errors."""
     return [
         sample(0, 0, RIGHT, "The Tower!"),
         sample(0, 1, WRONG, "bridge"),
@@ -55,7 +55,7 @@ def four_samples():
 
 
 def questions(trajectories, num_samples=1):
-    """The samples of each question, which stand side by side."""
+    """Group the samples of each question, which are adjacent."""
     starts = range(0, len(trajectories), num_samples)
     return [Group(trajectories=tuple(trajectories[i : i + num_samples])) for i in starts]
 
@@ -123,7 +123,7 @@ def test_several_samples_by_hand():
 
 
 def declining():
-    """Four questions: one right, one wrong, two declined, the last with an error."""
+    """Return five questions: one right, one wrong, two declined, and one with an error."""
     unknown = {"parts": WRONG, "outcome": Outcome.ABSTAINED, "data_source": "untold"}
     return [
         make_trajectory(parts=RIGHT, data_source="told"),
@@ -150,25 +150,23 @@ def test_precision_and_reliability_by_hand():
     assert to_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
 
 
-def test_searches_and_python_calls_are_counted_apart():
+def test_searches_and_python_calls_are_counted_separately():
     got = summary(declining(), has_python=True).means["all"]
     assert (got["searches"], got["searched"], got["python_calls"]) == (1.0, 0.75, 0.5)
     assert "python_calls" not in summary(declining()).means["all"]
-    [*_, declined, _] = build_record(1, "train", {}, {"greedy": questions(declining())}, {})[
-        "questions"
-    ]["greedy"]
+    record = build_record(1, "train", {}, {"greedy": questions(declining())}, {})
+    [*_, declined, _] = record["questions"]["greedy"]
     assert (declined["searches"], declined["python_calls"]) == (["q", "q"], ["print(6 * 7)"])
 
 
 def test_subset_sizes():
-    assert get_subset_sizes(1, ()) == get_subset_sizes(1, (1,)) == ()
-    assert get_subset_sizes(8, ()) == (2, 4, 8)
+    assert get_subset_sizes(1, (1,)) == ()
     assert get_subset_sizes(5, ()) == (2, 4, 5)
     assert get_subset_sizes(8, (1, 3)) == (1, 3)
 
 
 def many(num_questions, *, share, data_source="nq", seed=0):
-    """Questions with two samples, both right or both wrong."""
+    """Return questions with two samples, both right or both wrong."""
     right = np.random.default_rng(seed).random(num_questions) < share
     return [
         sample(index, i, RIGHT if right[index] else WRONG, "x", data_source=data_source)
@@ -177,9 +175,9 @@ def many(num_questions, *, share, data_source="nq", seed=0):
     ]
 
 
-def test_questions_are_resampled_and_not_samples():
-    twice = summary(many(200, share=0.3), num_samples=2, num_resamples=4000)
-    once = summary(many(200, share=0.3)[::2], num_resamples=4000)
+def test_intervals_resample_questions_rather_than_samples():
+    twice = summary(many(200, share=0.3), num_samples=2, num_resamples=2000)
+    once = summary(many(200, share=0.3)[::2], num_resamples=2000)
     share = once.means["all"]["exact_match"]
     low, high = twice.intervals["all"]["exact_match"]
     # Two samples that always agree are worth one: the width of 200 questions, not of 400.
@@ -192,8 +190,7 @@ def test_questions_are_resampled_and_not_samples():
 def test_intervals():
     trajectories = many(40, share=0.5) + many(10, share=0.5, data_source="hotpot", seed=1)
     got = summary(trajectories, num_samples=2)
-    again = summary(trajectories, num_samples=2)
-    assert got == again
+    assert got == summary(trajectories, num_samples=2)
     assert got.intervals != summary(trajectories, num_samples=2, seed=1).intervals
     for name, means in got.means.items():
         for measure, (low, high) in got.intervals[name].items():
@@ -206,7 +203,7 @@ def test_intervals():
     assert widths["all"] < widths["mean"] < widths["hotpot"]
 
 
-def test_data_sets_are_resampled_independently():
+def test_intervals_resample_datasets_independently():
     # Equal data sets resampled by the same draws would leave the macro-mean as unsure as one set.
     trajectories = [t for name in "abcd" for t in many(100, share=0.5, data_source=name)]
     got = summary(trajectories, num_samples=2, num_resamples=2000).intervals
@@ -214,9 +211,9 @@ def test_data_sets_are_resampled_independently():
     assert ratio == pytest.approx(0.5, rel=0.15)
 
 
-def test_names_in_the_metrics():
-    made = summary(members())
-    sampled, greedy = (to_metrics(suite, made) for suite in ("sampled", "greedy"))
+def test_names_of_metrics():
+    single = summary(members())
+    sampled, greedy = (to_metrics(suite, single) for suite in ("sampled", "greedy"))
     assert sampled["val-core/nq/exact_match/mean@1"] == 0.5
     assert greedy["val-core/nq/exact_match/greedy"] == 0.5
     assert sampled["val-core/mean/exact_match/mean@1"] == 0.25
@@ -224,23 +221,20 @@ def test_names_in_the_metrics():
     assert sampled["val-aux/nq/f1/sampled"] == 0.75
     assert not sampled.keys() & greedy.keys()
     assert all(name.startswith(("val-core/", "val-aux/")) for name in sampled)
-
-
-def test_names_of_several_samples():
-    made = summary(four_samples(), num_samples=4)
-    got = to_metrics("sampled", made)
-    assert {name for name in got if name.startswith("val-core/all/")} == {
+    several = summary(four_samples(), num_samples=4)
+    sampled = to_metrics("sampled", several)
+    assert {name for name in sampled if name.startswith("val-core/all/")} == {
         "val-core/all/exact_match/mean@4",
         "val-core/all/exact_match/best@2/mean",
         "val-core/all/exact_match/best@4/mean",
         "val-core/all/exact_match/maj@2/mean",
         "val-core/all/exact_match/maj@4/mean",
     }
-    assert got["val-core/nq/exact_match/best@2/mean"] == pytest.approx(5 / 6)
-    control = to_metrics("empty_search", made)
+    assert sampled["val-core/nq/exact_match/best@2/mean"] == pytest.approx(5 / 6)
+    control = to_metrics("empty_search", several)
     assert control["val-core/all/exact_match/empty_search"] == 0.5
     assert control["val-core/nq/exact_match/empty_search/maj@4/mean"] == 1.0
-    assert not got.keys() & control.keys()
+    assert not sampled.keys() & control.keys()
 
 
 @pytest.mark.filterwarnings("error")
@@ -248,8 +242,8 @@ def test_results_on_disk(tmp_path):
     suites = {"sampled": members(), "greedy": [make_failure()]}
     summaries = {suite: summary(trajectories) for suite, trajectories in suites.items()}
     path = tmp_path / "eval" / "train_3.json"
-    played = {suite: questions(trajectories) for suite, trajectories in suites.items()}
-    record = build_record(3, "train", {"samples": 1}, played, summaries)
+    groups = {suite: questions(trajectories) for suite, trajectories in suites.items()}
+    record = build_record(3, "train", {"samples": 1}, groups, summaries)
     write_results(path, record, format_tables(3, "train", summaries))
     text = path.read_text(encoding="utf-8")
     assert "NaN" not in text
@@ -258,9 +252,9 @@ def test_results_on_disk(tmp_path):
     assert content["summary"]["sampled"] == summaries["sampled"].means
     assert content["intervals"]["sampled"]["nq"]["exact_match"] == [0.0, 1.0]
     # Nothing could be scored: that is not an exact match of 0.
-    down = content["summary"]["greedy"]["all"]
-    assert "exact_match" not in down
-    assert (down["searches"], down["environment_errors"]) == (None, 1)
+    unscored = content["summary"]["greedy"]["all"]
+    assert "exact_match" not in unscored
+    assert (unscored["searches"], unscored["environment_errors"]) == (None, 1)
     assert content["intervals"]["greedy"]["all"]["searches"] is None
     assert content["questions"]["sampled"][0] == {
         "task_id": "t0",
@@ -281,168 +275,71 @@ def test_results_on_disk(tmp_path):
 
 
 def test_an_evaluation_that_is_on_disk(tmp_path):
+    """Its metrics are read instead of evaluating again, unless something differs or is missing."""
     path = tmp_path / "eval" / "evaluate_3.json"
-    suites = {"sampled": four_samples()[:4], "greedy": members()[:3]}
+    trajectories = {"sampled": four_samples()[:4], "greedy": members()[:3]}
     counts = {"sampled": 4, "greedy": 1}
-    summaries = {name: summary(suites[name], num_samples=counts[name]) for name in suites}
-    made = [to_metrics(suite, summaries[suite]) for suite in suites]
-    suites = {name: questions(suites[name], counts[name]) for name in suites}
-    record = build_record(3, "evaluate", {"samples": 4}, suites, summaries, fingerprint="a")
+    groups = {name: questions(trajectories[name], counts[name]) for name in counts}
+    summaries = {name: summary(trajectories[name], num_samples=counts[name]) for name in counts}
+    metrics = [to_metrics(suite, summaries[suite]) for suite in counts]
+    settings = {"samples": 4}
     assert read_metrics(path, 3, "a") is None
+    record = build_record(3, "evaluate", settings, groups, summaries, fingerprint="a")
     write_results(path, record, "")
-    np.testing.assert_equal(read_metrics(path, 3, "a"), made[0] | made[1])
+    np.testing.assert_equal(read_metrics(path, 3, "a"), metrics[0] | metrics[1])
     assert read_metrics(path, 2, "a") is None  # other weights
     assert read_metrics(path, 3, "b") is None  # other settings
     summaries["greedy"] = summary([make_failure()])
-    write_results(
-        path, build_record(3, "evaluate", {"samples": 4}, suites, summaries, fingerprint="a"), ""
-    )
-    assert read_metrics(path, 3, "a") is None  # the engine may answer by now
+    record = build_record(3, "evaluate", settings, groups, summaries, fingerprint="a")
+    write_results(path, record, "")
+    assert read_metrics(path, 3, "a") is None  # the engine may answer now
     path.write_text('{"step": 3')
     assert read_metrics(path, 3, "a") is None
-
-
-TABLES = """\
-evaluate, step 960: means over questions [95% bootstrap interval]
-
-sampled, 4 samples a question
-        questions           exact match                    F1  format
-all             3  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
-nq              1  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
-hotpot          2  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
-mean            3  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
-
-        reward part  weight                     mean
-all     format            1  -0.250 [-0.250, -0.250]
-all     exact_match       0     0.500 [0.500, 0.500]
-all     f1                0     0.750 [0.750, 0.750]
-nq      format            1  -0.250 [-0.250, -0.250]
-nq      exact_match       0     0.500 [0.500, 0.500]
-nq      f1                0     0.750 [0.750, 0.750]
-hotpot  format            1  -0.250 [-0.250, -0.250]
-hotpot  exact_match       0     0.500 [0.500, 0.500]
-hotpot  f1                0     0.750 [0.750, 0.750]
-mean    format            1  -0.250 [-0.250, -0.250]
-mean    exact_match       0     0.500 [0.500, 0.500]
-mean    f1                0     0.750 [0.750, 0.750]
-
-                                        out of
-        answered  abstained  malformed  budget  searches  tokens  errors
-all        0.750      0.000      0.250   0.000      1.00     4.0       6
-nq         1.000      0.000      0.000   0.000      1.00     4.0       0
-hotpot     0.500      0.000      0.500   0.000      1.00     4.0       6
-mean       0.750      0.000      0.250   0.000      1.00     4.0       6
-
-        searched
-all        1.000
-nq         1.000
-hotpot     1.000
-mean       1.000
-
-        k                pass@k                 maj@k
-all     4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
-nq      4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
-hotpot  4                     -                     -
-mean    4                     -                     -
-
-greedy, 1 sample a question
-     questions
-all          2
-
-                                     out of
-     answered  abstained  malformed  budget  searches  tokens  errors
-all         -          -          -       -         -       -       2"""
-
-
-def test_tables():
-    summaries = {
-        "sampled": summary(four_samples(), num_samples=4, ks=(4,), weights={"format": 1.0}),
-        "greedy": summary([make_failure(), make_failure()]),
-    }
-    assert format_tables(960, "evaluate", summaries) == TABLES
-
-
-MORE_TABLE = """
-        searched  Python calls             precision           reliability
-all        0.750          0.50  0.500 [0.500, 0.500]  0.375 [0.375, 0.375]
-told       0.500          0.50  0.500 [0.500, 0.500]  0.500 [0.500, 0.500]
-untold     1.000          0.50                     -  0.000 [0.000, 0.000]
-mean       0.750          0.50                     -  0.250 [0.250, 0.250]"""
-
-
-def test_a_table_of_what_abstaining_and_computing_come_to():
-    made = summary(declining(), has_python=True)
-    for name, intervals in made.intervals.items():
-        for measure in ("precision", "reliability"):
-            value = made.means[name][measure]
-            intervals[measure] = None if math.isnan(value) else (value, value)
-    assert format_tables(1, "train", {"greedy": made}).endswith(MORE_TABLE)
 
 
 def test_tables_fit_a_terminal():
     names = ["a", "musique [red]", "a data set with an uncommonly long name", "2wiki"]
     trajectories = [t for name in names for t in many(3, share=0.5, data_source=name)]
-    made = summary(trajectories, num_samples=2, num_resamples=5)
-    made.means["all"].update(sampled_tokens=12_345.6, searches=12.34, environment_errors=98_760)
-    made.means["all"]["num_questions"] = 49_380
-    text = format_tables(100_000, "evaluate", {"empty_search": made})
+    suite = summary(trajectories, num_samples=2, num_resamples=5)
+    suite.means["all"].update(sampled_tokens=12_345.6, searches=12.34, environment_errors=98_760)
+    suite.means["all"]["num_questions"] = 49_380
+    text = format_tables(100_000, "evaluate", {"empty_search": suite})
     assert max(len(line) for line in text.splitlines()) <= 80
-    assert "musique [red]" in text
-    for number in ("12345.6", "12.34", "98760", "49380"):
-        assert number in text
+    for part in ("musique [red]", "12345.6", "12.34", "98760", "49380"):
+        assert part in text
     assert "…" not in text
 
 
-def test_every_part_of_the_reward_is_shown_those_with_weight_first():
-    """A judge and a function of the user's own, beside parts that are measured without weight."""
-    long = "a_judge_" + "of_many_words_" * 7
+def test_reward_parts_with_weight_come_first():
     parts = [
-        {"exact_match": 1.0, long: 0.9, "brevity": -0.4},
-        {"exact_match": 0.0, long: 0.5, "brevity": 0.0},
+        {"exact_match": 1.0, "a_judge": 0.9, "brevity": -0.4},
+        {"exact_match": 0.0, "a_judge": 0.5, "brevity": 0.0},
     ]
-    made = summary(
+    suite = summary(
         [make_trajectory(task_number=i, parts=p) for i, p in enumerate(parts)],
         weights={"brevity": 0.5},
     )
-    assert list(made.weights.items()) == [("brevity", 0.5), (long, 0.0), ("exact_match", 0.0)]
-    text = format_tables(1, "evaluate", {"greedy": made})
-    rows = [line.split() for line in text.splitlines()]
+    assert list(suite.weights.items()) == [("brevity", 0.5), ("a_judge", 0.0), ("exact_match", 0.0)]
+    rows = [line.split() for line in format_tables(1, "evaluate", {"greedy": suite}).splitlines()]
     start = rows.index(["reward", "part", "weight", "mean"])
     assert rows[start + 1] == ["all", "brevity", "0.5", "-0.200", "[-0.400,", "0.000]"]
-    judge, *folded, exact = rows[start + 2 : rows.index([], start)]
-    assert judge[1] + "".join(piece for [piece] in folded) == long
-    assert judge[2:4] == ["0", "0.700"]
-    assert exact[:4] == ["all", "exact_match", "0", "0.500"]
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert format_suite_line("greedy", made) == (
-        "greedy: reward -0.100; exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
-    )
-    record = build_record(1, "evaluate", {}, {}, {"greedy": made})
-    assert record["reward_weights"] == {"greedy": dict(made.weights)}
+    assert rows[start + 2][:4] == ["all", "a_judge", "0", "0.700"]
+    assert format_suite_line("greedy", suite).startswith("greedy: reward -0.100; exact match all 0")
 
 
-def test_what_could_not_be_scored_has_no_score():
+def test_failures_have_no_score():
     failed = summary([make_failure(), make_failure(task_number=1)])
-    assert (
-        format_suite_line("greedy", failed)
-        == "greedy: nothing could be scored (2 environment errors)"
-    )
-    assert "nan" not in format_tables(4, "train", {"greedy": failed})
+    line = format_suite_line("greedy", failed)
+    assert line == "greedy: nothing could be scored (2 environment errors)"
     assert count_unscored_suites(to_metrics("greedy", failed)) == 1
-    partly = summary(
-        [make_trajectory(parts={"exact_match": 1.0}), make_failure(task_number=1, data_source="x")]
-    )
-    assert format_suite_line("greedy", partly).startswith(
-        "greedy: exact match all 1.000, nq 1.000, x -, "
-    )
+    scored = make_trajectory(parts={"exact_match": 1.0})
+    partly = summary([scored, make_failure(task_number=1, data_source="x")])
+    line = format_suite_line("greedy", partly)
+    assert line.startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
     assert count_unscored_suites(to_metrics("greedy", partly)) == 0
-    record = build_record(
-        4, "train", {}, {"greedy": questions([make_failure()])}, {"greedy": failed}
-    )
-    assert record["questions"]["greedy"][0]["error"] == "the server is down"
 
 
-def test_a_data_set_called_as_a_summary_is_refused():
+def test_a_dataset_named_like_a_summary_is_refused():
     tasks = [Task(id="a", question="?"), Task(id="b", question="?", data_source="all")]
     check_data_sources(tasks[:1], "config.tasks.eval.source")
     with pytest.raises(ValueError, match="data_source of task 'b' is 'all'"):
@@ -450,11 +347,12 @@ def test_a_data_set_called_as_a_summary_is_refused():
 
 
 def searching(index, parts, *turns, **fields):
-    made = make_trajectory(task_number=index, parts=parts, turns=(*turns, ANSWER), **fields)
-    return dataclasses.replace(made, task=dataclasses.replace(made.task, answers=("Ada Kerr",)))
+    played = make_trajectory(task_number=index, parts=parts, turns=(*turns, ANSWER), **fields)
+    task = dataclasses.replace(played.task, answers=("Ada Kerr",))
+    return dataclasses.replace(played, task=task)
 
 
-def found(query, text):
+def search_turn(query, text):
     shown = f"<information>{text}</information>"
     return Turn(text=f"<search>{query}</search>", tool_call=query, observation=shown)
 
@@ -464,84 +362,66 @@ MILL = "Doc 1(Title: Mill) It burnt."
 
 
 def attributed():
-    """Five questions: evidence used, evidence ignored, none needed, none found, a failure."""
+    """Return five questions: evidence used, ignored, not needed, not found, and a failure."""
     return [
-        searching(0, RIGHT, found("bridge", MILL), found("who built it", KERR)),
-        searching(1, WRONG, found("bridge", KERR), found("Bridge ", KERR), data_source="hotpot"),
+        searching(0, RIGHT, search_turn("bridge", MILL), search_turn("who built it", KERR)),
+        searching(
+            1,
+            WRONG,
+            search_turn("bridge", KERR),
+            search_turn("Bridge ", KERR),
+            data_source="hotpot",
+        ),
         searching(2, RIGHT),
-        searching(3, WRONG, found("mill", MILL), found("its mill", MILL), data_source="hotpot"),
+        searching(
+            3, WRONG, search_turn("mill", MILL), search_turn("its mill", MILL), data_source="hotpot"
+        ),
         make_failure(task_number=4, data_source="hotpot"),
     ]
 
 
-def test_where_answers_come_from_by_hand():
+def test_attribution_of_answers_by_hand():
     got = summary(attributed(), has_results=True)
     names = ("answer_in_results", "retrieved_but_ignored", "right_without_evidence")
     assert [got.means["all"][name] for name in names] == [2 / 4, 1 / 4, 1 / 4]
     assert [got.means["nq"][name] for name in names] == [1 / 2, 0, 1 / 2]
     assert [got.means["hotpot"][name] for name in names] == [1 / 2, 1 / 2, 0]
-    assert got.means["all"]["redundant_searches"] == 2 / 4  # asked again; nothing new found
+    assert got.means["all"]["redundant_searches"] == 2 / 4  # repeated; nothing new found
     assert got.means["hotpot"]["redundant_searches"] == 1.0
-    for means in got.means.values():
-        in_results, ignored, without = (means[name] for name in names)
-        assert means["exact_match"] == in_results - ignored + without
-    low, high = got.intervals["all"]["answer_in_results"]
-    assert low < 0.5 < high
+    record = build_record(
+        1, "train", {}, {"sampled": questions(attributed())}, {}, has_results=True
+    )
+    used, ignored, _, _, failed = record["questions"]["sampled"]
+    assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
+    assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
+    assert "answer_in_results" not in failed
     assert to_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
-    # All else is as without it.
+    # Everything else is the same without it.
     bare = summary(attributed())
     for name, means in bare.means.items():
         assert means.items() <= got.means[name].items()
         assert bare.intervals[name].items() <= got.intervals[name].items()
 
 
-def test_each_answer_says_where_it_comes_from():
-    played = {"sampled": questions(attributed())}
-    record = build_record(1, "train", {}, played, {}, has_results=True)
-    used, ignored, without, nothing, failed = record["questions"]["sampled"]
-    assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
-    assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
-    assert (without["answer_in_results"], without["right_without_evidence"]) == (False, True)
-    assert nothing["redundant_searches"] == 1
-    assert "answer_in_results" not in failed
-    json.dumps(record)
-
-
-def test_of_an_answer_without_an_exact_match_nobody_says_whether_it_is_right():
-    played = [searching(0, {"own": 1.0}, found("who built it", KERR))]
+def test_attribution_without_exact_match_does_not_say_what_is_right():
+    played = [searching(0, {"own": 1.0}, search_turn("who built it", KERR))]
     got = summary(played, has_results=True)
     means = got.means["all"]
     assert (means["answer_in_results"], means["redundant_searches"]) == (1.0, 0.0)
     for name in ("retrieved_but_ignored", "right_without_evidence"):
         assert math.isnan(means[name])
-    assert format_tables(1, "train", {"greedy": got}).splitlines()[-1].split() == [
-        *("all", "1.000", "-", "-", "0.00"),
-    ]
     record = build_record(1, "train", {}, {"greedy": questions(played)}, {}, has_results=True)
-    [one] = record["questions"]["greedy"]
-    assert one["answer_in_results"] is True
-    assert "retrieved_but_ignored" not in one
+    [question] = record["questions"]["greedy"]
+    assert question["answer_in_results"] is True
+    assert "retrieved_but_ignored" not in question
 
 
-EVIDENCE_TABLE = """
-answer  in results  in results, wrong  right without  redundant searches
-all          0.500              0.250          0.250                0.50
-nq           0.500              0.000          0.500                0.00
-hotpot       0.500              0.500          0.000                1.00
-mean         0.500              0.250          0.250                0.50"""
-
-
-def test_a_table_of_where_answers_come_from():
-    made = summary(attributed(), has_results=True)
-    assert format_tables(1, "train", {"greedy": made}).endswith(EVIDENCE_TABLE)
-
-
-def test_what_an_evaluation_took_is_read_with_it(tmp_path):
+def test_usage_is_read_with_an_evaluation(tmp_path):
     path = tmp_path / "evaluate_3.json"
     assert read_usage(path) == UsageStats()
-    took = UsageStats.compute(attributed(), {"search": 0.5})
-    write_results(path, {"ledger": took.to_json()}, "")
-    assert read_usage(path) == took
-    assert took.usage.cost == 3.5  # seven searches, that of the failure too
+    usage = UsageStats.compute(attributed(), {"search": 0.5})
+    write_results(path, {"ledger": usage.to_json()}, "")
+    assert read_usage(path) == usage
+    assert usage.usage.cost == 3.5  # seven searches, including the failed one
     write_results(path, {"step": 3}, "")
     assert read_usage(path) == UsageStats()

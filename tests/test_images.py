@@ -1,4 +1,4 @@
-"""Images from files of tasks to patches and token ids, and what is said where there is none."""
+"""Images of tasks: from files to patches and token ids, and errors where there is no image."""
 
 import base64
 import dataclasses
@@ -35,11 +35,11 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
+from jaxrl.envs.images import Picture, Pictured, UnreadableImageError
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
-from jaxrl.envs.tools.base import Tool, run_call
+from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import trajectory_to_record
@@ -70,23 +70,22 @@ def saved(path, **settings):
 
 
 class TestRecords:
-    def test_paths_begin_in_the_folder_of_the_file(self, tmp_path):
+    def test_paths_are_relative_to_the_folder_of_the_file(self, tmp_path):
         (tmp_path / "data" / "pictures").mkdir(parents=True)
-        path, other = saved(tmp_path / "data" / "pictures" / "a.png"), saved(tmp_path / "b.png")
-        row = {"question": "What?", "answers": "x", "images": ["pictures/a.png", str(other)]}
+        inside, outside = saved(tmp_path / "data" / "pictures" / "a.png"), saved(tmp_path / "b.png")
+        row = {"question": "What?", "answers": "x", "images": ["pictures/a.png", str(outside)]}
         (tmp_path / "data" / "t.jsonl").write_text(json.dumps(row) + "\n")
-        cells = f'question,answers,images\nWhat?,x,"[""pictures/a.png"", ""{other}""]"\n'
+        cells = f'question,answers,images\nWhat?,x,"[""pictures/a.png"", ""{outside}""]"\n'
         (tmp_path / "data" / "t.csv").write_text(cells)
         for name in ("t.jsonl", "t.csv"):
             [task] = read_tasks(tmp_path / "data" / name, "tasks.train")
-            paths = [image.path for image in task.images]
-            assert paths == [str(path), str(other)]
+            assert [image.path for image in task.images] == [str(inside), str(outside)]
             assert task.question == "<image><image>What?"
-        path.unlink()
+        inside.unlink()
         with pytest.raises(ValueError, match=r"tasks.train.source: an image of task '.*:2' cannot"):
             read_tasks(tmp_path / "data" / "t.csv", "tasks.train")
 
-    def test_verls_rows_hold_bytes_or_paths(self, tmp_path):
+    def test_rows_of_verl_hold_bytes_or_paths(self, tmp_path):
         data = saved(tmp_path / "a.png").read_bytes()
         rows = [
             {
@@ -102,7 +101,7 @@ class TestRecords:
         assert last.images == (Picture(path=str(tmp_path / "a.png")),)
         assert "images" not in first.metadata
 
-    def test_parts_bring_their_own_or_take_the_next(self, tmp_path):
+    def test_image_parts_without_a_source_take_the_next_of_the_row(self, tmp_path):
         url = "data:image/png;base64," + base64.b64encode(b"png").decode()
         parts = [
             {"type": "image", "image": "own.png"},
@@ -116,20 +115,16 @@ class TestRecords:
         ]
         fields = {"messages": chat, "answers": "x", "images": ["1.png", "2.png"]}
         task = parse_task(fields, "t:1", folder=tmp_path)
-        assert [m["content"] for m in task.messages] == [
+        assert [message["content"] for message in task.messages] == [
             "Look at <image>.", "<image>or <image><image>",
         ]  # fmt: skip
-        own = [Picture(path=str(tmp_path / n)) for n in ("1.png", "own.png", "2.png")]
-        assert task.images == (*own, Picture(data=b"png"))
+        files = [Picture(path=str(tmp_path / name)) for name in ("1.png", "own.png", "2.png")]
+        assert task.images == (*files, Picture(data=b"png"))
         assert chat[1]["content"] is parts
 
     def test_marks_without_images_are_text(self):
-        task = parse_task({"messages": CHAT, "answers": "x", "images": []}, "t:1")
-        assert task.images == ()
-        assert task.messages == tuple(CHAT)
-        parts = [{"type": "text", "text": "What is <image>"}, {"type": "text", "text": " here?"}]
-        chat = [{"role": "user", "content": parts}]
-        task = parse_task({"messages": chat, "answers": "x"}, "t:1")
+        chat = [{"role": "user", "content": [{"type": "text", "text": "What is <image> here?"}]}]
+        task = parse_task({"messages": chat, "answers": "x", "images": []}, "t:1")
         assert task.images == ()
         assert task.messages[0]["content"] == "What is <image> here?"
 
@@ -137,19 +132,15 @@ class TestRecords:
         ("changes", "why"),
         [
             ({"images": ["a", "b"]}, r"t:1: 'images' holds 2, and the texts have 1 marks <image>"),
-            ({"images": [{"size": 3}]}, r"'images': image number 1: .*expected 'bytes' or"),
             ({"images": ["http://a/b.png"]}, "expected a file, since URLs are not downloaded"),
-            ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
-            ({"images": 3}, "it is a int; expected a path or bytes"),
             ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
-            ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
         ],
-    )  # fmt: skip
-    def test_what_cannot_be_meant(self, changes, why):
+    )
+    def test_unusable_images_are_refused(self, changes, why):
         with pytest.raises(ValueError, match=why):
             parse_task({"messages": CHAT, "answers": "x"} | changes, "t:1")
 
-    def test_bytes_stay_in_the_file_where_they_are_many(self, tmp_path, monkeypatch):
+    def test_many_bytes_stay_in_the_file(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tasks, "MAX_CACHED_IMAGE_BYTES", 2000)
         rows = [
             {"question": f"{i}?", "answers": ["x"], "images": [{"bytes": encoded(drawn(seed=i))}]}
@@ -159,37 +150,26 @@ class TestRecords:
         opened = Tasks(TaskSource(key="tasks.train", source=str(tmp_path / "v.parquet")))
         assert sum(len(task.images[0].data) for task in opened) > 2000
         assert opened[1].images[0].data == rows[1]["images"][0]["bytes"]
-        assert opened[1] is not opened[1]  # read anew
+        assert opened[1] is not opened[1]  # read again
 
-    def test_bytes_elsewhere_are_told_by_place_and_column(self, tmp_path):
-        row = {"question": "?", "answers": ["x"], "picture": b"\x89PNG\xff"}
-        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "v.parquet")
-        source = TaskSource(key="tasks.train", source=str(tmp_path / "v.parquet"))
-        with pytest.raises(
-            ValueError, match=r"v.parquet:1: 'picture' is not valid UTF-8.*'images'"
-        ):
-            Tasks(source)
-        [task] = Tasks(dataclasses.replace(source, columns={"picture": "images"}))
-        assert task.images == (Picture(data=b"\x89PNG\xff"),)
-
-    def test_the_same_question_of_another_image_is_another_one(self, tmp_path):
+    def test_overlap_of_questions_takes_their_images_into_account(self, tmp_path):
         for name, seed in (("a", 0), ("b", 1), ("c", 0)):
             saved(tmp_path / f"{name}.png", seed=seed)
-        ask = lambda name: Task(  # noqa: E731
-            id=name,
-            question="<image>How many?",
-            answers=("3",),
-            images=(Picture(path=str(tmp_path / f"{name}.png")),),
-        )
-        assert describe_overlap([ask("a")], [ask("b")]) == ""
-        assert "1 of 1 held-out questions" in describe_overlap([ask("a")], [ask("c")])
+
+        def ask_about(name):
+            images = (Picture(path=str(tmp_path / f"{name}.png")),)
+            return Task(id=name, question="<image>How many?", answers=("3",), images=images)
+
+        assert describe_overlap([ask_about("a")], [ask_about("b")]) == ""
+        overlap = describe_overlap([ask_about("a")], [ask_about("c")])
+        assert "1 of 1 held-out questions" in overlap
 
 
 class TestProcessor:
     def test_patches_are_in_blocks_of_a_token(self, processor):
         """Against loops over rows, columns and colors; no resizing at this size."""
         image = drawn(width=16, height=24)
-        made = processor(Picture(data=encoded(image)))
+        processed = processor(Picture(data=encoded(image)))
         mean = np.array([0.48145466, 0.4578275, 0.40821073])
         std = np.array([0.26862954, 0.26130258, 0.27577711])
         pixels = (np.asarray(image) / 255 - mean) / std
@@ -206,11 +186,11 @@ class TestProcessor:
             for y in range(2)
             for x in range(2)
         ]
-        assert made.grid == (1, 6, 4)
-        assert made.patches.dtype == np.float32
-        np.testing.assert_allclose(made.patches, wanted, atol=1e-6)
+        assert processed.grid == (1, 6, 4)
+        assert processed.patches.dtype == np.float32
+        np.testing.assert_allclose(processed.patches, wanted, atol=1e-6)
 
-    def test_the_file_of_qwen3_vl(self, tmp_path):
+    def test_reads_the_file_of_qwen3_vl(self, tmp_path):
         fields = {
             "size": {"longest_edge": 16777216, "shortest_edge": 65536},
             "patch_size": 16,
@@ -224,20 +204,20 @@ class TestProcessor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
         processor = HFImageProcessor(str(tmp_path))
         picture = Picture(data=encoded(PIL.Image.new("RGB", (320, 288), (255, 0, 51))))
-        made = processor(picture)
-        assert made.grid == (1, 18, 20)
+        processed = processor(picture)
+        assert processed.grid == (1, 18, 20)
         assert processor.num_tokens(picture) == 9 * 10
         # 0 to -1, 255 to 1, and 51 to 0.2 * 2 - 1; each color twice 16 x 16.
         wanted = np.repeat([1.0, -1.0, -0.6], 2 * 16 * 16)
-        np.testing.assert_allclose(made.patches, np.tile(wanted, (360, 1)), atol=1e-6)
+        np.testing.assert_allclose(processed.patches, np.tile(wanted, (360, 1)), atol=1e-6)
 
-    @pytest.mark.parametrize(("width", "height"), [(5, 7), (16, 24), (90, 33), (400, 3)])
-    def test_tokens_are_told_from_the_size_alone(self, processor, width, height, tmp_path):
+    @pytest.mark.parametrize(("width", "height"), [(5, 7), (90, 33), (400, 3)])
+    def test_tokens_are_counted_from_the_size_alone(self, processor, width, height, tmp_path):
         path = saved(tmp_path / "a.png", width=width, height=height)
-        made = processor(Picture(path=str(path)))
+        processed = processor(Picture(path=str(path)))
         count = processor.num_tokens(Picture(path=str(path)))
-        assert count == made.num_patches // 4 == np.prod(made.grid) // 4
-        path.write_bytes(path.read_bytes()[:60])  # of the pixels nothing is left
+        assert count == processed.num_patches // 4 == np.prod(processed.grid) // 4
+        path.write_bytes(path.read_bytes()[:60])  # no pixels are left
         assert processor.num_tokens(Picture(path=str(path))) == count
 
     def test_limits_of_pixels_are_the_users(self, tmp_path):
@@ -258,26 +238,14 @@ class TestProcessor:
         ]
         exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + b"".join(fields) + bytes(4)
         photo = Picture(data=encoded(drawn(16, 24), "JPEG", exif=exif))
-        made = processor(photo)
-        assert processor.num_tokens(photo) == made.num_patches // 4
-        whole = PIL.Image.open(io.BytesIO(encoded(drawn(16, 24), "JPEG")))
-        whole.getexif()[0x0112] = orientation
-        wanted = PIL.ImageOps.exif_transpose(whole)
-        expected = processor(Picture(data=encoded(wanted)))
-        assert made.grid == expected.grid
-        np.testing.assert_array_equal(made.patches, expected.patches)
-
-    def test_images_made_last_are_kept_up_to_a_limit(self, tmp_path):
-        folder = save_processor(tmp_path)
-        size = 24 * 96 * 4  # bytes of an image
-        few = HFImageProcessor(folder, cache_mib=2.5 * size / 2**20)
-        pictures = [Picture(data=encoded(drawn(seed=seed))) for seed in range(3)]
-        first, second, third = map(few, pictures)
-        assert few(pictures[2]) is third
-        assert few(pictures[1]) is second
-        assert few(pictures[0]) is not first
-        none = HFImageProcessor(folder, cache_mib=0.0)
-        assert none(pictures[0]) is not none(pictures[0])
+        processed = processor(photo)
+        assert processor.num_tokens(photo) == processed.num_patches // 4
+        image = PIL.Image.open(io.BytesIO(encoded(drawn(16, 24), "JPEG")))
+        image.getexif()[0x0112] = orientation
+        upright = PIL.ImageOps.exif_transpose(image)
+        expected = processor(Picture(data=encoded(upright)))
+        assert processed.grid == expected.grid
+        np.testing.assert_array_equal(processed.patches, expected.patches)
 
     def test_blank_images_have_the_size_and_nothing_else(self, processor):
         picture = Picture(data=encoded(drawn()))
@@ -288,40 +256,22 @@ class TestProcessor:
         assert not blank(picture).patches.any()
         assert processor(picture).patches.any()
 
-    def test_what_cannot_be_read_is_named(self, processor, tmp_path):
-        damaged = saved(tmp_path / "half.png")
-        damaged.write_bytes(damaged.read_bytes()[:200])
-        (tmp_path / "text.png").write_text("no image")
-        for name, use in (
-            ("missing.png", processor.num_tokens),
-            ("text.png", processor.num_tokens),
-            ("text.png", processor),
-            ("missing.png", processor),
-            ("half.png", processor),
-        ):
-            with pytest.raises(UnreadableImageError, match=f"{name} cannot be read as an image: "):
-                use(Picture(path=str(tmp_path / name)))
-        thin = Picture(data=encoded(drawn(width=900, height=1)))
-        with pytest.raises(UnreadableImageError, match="900 x 1 pixels: absolute aspect ratio"):
-            processor.num_tokens(thin)
-
-    @pytest.mark.parametrize("kind", ["animated", "CMYK", "palette", "palette with a hole", "gray"])
-    def test_other_kinds_of_images_are_what_pillow_makes_of_them(self, processor, kind):
-        """The first of an animation; colors where something is transparent."""
+    @pytest.mark.parametrize("kind", ["animated", "CMYK", "palette with a hole", "gray"])
+    def test_other_kinds_of_images_look_as_in_pillow(self, processor, kind):
+        """The first frame of an animation; colors where a pixel is transparent."""
         image, others = drawn(16, 16), [drawn(16, 16, seed=1)]
         data = {
             "animated": lambda: encoded(image, "GIF", save_all=True, append_images=others),
             "CMYK": lambda: encoded(image.convert("CMYK"), "TIFF"),
-            "palette": lambda: encoded(image.quantize(8)),
             "palette with a hole": lambda: encoded(image.quantize(8), transparency=3),
             "gray": lambda: encoded(image.convert("LA")),
         }[kind]()
-        [wanted] = PIL.ImageSequence.all_frames(PIL.Image.open(io.BytesIO(data)))[:1]
-        plain = Picture(data=encoded(wanted.convert("RGB")))
-        found = processor(Picture(data=data))
-        np.testing.assert_array_equal(found.patches, processor(plain).patches)
+        first_frame, *_ = PIL.ImageSequence.all_frames(PIL.Image.open(io.BytesIO(data)))
+        expected = processor(Picture(data=encoded(first_frame.convert("RGB"))))
+        processed = processor(Picture(data=data))
+        np.testing.assert_array_equal(processed.patches, expected.patches)
 
-    def test_what_is_wrong_with_an_image_is_said_once(self, processor):
+    def test_unusable_images_are_refused(self, processor):
         deep = PIL.Image.fromarray(np.full((8, 8), 40_000, np.uint16))
         length = np.array(20_000, ">u4").tobytes()
         bomb = bytearray(encoded(drawn(8, 8)))
@@ -331,61 +281,50 @@ class TestProcessor:
             encoded(deep): "of mode I;16, with more than 8 bits per value.*save it with 8 bits",
             encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits per value",
             bytes(bomb): r"as an image: Image size \(400000000 pixels\) exceeds limit",
-            b"<svg/>": "cannot be read as an image: its format is none of PNG, JPEG, WEBP, GIF, B",
             b"": "cannot be read as an image: its format is none of PNG, JPEG, WEBP, GIF, B",
             encoded(drawn(1, 5000)): "absolute aspect ratio must be smaller than 200, got 5000",
         }
         for data, why in cases.items():
             for use in (processor.num_tokens, processor):
-                with pytest.raises(UnreadableImageError, match=why) as raised:
+                with pytest.raises(UnreadableImageError, match=why):
                     use(Picture(data=data))
-                assert str(raised.value).count("bytes") == 1
 
-    @pytest.mark.parametrize("kind", ["EPS", "PSD", "PPM", "ICO", "JPEG2000"])
-    def test_formats_that_are_not_asked_for_are_not_opened(
-        self, processor, tmp_path, monkeypatch, kind
-    ):
-        """EPS would start Ghostscript: whatever is called so leaves no trace."""
+    @pytest.mark.parametrize("kind", ["EPS", "JPEG2000"])
+    def test_unsupported_formats_are_not_opened(self, processor, tmp_path, monkeypatch, kind):
+        """EPS would start Ghostscript: a program of that name leaves no trace."""
         ghostscript = tmp_path / "gs"
         ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'called'}\nexit 1\n")
         ghostscript.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
-        if kind == "PSD":
-            data = b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 8, 8, 8, 3) + bytes(300)
-        else:
-            data = encoded(drawn(16, 16), kind)
+        data = encoded(drawn(16, 16), kind)
         for use in (processor.num_tokens, processor, prepare_image):
-            with pytest.raises(
-                UnreadableImageError, match="its format is none of PNG, JPEG, WEBP, GIF"
-            ):
+            with pytest.raises(UnreadableImageError, match="its format is none of PNG, JPEG"):
                 use(Picture(data=data))
         assert not (tmp_path / "called").exists()
 
-    @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG"])
-    def test_the_pixels_of_an_image_are_counted_before_it_is_decoded(
-        self, processor, monkeypatch, kind
-    ):
+    @pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF", "WEBP"])
+    def test_pixels_are_counted_before_an_image_is_decoded(self, processor, monkeypatch, kind):
         def decode(_):
-            raise AssertionError("it is decoded")
+            raise AssertionError("the image is decoded")
 
         fitting, larger = encoded(drawn(40, 25), kind), encoded(drawn(77, 13), kind)
         monkeypatch.setattr("jaxrl.envs.image_decoding.MAX_PIXELS", 1000)
         assert processor(Picture(data=fitting)).patches.size
-        for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
-            monkeypatch.setattr(f"PIL.{place}.load", decode)
+        for loader in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
+            monkeypatch.setattr(f"PIL.{loader}.load", decode)
         for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             with pytest.raises(
                 UnreadableImageError, match="of 77 x 13 pixels; expected at most 1,000"
             ):
                 use(Picture(data=larger))
 
-    def test_the_scans_of_a_jpeg_are_counted_before_it_is_decoded(self, processor, monkeypatch):
-        """Each is a pass over all pixels, and may be of a few bytes."""
+    def test_scans_of_a_jpeg_are_counted_before_it_is_decoded(self, processor, monkeypatch):
+        """Each scan is a pass over all pixels, and may have only a few bytes."""
         jpeg = encoded(drawn(40, 25), "JPEG", progressive=True)
         last = jpeg.rfind(b"\xff\xda")
         many = jpeg[:-2] + jpeg[last:-2] * 100 + b"\xff\xd9"
-        # What looks like scans in a comment, or behind the image, is none.
+        # What looks like scans in a comment or after the image does not count.
         marks = b"\xff\xda" * 300
         comment = b"\xff\xfe" + (2 + len(marks)).to_bytes(2) + marks
         for data in (jpeg[:2] + comment + jpeg[2:], jpeg + marks):
@@ -393,14 +332,10 @@ class TestProcessor:
         monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
         for use in (processor.num_tokens, processor, partial(prepare_image, is_blank=True)):
             for data in (many, jpeg[:2] + comment + many[2:]):
-                with pytest.raises(
-                    UnreadableImageError, match="a JPEG with 110 scans; expected at most"
-                ):
+                with pytest.raises(UnreadableImageError, match="a JPEG with 110 scans; expected"):
                     use(Picture(data=data))
 
-    def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
-        with pytest.raises(ValueError, match=r"has no preprocessor_config.json, which images"):
-            HFImageProcessor(str(tmp_path))
+    def test_another_processor_is_refused(self, tmp_path):
         file = tmp_path / "preprocessor_config.json"
         file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
         with pytest.raises(ValueError, match=r"preprocessor_config.json"):
@@ -408,7 +343,7 @@ class TestProcessor:
 
 
 class TestPrompts:
-    def test_the_template_writes_an_image_and_its_tokens_are_as_many(self):
+    def test_an_image_becomes_as_many_tokens_as_it_has(self):
         tokenizer = looking_tokenizer()
         chat = [{"role": "user", "content": "<image>Is it <image>?"}]
         ids = tokenizer.render_prompt(chat, (), [2, 1])
@@ -419,16 +354,13 @@ class TestPrompts:
         plain = tokenizer.render_prompt(chat)
         assert "<image>Is it <image>?" in tokenizer.decode(plain)
 
-    def test_no_text_forges_an_image(self):
-        tokenizer = looking_tokenizer()
+    def test_no_text_forges_an_image_or_a_video(self, tmp_path):
+        """Whether or not the tokenizer flags the token as special."""
+        tokenizer = watching_tokenizer()
         chat = [{"role": "user", "content": f"<image>{PAD}<|vision_start|>"}]
         ids = tokenizer.render_prompt(chat, (), [2])
         assert ids.count(tokenizer.image_id) == 2
         assert tokenizer.decode(ids).count(PAD) == 3
-
-    def test_no_text_forges_a_video_either(self, tmp_path):
-        """Of any text of a user, whether the tokenizer flags the token as special or not."""
-        tokenizer = watching_tokenizer()
         assert tokenizer.video_id == tokenizer.encode(VIDEO)[0]
         for content in (VIDEO, f"<image>{VIDEO}"):
             chat = [{"role": "user", "content": content}]
@@ -438,16 +370,15 @@ class TestPrompts:
         save_tokenizer(tmp_path, image_token_id=tokenizer.image_id, video_token_id=7)
         assert Tokenizer.from_folder(tmp_path).video_id == 7
 
-    def test_a_template_of_a_text_model_is_refused(self):
+    def test_a_template_without_images_is_refused(self):
         with pytest.raises(ValueError, match="chat template drops message 1"):
             toy_tokenizer().render_prompt(CHAT, (), [3])
 
-    @pytest.mark.parametrize("wrong", [5000, 7])
-    def test_an_image_token_that_the_template_does_not_write_is_the_configs(self, tmp_path, wrong):
-        save_tokenizer(tmp_path, image_token_id=wrong)
+    def test_image_tokens_that_the_template_does_not_write_are_refused(self, tmp_path):
+        save_tokenizer(tmp_path, image_token_id=7)
         start, pad, end = looking_tokenizer().encode(f"<|vision_start|>{PAD}<|vision_end|>")
         why = (
-            rf"config.json in config.model.path has the image_token_id {wrong}; .* template writes "
+            r"config.json in config.model.path has the image_token_id 7; .* template writes "
             rf".*'<\|vision_start\|>': {start}, '<\|image_pad\|>': {pad}, '<\|vision_end\|>': {end}"
         )
         with pytest.raises(ValueError, match=why):
@@ -455,7 +386,7 @@ class TestPrompts:
         save_tokenizer(tmp_path, image_token_id=pad)
         assert Tokenizer.from_folder(tmp_path).image_id == pad
 
-    def test_results_show_images_behind_their_texts(self):
+    def test_results_show_images_after_their_texts(self):
         tokenizer = looking_tokenizer()
         tools = [{"type": "function", "function": {"name": "crop"}}]
         ids, text = tokenizer.render_results(["a", f"b{PAD}"], tools, [[], [2]])
@@ -466,7 +397,7 @@ class TestPrompts:
 
 
 def save_tokenizer(folder, **fields):
-    """A tokenizer's files, and a `config.json` of these fields."""
+    """Write a tokenizer's files and a `config.json` with these fields."""
     PreTrainedTokenizerFast(
         tokenizer_object=looking_tokenizer()._tokenizer,
         eos_token="<|im_end|>",
@@ -479,7 +410,7 @@ VIDEO = "<|video_pad|>"
 
 
 def watching_tokenizer():
-    """That of a model that knows videos by a token which is not flagged as special."""
+    """Return the tokenizer of a model whose video token is not flagged as special."""
     [video] = looking_tokenizer(added=[VIDEO]).encode(VIDEO)
     return looking_tokenizer(added=[VIDEO], video_id=video)
 
@@ -489,7 +420,7 @@ class LookingEnv(ScriptedEnv):
         return [Prompt(system="", template="{question}").messages(task) for task in tasks]
 
 
-def player(processor, reply=None, **changes):
+def make_rollout(processor, reply=None, **changes):
     env = LookingEnv((), lambda turn: reply)
     limits = dataclasses.replace(LIMITS, **changes)
     return BaseRollout(env, looking_tokenizer(), limits, processor=processor)
@@ -503,161 +434,135 @@ def looking_task(tmp_path, **settings):
 class TestEpisodes:
     """What `BaseRollout` makes of tasks and replies, without an engine."""
 
-    def sample(self, play, task):
-        return play._make_samples([Draw(task=task, stream_index=0)], 2)
+    def start(self, rollout, task):
+        return rollout._make_samples([Draw(task=task, stream_index=0)], 2)
 
     def test_a_group_shares_its_images(self, processor, tmp_path):
-        task = looking_task(tmp_path)
-        first, second = self.sample(player(processor), task)
+        first, second = self.start(make_rollout(processor), looking_task(tmp_path))
         assert first.attachments[0] is second.attachments[0]
         assert first.token_ids.count(looking_tokenizer().image_id) == 6
         assert first.attachments[0].num_patches == 24
 
-    def test_overlong_prompts_with_images_are_never_cut(self, processor, tmp_path):
+    def test_overlong_prompts_with_images_are_never_truncated(self, processor, tmp_path):
         task = looking_task(tmp_path, width=32, height=32)
-        assert player(processor).prompt_fits(task)
-        assert not player(processor, max_prompt_tokens=20, overlong_prompts="drop").prompt_fits(
-            task
-        )
+        assert make_rollout(processor).prompt_fits(task)
+        overlong = partial(make_rollout, processor, max_prompt_tokens=20)
+        assert not overlong(overlong_prompts="drop").prompt_fits(task)
         for choice in ("refuse", "truncate_left"):
             with pytest.raises(ValueError, match=r"prompt of task 't7' has \d+ tokens; expected 1"):
-                player(processor, max_prompt_tokens=20, overlong_prompts=choice).prompt_fits(task)
+                overlong(overlong_prompts=choice).prompt_fits(task)
 
-    def test_prompts_of_more_image_tokens_than_there_is_room_for(self, processor, tmp_path):
-        task = looking_task(tmp_path)  # of 6
+    def test_prompts_with_more_image_tokens_than_the_limit_are_refused(self, processor, tmp_path):
+        task = looking_task(tmp_path)  # with 6 image tokens
         for limit, is_short in ((5, False), (6, True)):
-            play = player(processor, max_image_tokens=limit, overlong_prompts="drop")
-            assert play.prompt_fits(task) == is_short
+            rollout = make_rollout(processor, max_image_tokens=limit, overlong_prompts="drop")
+            assert rollout.prompt_fits(task) == is_short
         for choice in ("refuse", "truncate_left"):
-            play = player(processor, max_image_tokens=5, overlong_prompts=choice)
+            rollout = make_rollout(processor, max_image_tokens=5, overlong_prompts=choice)
             why = r"images of the prompt of task 't7' take 6 tokens; expected at most 5.*max_image"
             with pytest.raises(ValueError, match=why):
-                play.prompt_fits(task)
+                rollout.prompt_fits(task)
             with pytest.raises(ValueError, match=why):
-                self.sample(play, task)
+                self.start(rollout, task)
 
-    def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
+    def test_unusable_images_of_a_task_name_it(self, processor, tmp_path):
         task = looking_task(tmp_path)
-        with pytest.raises(
-            UnreadableImageError,
-            match=r"'t7': .*the model does not support images.*columns={'images'",
-        ):
-            player(None).prompt_fits(task)
+        with pytest.raises(UnreadableImageError, match=r"'t7': .*the model does not support image"):
+            make_rollout(None).prompt_fits(task)
+        rollout = make_rollout(processor)
         with pytest.raises(StartError, match="'t7' has 1 images, but its chat has 0 marks <image>"):
-            player(processor).prompt_fits(dataclasses.replace(task, question="What?"))
+            rollout.prompt_fits(dataclasses.replace(task, question="What?"))
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:200])
-        assert player(processor).prompt_fits(task)  # of which only the size was looked at
-        first, _ = self.sample(player(processor), task)
+        assert rollout.prompt_fits(task)  # which only needs the size
+        first, _ = self.start(make_rollout(processor), task)
         assert first.episode.outcome == Outcome.ENVIRONMENT_ERROR
-        assert "task 't7': " in first.episode.turns[0].error
-        assert "a.png cannot be read as an image" in first.episode.turns[0].error
-        (tmp_path / "a.png").unlink()
-        with pytest.raises(UnreadableImageError, match=r"task 't7': .*a.png cannot be read"):
-            player(processor).prompt_fits(task)
+        error = first.episode.turns[0].error
+        assert re.search(r"task 't7': .*a\.png cannot be read as an image", error)
 
-    def shown(self, processor, tmp_path, observation, **changes):
-        """The sample after a reply, and the reply as it was taken."""
-        play = player(processor, StepResult(observation=observation), **changes)
-        sample, _ = self.sample(play, looking_task(tmp_path))
-        [reply] = play._step_episodes([sample.episode], ["call"])
-        play._apply_step_result(sample, "call", reply)
+    def start_and_reply(self, processor, tmp_path, observation, **changes):
+        """Return a sample after one turn and this observation."""
+        rollout = make_rollout(processor, StepResult(observation=observation), **changes)
+        sample, _ = self.start(rollout, looking_task(tmp_path))
+        [reply] = rollout._step_episodes([sample.episode], ["call"])
+        rollout._apply_step_result(sample, "call", reply)
         return sample
 
     def test_an_observation_shows_images_inside_its_tags(self, processor, tmp_path):
         picture = Picture(data=encoded(drawn(seed=5)))
-        observation = Observation(
-            prefix="<r>", body="x" * 50, suffix="</r>", images=(picture, picture)
-        )
-        sample = self.shown(processor, tmp_path, observation)
+        images = (picture, picture)
+        observation = Observation(prefix="<r>", body="x" * 50, suffix="</r>", images=images)
+        sample = self.start_and_reply(processor, tmp_path, observation)
         turn = sample.episode.turns[0]
         image = f"<|vision_start|>{PAD}<|vision_end|>"
         assert turn.observation == f"<r>{'x' * 8}{image}{image}</r>"  # 20 tokens, 12 of images
-        assert turn.images == (picture, picture)
-        assert [i.num_patches for i in sample.attachments] == [24, 24, 24]
+        assert turn.images == images
+        assert [image.num_patches for image in sample.attachments] == [24, 24, 24]
         assert sample.token_ids.count(looking_tokenizer().image_id) == 18
         assert sample.turn_starts[-1] == len(sample.token_ids)
 
-    def test_images_of_results_stand_in_the_templates_turn(self, processor, tmp_path):
-        picture = Picture(data=encoded(drawn(seed=5)))
-        results = ToolResults(bodies=("a", "b"), images=((), (picture,)))
-        sample = self.shown(processor, tmp_path, results)
-        assert f"b<|vision_start|>{PAD}<|vision_end|>" in sample.episode.turns[0].observation
-        assert len(sample.attachments) == 2
-
     @pytest.mark.parametrize(
-        ("images", "why"),
+        ("image", "why"),
         [
-            (
-                (Picture(data=b"no"),),
-                "a tool returned an invalid image: an image of 2 bytes cannot be read",
-            ),
-            (
-                (Picture(data=encoded(drawn(90, 90))),),
-                r"images of \d+ tokens, which cannot be truncated",
-            ),
-            (("a.png",), "an observation has an image that is not a Picture"),
+            (Picture(data=b"no"), "a tool returned an invalid image: an image of 2 bytes cannot"),
+            (Picture(data=encoded(drawn(90, 90))), r"images of \d+ tokens, which cannot be trunc"),
+            ("a.png", "an observation has an image that is not a Picture"),
         ],
     )
-    def test_images_of_tools_that_cannot_be_shown(self, processor, tmp_path, images, why):
-        observation = Observation(prefix="", body="x", suffix="", images=images)
-        sample = self.shown(processor, tmp_path, observation, max_observation_tokens=15)
+    def test_unusable_images_of_tools_are_environment_errors(self, processor, tmp_path, image, why):
+        observation = Observation(prefix="", body="x", suffix="", images=(image,))
+        sample = self.start_and_reply(processor, tmp_path, observation, max_observation_tokens=15)
         assert sample.episode.outcome == Outcome.ENVIRONMENT_ERROR
-        with pytest.raises(AssertionError, match=why):
-            raise AssertionError(sample.episode.turns[0].error)
+        assert re.search(why, sample.episode.turns[0].error)
 
-    def test_images_without_room_end_the_episode(self, processor, tmp_path):
+    def test_images_that_do_not_fit_end_the_episode(self, processor, tmp_path):
         picture = Picture(data=encoded(drawn()))
         observation = Observation(prefix="", body="", suffix="", images=(picture,))
-        sample = self.shown(processor, tmp_path, observation, max_total_tokens=39)
+        sample = self.start_and_reply(processor, tmp_path, observation, max_total_tokens=39)
         assert sample.episode.outcome == Outcome.OUT_OF_BUDGET
         assert len(sample.attachments) == 1
 
     @pytest.mark.parametrize("limit", [11, 12])
-    def test_more_image_tokens_than_a_trajectory_may_have_end_it(self, processor, tmp_path, limit):
+    def test_more_image_tokens_than_the_limit_end_the_episode(self, processor, tmp_path, limit):
         picture = Picture(data=encoded(drawn(seed=5)))
         observation = Observation(prefix="<r>", body="x", suffix="</r>", images=(picture,))
         results = ToolResults(bodies=("x",), images=((picture,),))
         for shown in (observation, results):
-            sample = self.shown(processor, tmp_path, shown, max_image_tokens=limit)
+            sample = self.start_and_reply(processor, tmp_path, shown, max_image_tokens=limit)
             [turn] = sample.episode.turns
-            fits = limit == 12  # the prompt's image has 6, as that of the observation
+            fits = limit == 12  # 6 of the prompt's image, and 6 of the observation's
             assert sample.episode.outcome == (None if fits else Outcome.OUT_OF_BUDGET)
             assert len(sample.attachments) == 1 + fits
             assert (turn.observation is not None, len(turn.images)) == (fits, fits)
 
 
-class TestCodecs:
-    def test_a_trajectory_names_its_images_and_finds_them_again(self, processor, tmp_path):
-        file, data = saved(tmp_path / "a.png"), encoded(drawn(seed=3))
-        pictures = Picture(path=str(file)), Picture(data=data)
-        turn = Turn(text="look", observation="o", images=pictures[1:])
-        plain = make_trajectory(turns=(turn, ANSWER))
-        task = dataclasses.replace(plain.task, images=pictures[:1])
-        seen = tuple(map(processor, pictures))
-        before = dataclasses.replace(plain, task=task, attachments=seen)
-        travelled = json.loads(json.dumps(serialization.to_json(before)))
-        [group] = processor.with_images([Group(trajectories=(serialization.from_json(travelled),))])
-        [after] = group.trajectories
-        assert after.attachments == seen  # the very same: they were kept
-        assert (after.task, after.turns) == (before.task, before.turns)
-        record = json.loads(json.dumps(trajectory_to_record(before)))
-        assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
-        [shown] = record["turns"][0]["images"]
-        assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
-        for _ in range(2):
-            write_images(tmp_path / "run", [before])
-        assert (tmp_path / "run" / shown["file"]).read_bytes() == data
-        assert len(list((tmp_path / "run" / "images").iterdir())) == 1
-        saved(file, seed=9)
-        with pytest.raises(
-            UnreadableImageError, match=r"a.png, with which the run sampled, was changed"
-        ):
-            serialization.from_json(travelled)
-        file.unlink()
-        with pytest.raises(
-            UnreadableImageError, match=r"a.png, .* cannot be read \(No such file or dir"
-        ):
-            serialization.from_json(travelled)
+def test_a_saved_trajectory_restores_its_images(processor, tmp_path):
+    file, data = saved(tmp_path / "a.png"), encoded(drawn(seed=3))
+    pictures = Picture(path=str(file)), Picture(data=data)
+    turn = Turn(text="look", observation="o", images=pictures[1:])
+    plain = make_trajectory(turns=(turn, ANSWER))
+    task = dataclasses.replace(plain.task, images=pictures[:1])
+    attachments = tuple(map(processor, pictures))
+    before = dataclasses.replace(plain, task=task, attachments=attachments)
+    saved_fields = json.loads(json.dumps(serialization.to_json(before)))
+    restored = serialization.from_json(saved_fields)
+    [group] = processor.with_images([Group(trajectories=(restored,))])
+    [after] = group.trajectories
+    assert after.attachments == attachments  # from the processor's cache
+    assert (after.task, after.turns) == (before.task, before.turns)
+    record = json.loads(json.dumps(trajectory_to_record(before)))
+    assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
+    [shown] = record["turns"][0]["images"]
+    assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
+    for _ in range(2):
+        write_images(tmp_path / "run", [before])
+    assert (tmp_path / "run" / shown["file"]).read_bytes() == data
+    assert len(list((tmp_path / "run" / "images").iterdir())) == 1
+    saved(file, seed=9)
+    with pytest.raises(UnreadableImageError, match=r"a.png, with which the run sampled, was chang"):
+        serialization.from_json(saved_fields)
+    file.unlink()
+    with pytest.raises(UnreadableImageError, match=r"a.png, .* cannot be read \(No such file or"):
+        serialization.from_json(saved_fields)
 
 
 class Zoom(Tool):
@@ -669,7 +574,7 @@ class Zoom(Tool):
 
 class TestTools:
     @pytest.mark.parametrize("protocol", [search_r1, qwen])
-    def test_a_tools_images_arrive_in_the_observation(self, protocol):
+    def test_images_of_a_tool_arrive_in_the_observation(self, protocol):
         env = SearchEnv(
             EmptySearch(),
             tools=[Zoom()],
@@ -686,109 +591,76 @@ class TestTools:
         assert images == (Picture(data=b"png"),)
         [body] = shown.bodies if protocol is qwen else [shown.body]
         assert body.startswith("a look at ")
-        assert ("<search>" in body) == (protocol is qwen)  # whose tags these are not
+        assert ("<search>" in body) == (protocol is qwen)  # which does not use these tags
 
-    def test_a_search_engine_finds_text_alone(self):
-        class Engine(Zoom):
-            name = "search"
-
-        assert "expected text" in str(run_call(Engine(), "q"))
-        assert attached_images(run_call(Zoom(), "q")) == (Picture(data=b"png"),)
-
-    def test_a_text_model_is_told_of_images(self, tmp_path):
+    def test_a_text_model_sees_placeholders_of_images(self):
         picture = Picture(data=encoded(drawn()))
         observation = Observation(prefix="<", body="two", suffix=">", images=(picture,) * 2)
-        play = player(None, StepResult(observation=observation))
-        [reply] = play._step_episodes([Episode(task=Task(id="t", question="?"))], ["call"])
-        assert reply.observation == Observation(
-            prefix="<", body="two\n[image]\n[image]", suffix=">"
-        )
         results = ToolResults(bodies=("", "b"), images=((picture,), ()))
-        play = player(None, StepResult(observation=results))
-        [reply] = play._step_episodes([Episode(task=Task(id="t", question="?"))], ["call"])
-        assert reply.observation == ToolResults(bodies=("[image]", "b"))
+        text = Observation(prefix="<", body="two\n[image]\n[image]", suffix=">")
+        for shown, expected in (
+            (observation, text),
+            (results, ToolResults(bodies=("[image]", "b"))),
+        ):
+            rollout = make_rollout(None, StepResult(observation=shown))
+            [reply] = rollout._step_episodes([Episode(task=Task(id="t", question="?"))], ["call"])
+            assert reply.observation == expected
 
 
-def test_a_processor_of_another_model_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({}, None), ({"patch_size": 4}, "96 values"), ({"merge_size": 3}, "9 per token")],
+)
+def test_the_processor_of_another_model_is_refused(tmp_path, changes, why):
     [model, *_], config = golden(), default_config()
     sizes = {"patch_size": model.tower.patch, "merge_size": model.tower.merge}
-    for changes, why in (
-        ({}, None),
-        ({"patch_size": 4}, "96 values"),
-        ({"merge_size": 3}, "9 per token"),
-    ):
-        config.model.path = save_processor(tmp_path, **sizes | changes)
-        with pytest.raises(ValueError, match=why) if why else nullcontext():
-            _build_processor(resolved(config), looking_tokenizer(), model)
+    config.model.path = save_processor(tmp_path, **sizes | changes)
+    with pytest.raises(ValueError, match=why) if why else nullcontext():
+        _build_processor(resolved(config), looking_tokenizer(), model)
 
 
 class TestDemonstrations:
-    def read(self, tmp_path, fields, processor, **more):
-        chat = [*CHAT, {"role": "assistant", "content": "a dot"}]
-        record = {"messages": chat, "images": ["a.png"]} | fields
+    def read(self, tmp_path, processor, answer="a dot", **limits):
+        chat = [*CHAT, {"role": "assistant", "content": answer}]
+        record = {"messages": chat, "images": ["a.png"]}
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
-        return read_demonstrations(
-            str(tmp_path / "d.jsonl"),
-            watching_tokenizer(),
+        limits = dataclasses.replace(
             TokenLimits(
                 max_prompt_tokens=100,
                 max_response_tokens=100,
                 max_total_tokens=100,
                 max_observation_tokens=10,
-                **more,
             ),
-            processor=processor,
+            **limits,
         )
+        source = str(tmp_path / "d.jsonl")
+        return read_demonstrations(source, watching_tokenizer(), limits, processor=processor)
 
-    def test_images_are_made_when_they_are_asked_for(self, processor, tmp_path):
+    def test_images_are_processed_when_they_are_needed(self, processor, tmp_path):
         saved(tmp_path / "a.png")
-        [one] = self.read(tmp_path, {}, processor)
+        [demonstration] = self.read(tmp_path, processor)
         tokenizer = looking_tokenizer()
-        assert one.token_ids.tolist().count(tokenizer.image_id) == 6
-        assert tokenizer.decode(one.token_ids[one.loss_mask].tolist()) == "a dot"
-        assert [image.grid for image in one.attachments] == [(1, 6, 4)]
+        assert demonstration.token_ids.tolist().count(tokenizer.image_id) == 6
+        trained = demonstration.token_ids[demonstration.loss_mask]
+        assert tokenizer.decode(trained.tolist()) == "a dot"
+        assert [image.grid for image in demonstration.attachments] == [(1, 6, 4)]
         (tmp_path / "a.png").unlink()
-        assert len(one.attachments) == 1  # kept
+        assert len(demonstration.attachments) == 1  # cached
 
-    @pytest.mark.parametrize(
-        ("fields", "has_processor", "why"),
-        [
-            ({}, False, r"d.jsonl:1 has images, but the model does not"),
-            ({"images": ["no.png"]}, True, r"d.jsonl:1, of config.sft.source: .*no.png cannot be"),
-            (
-                {"messages": [{"role": "user", "content": "?"},
-                              {"role": "assistant", "content": "<image>"}]},
-                True,
-                "d.jsonl:1: 1 images come after the first assistant message",
-            ),
-        ],
-    )  # fmt: skip
-    def test_what_cannot_be_shown(self, processor, tmp_path, fields, has_processor, why):
+    def test_a_model_without_images_refuses_them(self, tmp_path):
+        with pytest.raises(ValueError, match=r"d.jsonl:1 has images, but the model does not"):
+            self.read(tmp_path, None)
+
+    def test_more_image_tokens_than_the_limit_are_refused(self, processor, tmp_path):
         saved(tmp_path / "a.png")
+        assert len(self.read(tmp_path, processor, max_image_tokens=6)) == 1
+        why = r"d.jsonl:1: the demonstration's images take 6 tokens; expected at most config.rol"
         with pytest.raises(ValueError, match=why):
-            self.read(tmp_path, fields, processor if has_processor else None)
+            self.read(tmp_path, processor, max_image_tokens=5)
 
-    def test_more_images_than_there_is_room_for_are_refused(self, processor, tmp_path):
+    @pytest.mark.parametrize("token", [PAD, VIDEO])
+    def test_the_assistant_writes_no_image_tokens(self, processor, tmp_path, token):
         saved(tmp_path / "a.png")
-        assert len(self.read(tmp_path, {}, processor, max_image_tokens=6)) == 1
-        why = (
-            r"d.jsonl:1: the demonstration's images take 6 tokens; expected at most config.rollout"
-        )
-        with pytest.raises(ValueError, match=why):
-            self.read(tmp_path, {}, processor, max_image_tokens=5)
-
-    def test_the_assistant_writes_no_image_tokens(self, processor, tmp_path):
-        saved(tmp_path / "a.png")
-        for token in (PAD, VIDEO):
-            chat = [*CHAT, {"role": "assistant", "content": f"a {token} dot"}]
-            why = f"d.jsonl:1: an assistant message has '{token}', the placeholder of an image"
-            with pytest.raises(ValueError, match=re.escape(why)):
-                self.read(tmp_path, {"messages": chat}, processor)
-
-    def test_a_damaged_image_is_named_with_its_key(self, processor, tmp_path):
-        (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
-        [one] = self.read(tmp_path, {}, processor)
-        with pytest.raises(
-            UnreadableImageError, match=r"config.sft.source has .*a.png cannot be read"
-        ):
-            _ = one.attachments
+        why = f"d.jsonl:1: an assistant message has '{token}', the placeholder of an image"
+        with pytest.raises(ValueError, match=re.escape(why)):
+            self.read(tmp_path, processor, f"a {token} dot")

@@ -1,7 +1,6 @@
 """A method trained to its score: the policy learns which of two names a question asks for."""
 
 import itertools
-import json
 import random
 
 import pytest
@@ -9,7 +8,9 @@ import pytest
 from configs.small_world import small_world
 from examples import quickstart_world as world
 from jaxrl import api
+from tests.runs import records
 
+NAMES = world.FIRST_NAMES[:32]
 NUM_HELD_OUT = 60
 SCORE = "val-core/all/exact_match/mean@1"
 
@@ -20,7 +21,7 @@ def write_world(folder):
     The demonstrations teach to copy one of the two names. Which one, only rewards can teach.
     """
     rng = random.Random(0)
-    pairs = list(itertools.permutations(world.FIRST_NAMES, 2))
+    pairs = list(itertools.permutations(NAMES, 2))
     rng.shuffle(pairs)
 
     def task(pair):
@@ -36,34 +37,30 @@ def write_world(folder):
         "questions_eval": [task(pair) for pair in pairs[:NUM_HELD_OUT]],
         "demonstrations": [demonstration(pair) for pair in pairs[NUM_HELD_OUT:]],
     }
-    texts = world.iter_training_texts(files["demonstrations"], world.FIRST_NAMES)
+    texts = world.iter_training_texts(files["demonstrations"], NAMES)
     world.write_model(folder / "model", world.train_tokenizer(texts), seed=0)
-    for name, records in files.items():
-        world.write_jsonl(folder / f"{name}.jsonl", records)
+    for name, rows in files.items():
+        world.write_jsonl(folder / f"{name}.jsonl", rows)
     return folder
 
 
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_policy_learns_what_demonstrations_do_not_show(tmp_path):
     config = small_world(str(write_world(tmp_path / "world")))
     config.update_from_flattened_dict(
         {
-            **{"env.name": "math", "search.local.corpus": "", "num_steps": 40},
-            **{"sft.num_steps": 300, "sft.optimizer.micro_rows": 32},
-            **{
-                "rollout.tasks_per_step": 16,
-                "rollout.max_num_seqs": 128,
-                "rollout.chunk_tokens": 8,
-            },
+            **{"env.name": "math", "search.local.corpus": ""},
+            **{"sft.num_steps": 200, "sft.optimizer.micro_rows": 32},
+            **{"num_steps": 24, "optimizer.lr": 3e-3, "optimizer.micro_rows": 64},
+            **{"rollout.tasks_per_step": 16, "rollout.max_num_seqs": 128},
             **{"rollout.max_prompt_tokens": 16, "rollout.max_response_tokens": 8},
-            **{"rollout.max_total_tokens": 24, "optimizer.micro_rows": 64},
-            "eval.suites": ("sampled",),
-            "eval.final_suites": ("sampled",),
+            **{"rollout.max_total_tokens": 24, "rollout.chunk_tokens": 8},
+            **{"eval.suites": ("sampled",), "eval.final_suites": ("sampled",)},
+            "model.remat": "none",  # compiles faster
         }
     )
     api.train(config, tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    before, *_, after = [record[SCORE] for record in records if SCORE in record]
+    scores = [record[SCORE] for record in records(tmp_path / "run") if SCORE in record]
+    before, *_, after = scores
     assert 0.2 < before < 0.6  # the demonstrations guess
     assert after > 0.9

@@ -1,14 +1,14 @@
-"""The quickstart learns, with every seed, and what it learned is to search."""
+"""The quickstart learns to search, with every seed."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.helpers import UPDATE_PROGRAMS
+from tests.runs import free_port
 
 
 def exact_match(workdir, name, suite):
@@ -16,12 +16,12 @@ def exact_match(workdir, name, suite):
     return results["summary"][suite]["all"]["exact_match"]
 
 
-def check_run(workdir, *, begins=900, num_steps=60):
-    ends = begins + num_steps
-    assert exact_match(workdir, f"train_{begins}", "sampled") < 0.35
-    assert exact_match(workdir, f"train_{ends}", "sampled") >= 0.85
-    assert exact_match(workdir, f"train_{ends}", "greedy") >= 0.95
-    assert exact_match(workdir, f"evaluate_{ends}", "empty_search") < 0.1
+def check_run(workdir, *, start=900, num_steps=60):
+    end = start + num_steps
+    assert exact_match(workdir, f"train_{start}", "sampled") < 0.35
+    assert exact_match(workdir, f"train_{end}", "sampled") >= 0.85
+    assert exact_match(workdir, f"train_{end}", "greedy") >= 0.95
+    assert exact_match(workdir, f"evaluate_{end}", "empty_search") < 0.1
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record for record in map(json.loads, lines) if "actor/pg_loss" in record]
     assert len(steps) == num_steps
@@ -37,19 +37,18 @@ def make_world(folder, seed):
 
 
 def run_quickstart(folder, seed, num_processes):
-    """The workdir of a quickstart in a world of its own, by one process or several."""
+    """Run the quickstart in a new world; return its workdir."""
     return train("quickstart", make_world(folder, seed), folder / "run", seed, num_processes)
 
 
 def train(name, world, workdir, seed, num_processes=1, **changes):
-    """The workdir in which a configuration was trained, by one process or several."""
+    """Train a configuration in one process or several; return its workdir."""
     command = [
         *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/{name}.py:{world}"),
         *(f"--config.seed={seed}", f"--workdir={workdir}"),
         *(f"--config.{key}={value}" for key, value in changes.items()),
     ]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     job = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
     environment = {**os.environ, "XLA_FLAGS": ""}  # compiled as by whoever runs the command
     started = [
@@ -93,6 +92,6 @@ def test_an_adapter_learns_what_the_whole_model_does(tmp_path, seed):
     warm = train("quickstart", world, tmp_path / "warm", seed, stages="('sft',)")
     changes = {"model.path": warm / "export"}
     workdir = train("quickstart_lora", world, tmp_path / "lora", seed, **changes)
-    check_run(workdir, begins=0, num_steps=80)
+    check_run(workdir, start=0, num_steps=80)
     assert exact_match(workdir, "evaluate_80", "sampled") >= 0.9
     assert exact_match(workdir, "evaluate_80", "greedy") >= 0.98

@@ -11,7 +11,7 @@ from jaxrl.builders.method import compute_batch_shape
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.interfaces import EngineCounts
-from jaxrl.train import show_step, update_gate
+from jaxrl.train import train, update_gate
 from jaxrl.training.collector import Collector
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import AdvantageEstimator
@@ -24,10 +24,6 @@ from tests.episodes import ANSWER, SEARCH, NumberedTasks, grouped, make_failure,
 from tests.helpers import method_of, method_with, resolved, settings, settings_of
 
 
-def trajectory(group_id, reward, seed=0, **fields):
-    return make_trajectory(task_number=group_id, reward=reward, sample_index=seed, **fields)
-
-
 def minibatches(trajectories, **changes):
     config = debug_tiny.get_config()
     config.update_from_flattened_dict(
@@ -38,10 +34,13 @@ def minibatches(trajectories, **changes):
     return make_minibatches(groups, shape, method, controllers=Controllers())
 
 
-def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
-    failed = make_failure(task_number=0, length=9, sample_index=2)
-    others = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), trajectory(1, 1.0)]
-    others += [trajectory(1, 1.0, seed=1), trajectory(1, 0.0, seed=2)]
+def test_environment_errors_leave_the_loss_of_the_others_unchanged():
+    rewards = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 0.0)]
+    others = [
+        make_trajectory(task_number=task, reward=reward, sample_index=index)
+        for index, (task, reward) in enumerate(rewards)
+    ]
+    failed = make_failure(task_number=0, length=9, sample_index=5)
     [got] = minibatches([*others[:2], failed, *others[2:]])
     [wanted] = minibatches(others)
     assert got.num_loss_tokens == wanted.num_loss_tokens == 5 * 4
@@ -50,30 +49,53 @@ def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
 
 def test_groups_stay_whole_in_minibatches():
     rewards = [(0, 1.0), (0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 1.0)]
-    made = [trajectory(group, reward, seed=i) for i, (group, reward) in enumerate(rewards)]
-    first, second = minibatches(made, **{"optimizer.num_minibatches": 2})
-    # Group 1 is all right: it has no signal and is left out, but still counts as sampled.
+    trajectories = [
+        make_trajectory(task_number=task, reward=reward, sample_index=index)
+        for index, (task, reward) in enumerate(rewards)
+    ]
+    first, second = minibatches(trajectories, **{"optimizer.num_minibatches": 2})
+    # All of group 1 is right: it has no signal and is left out, but still counts as sampled.
     assert (first.num_tokens, first.num_loss_tokens) == (3 * 6, 3 * 4)
     assert (second.num_tokens, second.num_micro, second.num_loss_tokens) == (0, 0, 3 * 4)
 
 
-def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
+def test_an_evaluation_in_which_every_search_failed_leaves_the_gate_unchanged():
     method = method_with(**{"shaping.boundary_aware": True})
     run_state = types.SimpleNamespace(
         settings=settings_of(settings()),
         components=types.SimpleNamespace(method=method),
-        progress=Progress(),
+        progress=Progress(controllers=Controllers.init(method)),
     )
-    run_state.progress.controllers = Controllers.init(method)
     update_gate(run_state, {"val-core/all/exact_match/greedy": 0.5})
     update_gate(run_state, {"timing_s/testing": 1.0})
     assert run_state.progress.controllers.gate.best == 0.5
     assert run_state.progress.controllers.gate.tolerance == 0
 
 
-def test_what_an_interrupted_collection_has_cost_is_counted():
+def test_a_finished_run_with_fewer_steps_trains_no_more():
+    lines = []
+    components = types.SimpleNamespace(
+        num_steps={"train": 2}, stages={"train": types.SimpleNamespace(num_steps=2)}, method=None
+    )
+    unused = ("workdir", "checkpointer", "metrics_log", "run_suites", "write_samples", "failures")
+    run_state = RunState(
+        settings=settings_of(settings()),
+        components=components,
+        display=types.SimpleNamespace(log=lines.append),
+        progress=Progress(stage="train", stage_step=6),
+        restored={},
+        should_stop=lambda: False,
+        origin={},
+        **dict.fromkeys(unused),
+    )
+    assert train(run_state, "weights") == "weights"
+    [line] = lines
+    assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
+
+
+def test_the_cost_of_an_interrupted_collection_is_counted():
     """A first batch of 2 groups of 2, each with a search, is dropped; the second never ends."""
-    searching = trajectory(0, 1.0, turns=(SEARCH, ANSWER))
+    searching = make_trajectory(reward=1.0, turns=(SEARCH, ANSWER))
 
     def rollout(draws, *_, **__):
         if draws[0].stream_index:
@@ -107,17 +129,3 @@ def test_what_an_interrupted_collection_has_cost_is_counted():
     # They are drawn again and count then; `save_progress` writes a progress that differs.
     assert progress.ledger.num_calls == {}
     assert progress != saved
-
-
-def test_money_is_shown_where_there_are_prices():
-    shown = []
-    display = types.SimpleNamespace(step=lambda _, numbers: shown.append(numbers))
-    record = {"critic/rewards/mean": 0.5, "perf/ledger/total/cost": 0.0}
-    for prices in ({}, {"search": 0.1}):
-        config = debug_tiny.get_config("data")
-        config.ledger.prices = prices
-        run_state = types.SimpleNamespace(
-            settings=settings_of(config), progress=Progress(), display=display, held_out=None
-        )
-        show_step(run_state, record)
-    assert shown == [{"reward": 0.5}, {"reward": 0.5, "spent": 0.0}]

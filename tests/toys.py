@@ -1,6 +1,5 @@
 """Tokenizers, policies and environments small enough to predict by hand."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -20,7 +19,7 @@ from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.sampling.rollout import Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, flatten_groups
-from tests.helpers import full_pass
+from tests.helpers import compilations, full_pass
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -154,10 +153,10 @@ class Player:
         keeps_arrays=False, **settings,
     ):  # fmt: skip
         """Play questions and return their trajectories."""
-        places = range(len(questions)) if stream_indices is None else stream_indices
+        indices = range(len(questions)) if stream_indices is None else stream_indices
         draws = [
-            Draw(task=Task(id=f"task {p}", question=q, answers=answers), stream_index=p)
-            for p, q in zip(places, questions, strict=True)
+            Draw(task=Task(id=f"task {i}", question=q, answers=answers), stream_index=i)
+            for i, q in zip(indices, questions, strict=True)
         ]
         rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule, pay)
         sampling = SamplingConfig(
@@ -193,22 +192,4 @@ def _features(params, config, token_ids):
     return full_pass(config, params, token_ids, positions, jnp.ones_like(positions))
 
 
-_active_counts = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: [
-        count.append(event)
-        for count in _active_counts
-        if event == "/jax/core/compile/backend_compile_duration"
-    ]
-)
-
-
-@contextlib.contextmanager
-def count_compilations():
-    """Yield a list that grows by one with every program XLA compiles, retraced or not."""
-    count = []
-    _active_counts.append(count)
-    try:
-        yield count
-    finally:
-        _active_counts.remove(count)
+count_compilations = compilations

@@ -1,4 +1,4 @@
-"""The small vision models of `golden/`, and their full pass over rows of whole sequences."""
+"""Small vision models from `golden/`, and their full pass over rows of complete sequences."""
 
 from dataclasses import replace
 from functools import cache
@@ -21,7 +21,7 @@ NAMES = ("qwen2_5_vl", "qwen3_vl")
 
 @cache
 def golden(name="qwen2_5_vl"):
-    """A model, its parameters, what the reference computes, and the images."""
+    """Return a model, its parameters, the outputs of the reference, and the images."""
     wanted = dict(np.load(FOLDERS / name / "golden.npz"))
     grids = [tuple(map(int, grid)) for grid in wanted["grids"]]
     cuts = np.cumsum([h * w for _, h, w in grids])[:-1]
@@ -30,19 +30,19 @@ def golden(name="qwen2_5_vl"):
     return read_architecture(FOLDERS / name), load_hf(FOLDERS / name), wanted, images
 
 
-def beside_rows(config, rows, images_of_rows, *, num_patches=None):
-    """What goes with rows of whole sequences, each on a device of its own."""
+def aux_arrays_of(config, rows, images_of_rows, *, num_patches=None):
+    """Return the auxiliary arrays of rows, each on a separate device."""
     collated = [config.tower.collate(images) for images in images_of_rows]
-    P = num_patches or max(4, *(len(one.patches) for one in collated))
+    P = num_patches or max(4, *(len(image.patches) for image in collated))
     T = len(rows[0])
     patches = np.zeros((len(rows), P, config.tower.patch_values), np.float32)
     coords = np.zeros((len(rows), P, 4), np.int32)
     positions, of_units = np.zeros((len(rows), T, 3), np.int32), np.full((len(rows), T), -1)
-    for index, (ids, images, one) in enumerate(zip(rows, images_of_rows, collated, strict=True)):
-        patches[index, : len(one.patches)] = one.patches
-        coords[index, : len(one.coords)] = one.coords
+    for index, (ids, images, row) in enumerate(zip(rows, images_of_rows, collated, strict=True)):
+        patches[index, : len(row.patches)] = row.patches
+        coords[index, : len(row.coords)] = row.coords
         positions[index] = config.tower.compute_positions(ids, images)
-        for run, units in zip(config.tower.find_token_runs(ids, images), one.units, strict=True):
+        for run, units in zip(config.tower.find_token_runs(ids, images), row.units, strict=True):
             of_units[index, run] = units
     return AuxArrays(
         inputs={
@@ -61,6 +61,6 @@ def logits_of(config, params, rows, images_of_rows, *, layer_scan=LayerScan(), *
         token_ids,
         positions,
         XLA.make_attend(jnp.ones_like(token_ids), positions),
-        replace(layer_scan, aux=beside_rows(config, rows, images_of_rows, **settings)),
+        replace(layer_scan, aux=aux_arrays_of(config, rows, images_of_rows, **settings)),
     )
     return config.unembed(params, hidden, num_tokens=config.vocab_size)
