@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 from rich.columns import Columns
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Column
 
+from jaxrl.logs.console import make_console
 from jaxrl.utils.text import escape_control_chars
 
 
@@ -42,9 +42,8 @@ class Display:
             activity_interval_s: Seconds without output after which an activity is printed.
             is_enabled: True to print; False to print nothing.
         """
-        # In a notebook, rich would turn every line into an HTML output of its own.
-        make_console = partial(Console, highlight=False, quiet=not is_enabled, force_jupyter=False)
-        self.console, error_console = make_console(), make_console(stderr=True)
+        self.console = make_console(highlight=False, quiet=not is_enabled)
+        error_console = make_console(highlight=False, quiet=not is_enabled, stderr=True)
         # If a terminal shows both streams, only the live line's console can print above it.
         self._is_shared = self.console.is_terminal and error_console.is_terminal
         self._warnings = self.console if self._is_shared else error_console

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.rewards.attribution import Attribution, attribute_answers
 from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.logs.console import make_console
 from jaxrl.logs.results import compute_weighted_reward
 from jaxrl.logs.statistics import (
     bootstrap_means,
@@ -406,5 +406,5 @@ def _format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         table.add_row(*map(Text, row))
     out = io.StringIO()
-    Console(file=out, width=80, color_system=None).print(table)
+    make_console(file=out, width=80, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

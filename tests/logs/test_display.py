@@ -3,7 +3,9 @@ import math
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+from jaxrl.logs.console import make_console
 from jaxrl.logs.display import Display
 
 NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
@@ -81,3 +83,12 @@ class TestDisplay:
         assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")
         assert "trajectories 3/8" in text
         assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is back
+
+
+def test_a_notebook_gets_the_text_that_a_file_gets(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    out = io.StringIO()
+    console = make_console(file=out, width=40)
+    console.print(Table("suite", "score", title="scores"))
+    assert "suite" in out.getvalue()
+    assert not console.is_terminal

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.extras.plan import advice, display, memory
+from jaxrl.logs.console import make_console
 from jaxrl.models.registry import read_architecture, suggest_model
 from jaxrl.utils.text import escape_control_chars
 
@@ -83,7 +82,7 @@ def show_plan(
     num_needed = None
     if not plan.fits and not suggestions:
         num_needed = advice.find_num_devices(config, model, target)
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(highlight=False, soft_wrap=True)
     for line in notes:
         console.print(escape_control_chars(line), markup=False, emoji=False)
     console.print(display.format_plan(plan, suggestions, num_needed))

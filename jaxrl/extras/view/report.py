@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from rich.text import Text
 from jaxrl.extras.view.facts import list_suites
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.viewer import Viewer, to_plain
+from jaxrl.logs.console import make_console
 from jaxrl.logs.results import format_scores, read_scores
 from jaxrl.utils.files import open_atomic
 
@@ -167,7 +167,7 @@ def format_comparison(comparison: dict[str, Any]) -> str:
         # Text, not markup: names and settings are untrusted.
         table.add_row(*(Text(f"{value}\n{note}".rstrip()) for value, note in row["cells"]))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = make_console(file=io.StringIO(), width=width, color_system=None)
     console.width = max(width, Measurement.get(console, console.options, table).minimum)
     with console.capture() as capture:
         console.print(table)

@@ -1,0 +1,20 @@
+"""Console for terminals, files and notebooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+
+def make_console(**settings: Any) -> Console:
+    """Return a rich console that prints plain lines in a notebook.
+
+    By itself, rich would turn every line into an HTML output there, even of a console with a file.
+
+    Args:
+        settings: Arguments of `Console`.
+    """
+    if Console().is_jupyter:
+        settings = {"force_terminal": False, **settings}
+    return Console(force_jupyter=False, **settings)
