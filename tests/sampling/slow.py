@@ -1,4 +1,4 @@
-"""An environment whose calls take a while, for tests of schedules."""
+"""An environment with slow calls, for tests of schedules."""
 
 import random
 import time
@@ -10,7 +10,7 @@ NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
 
 
 class SlowEnv(ScriptedEnv):
-    """Some observations and the end; the generator draws how long each call takes."""
+    """Environment with some observations and the end, whose calls take random times."""
 
     def __init__(self, stops, longest_s=0.0, seed=0, *, least_s=0.0, num_notes=2):
         replies = [NOTE] * num_notes

@@ -1,4 +1,4 @@
-"""Packed rows and pages at random, and attention over them by brute force in float64."""
+"""Random packed rows and pages, and attention over them by brute force in float64."""
 
 import itertools
 
@@ -7,10 +7,7 @@ import numpy as np
 
 
 def random_segments(rng, num_rows, row_tokens):
-    """Segment ids `[R, T]`: runs of random lengths, of one token too, then padding; a row is empty.
-
-    Where there is one row only, it is not empty.
-    """
+    """Return segment ids `[R, T]` of random lengths, then padding; the last of several is empty."""
     out = np.zeros((num_rows, row_tokens), np.int32)
     for row in range(num_rows - (num_rows > 1)):
         filled = row_tokens if row == 0 else rng.integers(1, row_tokens + 1)
@@ -23,11 +20,10 @@ def random_segments(rng, num_rows, row_tokens):
 
 
 def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
-    """Segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
+    """Return segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
 
-    Of `random_segments` some continue the last one before them that began at 0, all of these by the
-    same number of its tokens. Where nothing is shared, none does. Some have the id of the segment
-    before them, as contexts of one trajectory have.
+    With `shares_prompts`, some segments continue the first tokens of an earlier one. Some have the
+    id of the segment before them, as contexts of one trajectory do.
     """
     segment_ids = random_segments(rng, num_rows, row_tokens)
     positions = np.zeros_like(segment_ids)
@@ -53,17 +49,17 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
 
 
 def random_inputs(rng, shape, num_kv_heads):
-    """Queries `[R, T, N, H]`, keys, values, and a gradient of the outputs, all float32."""
+    """Return queries `[R, T, N, H]`, keys, values and a gradient of the outputs, all float32."""
     R, T, _, H = shape
     kv = (R, T, num_kv_heads, H)
-    return [rng.normal(size=one).astype(np.float32) for one in (shape, kv, kv, shape)]
+    return [rng.normal(size=size).astype(np.float32) for size in (shape, kv, kv, shape)]
 
 
 def brute_force(q, k, v, gradient, reads):
-    """Outputs and gradients of queries, keys and values, float64; those of padding are 0.
+    """Return outputs and gradients of queries, keys and values in float64; 0 for padding.
 
-    `reads[r, t]` are the tokens of its row that token t reads, of padding none. The gradient of the
-    outputs must be 0 there.
+    `reads[r, t]` are the tokens of its row that token t reads, none for padding. The gradient of
+    the outputs must be 0 there.
     """
     q, k, v, gradient = (np.asarray(x, np.float64) for x in (q, k, v, gradient))
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
@@ -85,7 +81,7 @@ def brute_force(q, k, v, gradient, reads):
 
 
 def random_pages(rng, B, Q, N, K, H, page, M):
-    """Queries, more pages than tables name, tables, and limits of which one is 0."""
+    """Return queries, more pages than tables use, tables, and limits of which one is 0."""
     num_pages = B * M + 3
     q = rng.normal(size=(B, Q, N, H)).astype(np.float32)
     keys, values = rng.normal(size=(2, num_pages, K, page, H)).astype(np.float32)
@@ -93,13 +89,13 @@ def random_pages(rng, B, Q, N, K, H, page, M):
     limits = rng.integers(0, M * page + 1, (B, Q)).astype(np.int32)
     limits[0, 0] = 0
     limits[-1, -1] = M * page
-    for b in range(B):  # behind the last page that is read stands "no page"
+    for b in range(B):  # "no page" after the last page that is read
         tables[b, -(-limits[b].max() // page) :] = num_pages
     return q, keys, values, tables, limits
 
 
 def brute_force_pages(q, keys, values, tables, limits):
-    """Outputs and log-sum-exp in float64; of a query that reads nothing 0 and minus infinity."""
+    """Return outputs and log-sum-exp in float64; 0 and minus infinity if a query reads nothing."""
     groups = q.shape[2] // keys.shape[1]
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for b, i, n in np.ndindex(q.shape[:3]):
@@ -116,7 +112,7 @@ def brute_force_pages(q, keys, values, tables, limits):
 
 
 def assert_agrees(got, wanted, tolerance=2e-6):
-    """Compares outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
+    """Compare outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     assert out.dtype == lse.dtype == jnp.float32
     assert np.isfinite(out).all()
