@@ -50,7 +50,9 @@ def output_table(config, params):
 
 
 def logits(config, weights, hidden=HIDDEN):
-    return np.asarray(config.unembed(weights, hidden, num_tokens=config.vocab_size), np.float64)
+    out = config.unembed(weights, hidden, num_tokens=config.vocab_size)
+    assert out.dtype == FLOAT32
+    return np.asarray(out, np.float64)
 
 
 @pytest.mark.parametrize(

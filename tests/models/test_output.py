@@ -116,15 +116,6 @@ def test_a_block_has_two_megabytes_on_a_cpu_and_is_unlimited_elsewhere():
     assert choose_block_tokens("gpu", 32_000) == choose_block_tokens("tpu", 32_000) == sys.maxsize
 
 
-def test_blocks_have_similar_sizes_and_little_padding():
-    """Otherwise tokens just beyond one block would double the work."""
-    for num_tokens, chunk, block in ((576, 8192, 551), (17, 100, 16), (100, 30, 7), (40, 40, 1)):
-        layer = build_layer(one_device_mesh(), chunk=chunk, block=block)
-        count, _, width, _ = layer.split_chunks(jnp.zeros((1, num_tokens, 2))).shape
-        num_blocks = count * -(-width // block)
-        assert num_tokens <= count * width < num_tokens + num_blocks + count
-
-
 def test_the_logits_of_a_chunk_are_in_memory_once():
     """512 tokens x 8,192 ids: 16 MiB of logits, blocks of 2; a table of 2 MiB and its gradient."""
     inputs = draw_inputs(np.random.default_rng(0), 512, 8192, 64)

@@ -159,18 +159,6 @@ def test_ids_beyond_the_tokenizer_get_the_lowest_logit(tied):
     assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
 
 
-def test_logits_of_bfloat16_weights_are_float32():
-    weights = TINY.weights_for_decoding(PARAMS, jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
-    token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
-    pages = kv_cache.allocate(TINY, 4, 4, jnp.bfloat16)
-    tables = jnp.arange(4).reshape(2, 2)
-    hidden, cache = read(weights, pages, tables, zero, jnp.full(2, 5), token_ids)
-    assert hidden.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
-    assert TINY.unembed(weights, hidden, num_tokens=250).dtype == jnp.float32
-
-
 @pytest.mark.parametrize(
     "settings",
     [

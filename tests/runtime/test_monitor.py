@@ -199,19 +199,6 @@ def test_strangers_are_disconnected(hub):
     finish(join())
 
 
-def test_silent_connections_time_out(hub):
-    address, join = hub
-    idle = [socket.create_connection(address) for _ in range(monitor.MAX_UNAUTHENTICATED + 10)]
-    slow = socket.create_connection(address)
-    for _ in range(4):
-        slow.sendall(b"s")
-        time.sleep(0.4)
-    for stranger in (*idle, slow):
-        assert_dropped(stranger)
-        stranger.close()
-    finish(join())
-
-
 def test_the_hub_closes_once_all_have_joined(hub):
     address, join = hub
     stranger = socket.create_connection(address)

@@ -94,18 +94,3 @@ def test_monitors_listen_at_the_address_of_the_coordinator():
     for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
         with peers.open_listener(routes) as listener:
             assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
-
-
-def test_the_address_of_process_0(monkeypatch):
-    assert peers.find_main_address("host0:1234") == "host0"
-    assert peers.find_main_address("[::1]:1234") == "::1"
-    # If JAX found the coordinator by itself: an address of this host.
-    address = peers.find_main_address(None)
-    with peers.open_listener([peers.find_reachable_address(address)] * 2) as listener:
-        assert listener.getsockname()[0] in (address, peers.find_reachable_address(address))
-
-    def no_network(*_):
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setattr(peers.socket.socket, "connect", no_network)
-    assert peers.find_local_address() == socket.gethostname()

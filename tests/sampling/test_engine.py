@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -8,7 +7,6 @@ import pytest
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
 from jaxrl.sampling.next_token import KINDS, filter_top_p
 from jaxrl.sampling.sample_keys import derive_sample_keys
@@ -162,24 +160,6 @@ def test_every_token_is_read_once():
     assert engine.num_running == 0
 
 
-def test_budgets_are_never_exceeded():
-    limits = dataclasses.replace(
-        ROOMY, max_response_tokens=20, max_total_tokens=56, max_observation_tokens=8
-    )
-    never_over = ScriptedEnv(STOPS, script(note("a rather long observation")))
-    got = play(16, never_over, QUESTIONS, limits=limits)
-    for trajectory in got:
-        assert trajectory.num_sampled <= 20
-        assert len(trajectory.token_ids) <= 56
-        assert trajectory.outcome == Outcome.OUT_OF_BUDGET
-        shown = [turn.observation for turn in trajectory.turns if turn.observation is not None]
-        assert all(text.startswith("[") and text.endswith("]") for text in shown)
-        assert all(len(TOKENIZER.encode(text)) <= 10 for text in shown)
-    # Each limit ends some of them.
-    assert {t.num_sampled == 20 for t in got} == {True, False}
-    assert_scores_agree(got, OLD, temperature=1.0)
-
-
 def test_new_weights_invalidate_cached_prompts():
     env = noting_env()
     first = play(16, env, QUESTIONS, params=OLD)
@@ -253,35 +233,6 @@ def test_a_greedy_rollout_leaves_no_trace():
     # The same weights are set, so cached prompts could leak.
     assert same_samples(wanted, player(4).play(noting_env(), QUESTIONS[:1], group_size=3))
     assert len(set(completions(wanted))) == 3
-
-
-def test_a_request_step_by_step():
-    engine = player(4).engine
-    engine.set_weights(OLD)
-    first, second = engine.submit([request(5, budget=3), request(6, budget=20)])
-    assert not engine.is_idle
-    assert engine.num_running == 0
-    stopped = {}
-    for _ in range(4):  # chunks of 8 tokens: enough for either
-        for event in engine.step():
-            assert event.request not in stopped
-            assert 0 < len(event.token_ids) == len(event.logprobs) == len(event.entropies) <= 8
-            if event.status != decode.RUNNING:
-                stopped[event.request] = event
-    # A stopped request waits until it is resumed or finished.
-    assert stopped.keys() == {first, second}
-    assert len(stopped[first].token_ids) <= 3
-    assert engine.num_running == 0
-    assert not engine.is_idle
-    engine.resume([(first, [1, 2, 3], 2)])
-    engine.finish(second)
-    assert engine.num_running == 1
-    (event,) = engine.step()
-    assert event.request == first
-    assert 0 < len(event.token_ids) <= 2
-    assert event.status != decode.RUNNING
-    engine.finish(first)
-    assert engine.is_idle
 
 
 def test_rows_and_schedule_do_not_change_samples():

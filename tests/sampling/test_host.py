@@ -1,4 +1,4 @@
-"""The host side of the sampler: reports, chunk lengths, and what a device waits for."""
+"""The host side of the sampler: reports of chunks, trajectories, and threads."""
 
 import threading
 import time
@@ -10,22 +10,8 @@ import pytest
 
 from jaxrl.envs.base import Outcome
 from jaxrl.sampling import decode
-from jaxrl.sampling.episodes import ReplySchedule
 from jaxrl.sampling.trajectory import Sample, to_trajectory
 from jaxrl.utils.concurrency import ThreadPool
-from tests.helpers import tiny_params
-from tests.sampling.slow import SlowEnv
-from tests.toys import SMALL, Player, toy_tokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-STOPS = tuple("abcdefghijklmnop")
-PARAMS = tiny_params(SMALL, seed=11)
-
-
-@pytest.fixture(scope="module")
-def player():
-    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=4)
 
 
 def test_a_report_reaches_the_host_bit_for_bit():
@@ -71,39 +57,6 @@ def test_a_trajectory_is_made_of_spans_of_one_policy_version():
     assert got.rollout_logprobs.tolist() == [0, 1, 1.5, 2, 2.5, 3, 3.5, 0, 4, 4.5]
     np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
     assert sample.num_sampled == 8
-
-
-def slow(latency_s=0.0):
-    """Return an environment with one observation and the end; each call takes `latency_s`."""
-    return SlowEnv(STOPS, latency_s, least_s=latency_s, num_notes=1)
-
-
-def play(player, env, questions, **settings):
-    player.engine.set_weights(PARAMS)
-    return player.play(env, questions, **settings)
-
-
-def test_chunk_length_does_not_change_samples(player):
-    wanted = play(player, slow(), ["where?", "when"], group_size=3)
-    other = Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=2)
-    got = play(other, slow(), ["where?", "when"], group_size=3)
-    assert [t.token_ids.tolist() for t in got] == [t.token_ids.tolist() for t in wanted]
-
-
-def test_waits_are_counted_by_reason(player):
-    engine = player.engine
-    engine.wait_s.clear()
-    # A single episode waits alone, for each of its two calls.
-    play(player, slow(0.1), ["where?"], schedule=ReplySchedule(lag_chunks=1))
-    assert engine.wait_s.keys() <= {"tasks"}
-    assert 0.2 <= engine.wait_s["tasks"] < 1.0
-    engine.wait_s.clear()
-    # With twelve, others could be decoded while the first wait: replies are due too early.
-    play(player, slow(0.1), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=1))
-    assert engine.wait_s["lag"] >= 0.1
-    engine.wait_s.clear()
-    play(player, slow(), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=3))
-    assert sum(engine.wait_s.values()) < 0.1
 
 
 def test_threads_are_reused_and_end():

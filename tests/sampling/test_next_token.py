@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrl.models.attention.reference import MASK_VALUE
-from jaxrl.sampling.next_token import TOP_P, filter_top_p, sample, sample_uniforms, select_kind
+from jaxrl.sampling.next_token import filter_top_p, sample, sample_uniforms, select_kind
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw_kind = jax.jit(sample, static_argnames="kind")
@@ -193,14 +193,3 @@ def test_top_p_draws_follow_the_remaining_distribution():
     # Reported numbers are of the whole distribution, as the trainer computes them.
     np.testing.assert_allclose(got_logprob, logprobs[token], atol=1e-5)
     np.testing.assert_allclose(got_entropy, entropy, atol=1e-5)
-
-
-@pytest.mark.parametrize(("num_tokens", "temperature"), [(5, 0.7), (1024, 1.0)])
-def test_top_p_of_one_draws_the_same_as_no_top_p(num_tokens, temperature):
-    rng = np.random.default_rng(3)
-    logits = (5 * rng.normal(size=(500, num_tokens))).astype(np.float32)
-    uniform = np.append(rng.random(498), [0.0, ALMOST_ONE]).astype(np.float32)
-    plain = draw(logits, uniform, np.float32(temperature))
-    whole = draw_kind(logits, uniform, np.float32(temperature), np.float32(1), kind=TOP_P)
-    for got, wanted in zip(whole, plain, strict=True):
-        np.testing.assert_array_equal(got, wanted)

@@ -1,7 +1,8 @@
-"""When the environment's replies enter, and how a rollout is interrupted."""
+"""When the environment's replies enter, and rollouts that are interrupted or continued."""
 
 import dataclasses
 import gc
+import random
 import threading
 import time
 
@@ -9,15 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Outcome
+from jaxrl.envs.base import Observation, Outcome, StepResult, Task
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
-from jaxrl.sampling.engine import Request
 from jaxrl.sampling.episodes import ReplySchedule
-from jaxrl.sampling.sample_keys import derive_sample_keys
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
+from jaxrl.types import Draw, flatten_groups
 from tests.helpers import tiny_params
-from tests.sampling.slow import SlowEnv
-from tests.toys import SMALL, Player, toy_tokenizer
+from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -27,12 +27,31 @@ PARAMS = tiny_params(SMALL, seed=11)  # some of the first rows stop in their fir
 ARRIVAL = ReplySchedule(deterministic=False)
 SCHEDULES = [ReplySchedule(lag_chunks=1), ReplySchedule(lag_chunks=3), ARRIVAL]
 NUM_ROWS = 4
+NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+
+
+class SlowEnv(ScriptedEnv):
+    """Environment with two observations and the end, whose calls take random times."""
+
+    def __init__(self, stops, longest_s=0.0, seed=0):
+        super().__init__(stops, script(NOTE, NOTE, StepResult(outcome=Outcome.ANSWERED)))
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def step(self, episodes, texts):
+        time.sleep(self._random.uniform(0, self._longest_s))
+        return super().step(episodes, texts)
+
+
+def build_player(chunk_tokens):
+    """Build a player with fewer rows than samples; a continued trajectory is a prompt."""
+    sizes = {"num_rows": NUM_ROWS, "max_prompt_tokens": ROOMY.max_total_tokens}
+    return Player(SMALL, toy_tokenizer(), STOPS, chunk_tokens=chunk_tokens, **sizes)
 
 
 @pytest.fixture(scope="module")
 def player():
-    """More samples than rows."""
-    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=NUM_ROWS, chunk_tokens=4)
+    return build_player(chunk_tokens=4)
 
 
 def play(player, env, **settings):
@@ -59,6 +78,10 @@ def assert_same(got, wanted, *, tolerance):
 def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
     got = play(player, SlowEnv(STOPS, 0.02), schedule=schedule)
     assert_same(got, wanted, tolerance=5e-5)
+
+
+def test_samples_do_not_depend_on_the_length_of_chunks(wanted):
+    assert_same(play(build_player(chunk_tokens=2), SlowEnv(STOPS)), wanted, tolerance=5e-5)
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -131,52 +154,6 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
             return super().step(episodes, texts)
 
     assert_same(play(player, Waiting(STOPS), schedule=schedule), wanted, tolerance=5e-5)
-
-
-def submit(engine, budgets):
-    """Submit requests of one prompt and return their numbers."""
-    engine.set_weights(PARAMS)
-    count = np.arange(len(budgets), dtype=np.int32)
-    keys = derive_sample_keys(0, 0, 0, count, count, count)
-    return engine.submit(
-        [
-            Request(prompt_ids=(1, 2, 3), sample_key=key, budget=budget)
-            for key, budget in zip(keys, budgets, strict=True)
-        ]
-    )
-
-
-def test_the_oldest_rows_are_decoded_and_waiting_rows_keep_their_pages(player):
-    engine = player.engine
-    numbers = submit(engine, [20] * 8)
-    events = engine.step()
-    assert [event.request for event in events] == numbers[:NUM_ROWS]
-    stopped = {event.request for event in events if event.status}
-    assert 0 < len(stopped) < NUM_ROWS
-    waiting = sum(len(engine._rows[number].pages) for number in stopped)
-    running = [number for number in numbers if number not in stopped]
-    assert [event.request for event in engine.step()] == running[:NUM_ROWS]
-    assert sum(len(engine._rows[number].pages) for number in stopped) == waiting > 0
-    # Resumed requests displace the youngest, which continue later.
-    engine.resume([(number, [1], 8) for number in stopped])
-    oldest = sorted(
-        {*running[:NUM_ROWS], *stopped}
-        - {number for number, row in engine._rows.items() if row.is_waiting}
-    )
-    assert [event.request for event in engine.step()] == oldest[:NUM_ROWS]
-    engine.clear()
-    assert engine.is_idle
-
-
-def test_no_chunk_is_spent_on_rows_whose_budget_has_ended(player):
-    engine = player.engine
-    before = engine.counts.chunks
-    submit(engine, [1, 4, 3])  # a chunk has four tokens
-    while not engine.is_idle:
-        for event in engine.step(ahead=1):
-            assert event.status
-            engine.finish(event.request)
-    assert engine.counts.chunks - before == 1
 
 
 def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
@@ -337,3 +314,114 @@ def test_who_holds_memory_in_each_phase(player):
         player.play(SlowEnv(STOPS), QUESTIONS)
     assert_same(play(player, SlowEnv(STOPS)), played, tolerance=0)
     gc.unfreeze()
+
+
+DRAWS = [
+    Draw(task=Task(id=f"task {index}", question=q, answers=("x",)), stream_index=index)
+    for index, q in enumerate(
+        ["where?", "who was it?", "when", "why is it so", "how", "which of them", "what", "is it?"]
+    )
+]
+LATER = tiny_params(SMALL, seed=12)
+
+
+def build_rollout(player, env, schedule):
+    return rollout.Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY, schedule)
+
+
+def sampling(version=0, max_unfinished=0, stage=0):
+    return SamplingConfig(
+        group_size=2,
+        temperature=1.0,
+        top_p=1.0,
+        seeds=Seeds(seed=0, stage=stage, step=0),
+        policy_version=version,
+        max_unfinished=max_unfinished,
+    )
+
+
+def play_in_steps(player, env, schedule, *, max_unfinished, params=(PARAMS,)):
+    """Play rollouts that leave some groups open; return the groups and the number of rollouts."""
+    play_draws, finished, left, count = build_rollout(player, env, schedule), {}, list(DRAWS), 0
+    while left:
+        player.engine.set_weights(params[min(count, len(params) - 1)])
+        groups = play_draws(left, sampling(count, min(max_unfinished, len(left) - 1)))
+        assert player.engine.is_idle
+        finished |= {g.task_id: g for g in groups if g is not None}
+        assert sum(g is None for g in groups) == min(max_unfinished, len(left) - 1)
+        left = [draw for draw, g in zip(left, groups, strict=True) if g is None]
+        count += 1
+    return [finished[draw.task.id] for draw in DRAWS], count
+
+
+def play_at_once(player, schedule):
+    player.engine.set_weights(PARAMS)
+    return build_rollout(player, SlowEnv(STOPS), schedule)(DRAWS, sampling())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_continued_groups_have_the_tokens_of_an_undivided_rollout(player, schedule):
+    whole = flatten_groups(play_at_once(player, schedule))
+    assert max(len(t.turns) for t in whole) == 3
+    mixed = 0
+    for max_unfinished in (1, 4):
+        env = SlowEnv(STOPS, 0.01, seed=max_unfinished)
+        groups, count = play_in_steps(player, env, schedule, max_unfinished=max_unfinished)
+        assert count > 1
+        for a, b in zip(flatten_groups(groups), whole, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
+            assert a.outcome == b.outcome
+            np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=5e-5, rtol=0)
+            mixed += len(set(a.policy_versions[a.loss_mask].tolist())) > 1
+    assert mixed > 0  # some were interrupted in the middle
+
+
+def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
+    """The tokens of version 0 are those of a rollout with these weights alone."""
+    schedule = ReplySchedule(lag_chunks=1)
+    params = (PARAMS, LATER, PARAMS, LATER)
+    groups, _ = play_in_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)
+    whole = flatten_groups(play_at_once(player, schedule))
+    num_mixed = 0
+    for got, alone in zip(flatten_groups(groups), whole, strict=True):
+        versions = got.policy_versions[got.loss_mask]
+        assert (np.diff(versions) >= 0).all()
+        old = np.flatnonzero(got.loss_mask)[versions == 0]
+        assert got.token_ids[old].tolist() == alone.token_ids[old].tolist()
+        np.testing.assert_allclose(
+            got.rollout_logprobs[old], alone.rollout_logprobs[old], atol=5e-5, rtol=0
+        )
+        num_mixed += 0 < len(old) < len(versions)
+    assert num_mixed
+
+
+def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock(player):
+    def play(longest_s, seed):
+        env = SlowEnv(STOPS, longest_s, seed)
+        groups, count = play_in_steps(player, env, ReplySchedule(lag_chunks=2), max_unfinished=2)
+        return count, [t.policy_versions.tolist() for t in flatten_groups(groups)]
+
+    assert play(0.0, 0) == play(0.03, 1)
+
+
+def test_unfinished_groups_survive_an_evaluation_but_not_a_rollback(player):
+    schedule = ReplySchedule(lag_chunks=2)
+    whole = play_at_once(player, schedule)
+    unfinished = build_rollout(player, SlowEnv(STOPS), schedule)
+    first = unfinished(DRAWS, sampling(0, 2))
+    left = [draw for draw, group in zip(DRAWS, first, strict=True) if group is None]
+    evaluated = unfinished(DRAWS[:1], sampling(stage=1))
+    assert [len(group.trajectories) for group in evaluated] == [2]
+    again = unfinished(left, sampling(1, 1))
+    finished = {g.task_id: g for g in [*first, *again] if g is not None}
+    assert len(finished) == len(DRAWS) - 1
+    for group in whole:
+        if group.task_id in finished:
+            got = finished[group.task_id].trajectories
+            ids = [t.token_ids.tolist() for t in group.trajectories]
+            assert [t.token_ids.tolist() for t in got] == ids
+    # After a rollback the stage has another number: nothing is continued, and nothing is left.
+    back = unfinished(DRAWS, sampling(0, 3, stage=5))
+    assert sum(group is None for group in back) == 3
+    assert all(stage == 5 for stage, *_ in unfinished._unfinished)

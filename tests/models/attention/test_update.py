@@ -8,9 +8,8 @@ import pytest
 
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from jaxrl.types import Batch
 from tests.helpers import NUM_TOKENS, TINY
-from tests.programs import CONFIG, products, trainer_programs
+from tests.programs import CONFIG, make_batch, products, trainer_programs
 from tests.toys import one_device_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -19,18 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def lower_gradient(row_tokens, **settings):
     """Return the gradient of a row's log-probabilities, and the shapes of its arguments."""
     model = Model(TINY, one_device_mesh(), XLA, num_tokens=NUM_TOKENS, **settings)
-    ints, floats = (
-        jax.ShapeDtypeStruct((1, row_tokens), kind) for kind in (jnp.int32, jnp.float32)
-    )
-    batch = Batch(
-        token_ids=ints,
-        segment_ids=ints,
-        positions=ints,
-        loss_mask=jax.ShapeDtypeStruct((1, row_tokens), jnp.bool_),
-        token_weights=floats,
-        advantages=floats,
-        rollout_logprobs=floats,
-    )
+    batch = make_batch((1, row_tokens))
 
     def loss(params, batch):
         logprobs, entropies = model.token_logprobs(
