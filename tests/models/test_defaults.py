@@ -167,24 +167,6 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
             assert ours(read(family, fields), expected) == expected, path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_null_equals_missing(family):
-    fields = FAMILIES[family]
-    for name in fields:
-        if name in ("text_config", "vision_config", *SIZE_FIELDS):
-            continue
-        missing = {key: value for key, value in fields.items() if key != name}
-        if name == "num_key_value_heads":  # then as many as query heads
-            assert read(family, {**fields, name: None}).num_kv_heads == 32
-        elif name == "sliding_window":  # null is no window, and missing is one of 4096 tokens
-            longer = {**missing, "max_position_embeddings": 4097}
-            assert read(family, {**longer, name: None}).max_positions == 4097
-            with pytest.raises(ValueError, match="a sliding window of 4096 tokens"):
-                read(family, longer)
-        else:
-            assert read(family, {**fields, name: None}) == read(family, missing)
-
-
 def test_published_spelling_of_a_model_with_images():
     """The decoder's fields next to the others, as in the config.json of Qwen2.5-VL."""
     nested = FAMILIES["qwen2_5_vl"]

@@ -9,23 +9,14 @@ import pytest
 
 from jaxrl.builders.method import build_policy_architecture
 from jaxrl.extras.lora.adapter import Adapter, find_targets
-from jaxrl.models.attention.reference import XLA
 from jaxrl.models.params import merge_params
-from jaxrl.models.policy import Model
-from jaxrl.training.packing import BatchShape
 from tests.extending.my_architecture import Pocket
 from tests.helpers import (
-    NUM_TOKENS,
     TINY,
     TINY_MOE,
-    full_pass,
-    gather,
-    pack_all,
-    random_sequences,
     settings,
     tiny_params,
 )
-from tests.toys import one_device_mesh
 from tests.vision import golden
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -109,45 +100,6 @@ def test_gradients_are_those_of_float32_products(tied):
         distances[head] = np.abs(got - wanted).max() / np.abs(wanted).max()
     assert distances["float32"] < 1e-6
     assert distances[""] > 1e-4
-
-
-def test_trainer_logprobs_come_from_float32_logits():
-    """Compared with float64 arithmetic on the bfloat16 hidden states."""
-    sequences = random_sequences([9, 20, 14])
-    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=1, row_tokens=48))
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
-    distances = {}
-    for head in ("", "float32"):
-        config = build_config(tied=True, head=head)
-        params = draw_params(config)
-        policy = Model(
-            config,
-            one_device_mesh(),
-            XLA,
-            num_tokens=NUM_TOKENS,
-            dtype=jnp.bfloat16,
-            remat="none",
-            logits_chunk_tokens=12,
-        )
-        rows = micro.token_ids, micro.positions, micro.segment_ids
-        weights = config.weights_for_training(params, jnp.bfloat16)
-        hidden = np.asarray(jax.jit(full_pass, static_argnums=0)(config, weights, *rows))
-        assert hidden.dtype == BFLOAT16
-        scores = (hidden.astype(np.float64) @ output_table(config, params))[0, :, :NUM_TOKENS]
-        scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
-        targets = np.asarray(micro.token_ids)[0, 1:]
-        wanted = (
-            jnp.zeros(micro.token_ids.shape).at[0, 1:].set(scores[np.arange(len(targets)), targets])
-        )
-        got, _ = jax.jit(policy.token_logprobs)(params, micro, temperature=1.0)
-        farthest = 0.0
-        for index, sequence in enumerate(sequences):
-            mask = sequence.loss_mask & (np.arange(len(sequence.token_ids)) > 0)
-            gap = (gather(micro, got, index) - gather(micro, wanted, index))[mask]
-            farthest = max(farthest, np.abs(gap).max())
-        distances[head] = farthest
-    assert distances["float32"] < 2e-5
-    assert distances[""] > 1e-3
 
 
 def test_head_dtype_changes_nothing_in_a_float32_model():

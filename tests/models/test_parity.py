@@ -99,21 +99,6 @@ def read_fields(name, **changes):
     return {key: value for key, value in (fields | changes).items() if value is not None}
 
 
-def test_old_and_new_spelling_of_rope_are_equal():
-    old = read_fields("qwen2_old_spelling")
-    assert old["rope_theta"] == 50_000.0
-    assert "rope_parameters" not in old
-    new = read_fields(
-        "qwen2_old_spelling",
-        rope_theta=None,
-        torch_dtype=None,
-        dtype="float32",
-        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-    )
-    assert QwenConfig.from_dict(old) == QwenConfig.from_dict(new)
-    assert QwenConfig.from_dict(old).rope_theta == 50_000.0
-
-
 def test_frequencies_of_scaled_rope():
     # The last bit of a float32 is 1.2e-7; 32768 positions rotate by up to as many radians.
     for case in json.loads((GOLDEN / "rope_scaling.json").read_text()):

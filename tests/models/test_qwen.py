@@ -11,7 +11,6 @@ import pytest
 
 from jaxrl.models import decoder, kv_cache
 from jaxrl.models.attention.reference import MASK_VALUE
-from jaxrl.models.layers import prepare_sampler_weights
 from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -186,16 +185,6 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = prepare_sampler_weights(config.weights_for_decoding(params, jnp.float32), scan=False)[
-        "blocks"
-    ]
-    assert len(layers) == config.num_layers
-    for index, layer in enumerate(layers):
-        jax.tree.map(
-            lambda got, stacked, index=index: np.testing.assert_array_equal(got, stacked[index]),
-            layer,
-            params["blocks"],
-        )
 
 
 def test_rms_norm_by_hand():

@@ -128,15 +128,6 @@ def test_the_setting_moves_the_cache_and_turns_it_off(tmp_path):
     assert len(list_programs(folder)) == 1
 
 
-def test_jax_s_own_setting_stays_unless_another_is_configured(tmp_path):
-    users, named = str(tmp_path / "users"), str(tmp_path / "named")
-    for setting, expected in (("", users), (named, named), ("off", None)):
-        jax.config.update("jax_compilation_cache_dir", users)
-        assert start(setting) == []
-        assert jax.config.values["jax_compilation_cache_dir"] == expected
-    assert not (tmp_path / "xdg").exists()
-
-
 def test_a_folder_that_cannot_be_written_gives_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     [line] = start(str(tmp_path / "file"))

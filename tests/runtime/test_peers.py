@@ -1,7 +1,6 @@
 """Checks of the coordinator before a process joins a job, and addresses of the processes."""
 
 import http.server
-import ipaddress
 import queue
 import socket
 import subprocess
@@ -80,17 +79,3 @@ def test_a_process_reports_that_it_waits_and_gives_up(capfd, monkeypatch):
     wanted = "waiting for the other processes at host7:1234, process 0's address, for"
     assert waiting.startswith(f"process 3 of 4: {wanted}")
     assert error.startswith("error: process 3 of 4: not all processes joined at host7:1234")
-
-
-def test_monitors_listen_at_the_address_of_the_coordinator():
-    for host in ("127.0.0.1", "localhost"):
-        assert ipaddress.ip_address(peers.find_reachable_address(host)).is_loopback
-    assert peers.find_reachable_address("no-such-host.invalid") == "no-such-host.invalid"
-    assert peers._make_bind_options("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
-    assert peers._make_bind_options("host0:7") == peers._make_bind_options("10.0.0.1:7") == {}
-    with peers.open_listener(["127.0.0.1"] * 3) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    # Several routes, or a route of another host: listen at all addresses.
-    for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
-        with peers.open_listener(routes) as listener:
-            assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified

@@ -43,17 +43,6 @@ def test_every_start_is_recorded(tmp_path, parts):
     assert parameters == model.vocab_size * width + model.num_layers * block + width
 
 
-def test_folders_of_user_modules_are_recorded(tmp_path, parts, monkeypatch):
-    (folder := tmp_path / "mine").mkdir()
-    installed = [path for path in sys.path if "site-packages" in path]
-    assert installed
-    monkeypatch.setattr(sys, "path", ["", *installed, str(tmp_path / "missing"), str(folder)])
-    monkeypatch.chdir(tmp_path)
-    write_environment(tmp_path / "environment.json", 0, parts)
-    [start] = json.loads((tmp_path / "environment.json").read_text())
-    assert start["code_folders"] == [str(tmp_path), str(folder)]
-
-
 def test_a_damaged_or_lost_file_is_reported(tmp_path, parts):
     path, lines, damage = tmp_path / "environment.json", [], '[{"step": 0, '
     path.write_text(damage)

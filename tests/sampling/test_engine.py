@@ -211,21 +211,6 @@ def test_requests_beyond_the_limits_are_refused():
     assert engine.is_idle
 
 
-def test_requests_with_another_temperature_wait_for_an_idle_engine():
-    engine = player(4).engine
-    engine.set_weights(OLD)
-    [number] = engine.submit([request(5)], temperature=0.7)
-    with pytest.raises(RuntimeError, match=r"temperature 1\.0 and top_p 1\.0 cannot join .* 0\.7"):
-        engine.submit([request(6)])
-    [other] = engine.submit([request(6)], temperature=0.7)
-    while engine.num_running or not engine.is_stalled:
-        engine.step()
-    engine.finish(number)
-    engine.finish(other)
-    engine.submit([request(6)])
-    engine.clear()
-
-
 def test_a_greedy_rollout_leaves_no_trace():
     wanted = play(4, noting_env(), QUESTIONS[:1])
     greedy = play(4, noting_env(), QUESTIONS[:1], temperature=0.0)

@@ -13,7 +13,7 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request
 from jaxrl.sampling.sample_keys import derive_sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from tests.toys import count_compilations, one_device_mesh
+from tests.toys import one_device_mesh
 from tests.vision import golden, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -138,31 +138,6 @@ def test_a_prompt_read_in_pieces_has_the_logprobs_of_the_full_pass(monkeypatch):
     samples = play(engine, params, [request])
     assert len(samples[0][0]) == len(prompt) + TURN
     assert_logprobs_agree(samples, full_pass_logprobs(config, params, samples, [images]))
-
-
-def test_compile_makes_every_program_that_images_need():
-    """Text before any image, images of both sizes, text after them; pages that are swapped."""
-    config, params, wanted, images = golden()
-    engine = build_engine()
-    messages = []
-    engine.compile(messages.append)
-    assert len(messages) == engine.num_compilations
-    engine.set_weights(params)
-    words = Request(prompt_ids=(5, 6, 7), sample_key=KEY, budget=TURN)
-    prompt = tuple(map(int, wanted["token_ids"][0]))
-    assert sum(image.num_patches for image in images) > engine.patch_sizes[0] > 24
-    with_images = [
-        Request(prompt_ids=prompt, sample_key=KEY, budget=TURN, attachments=tuple(images))
-    ] * 3
-    more = ([42, 43], ())
-    small = ([40, 92, *[IMAGE] * 6, 93, 41], (random_image(config, (1, 6, 4), 0),))
-    with count_compilations() as compiled:
-        play(engine, params, [words], [more])
-        play(engine, params, [words, *with_images], [small, small, more, more])
-        engine.release()
-        play(engine, params, [words], [small])
-    assert engine.counts.preemptions > 0
-    assert len(compiled) <= 2  # the empty cache, and rows
 
 
 def test_text_is_read_as_by_a_program_without_images():

@@ -156,17 +156,6 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
     assert_same(play(player, Waiting(STOPS), schedule=schedule), wanted, tolerance=5e-5)
 
 
-def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
-    env, sizes = SlowEnv(STOPS), []
-    step = env.step
-    monkeypatch.setattr(env, "step", lambda e, texts: sizes.append(len(texts)) or step(e, texts))
-    before = player.engine.counts.chunks
-    play(player, env)
-    assert max(sizes) > 1
-    assert sum(sizes) == len(env.texts)
-    assert len(sizes) <= player.engine.counts.chunks - before
-
-
 def env_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("env")]
 

@@ -59,41 +59,16 @@ def test_many_states_take_sixteen_bits():
     assert find_hit(automaton, [1] + [0] * 250) == 200
 
 
-ODD_TOKENS = [
-    b"</",
-    b"search",
-    b">\n\n",
-    b">.",
-    b"?</",
-    b"</search>",
-    b"</search",
-    b"answer></",
-    b"",
-]
+ODD_TOKENS = [b"</", b"search", b">\n\n", b"?</", b"</search>", b"</search", b"answer></", b""]
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
-    vocab=st.lists(
-        st.sampled_from(ODD_TOKENS) | st.text("<>/aesrch?", max_size=4).map(str.encode),
-        min_size=1,
-        max_size=12,
-    ),
-    draws=st.lists(st.integers(0, 2**16), max_size=40),
-)
-def test_agrees_with_plain_search_on_tags(vocab, draws):
-    automaton = StopAutomaton(vocab, TAGS)
-    ids = [draw % len(vocab) for draw in draws]
-    assert find_hit(automaton, ids) == search(vocab, TAGS, ids)
-
-
-@settings(max_examples=50)
-@given(
-    vocab=st.lists(st.binary(max_size=2) | st.text("ab", max_size=3).map(str.encode), min_size=1),
-    stops=st.lists(st.text("abé", min_size=1, max_size=5), max_size=4),
+    vocab=st.lists(st.sampled_from(ODD_TOKENS) | st.binary(max_size=2), min_size=1),
+    stops=st.lists(st.sampled_from(TAGS) | st.text("<>/é", min_size=1, max_size=5), max_size=4),
     draws=st.lists(st.integers(0, 2**16), max_size=30),
 )
-def test_agrees_with_plain_search_on_any_stop_strings(vocab, stops, draws):
+def test_automaton_agrees_with_plain_search(vocab, stops, draws):
     automaton = StopAutomaton(vocab, stops)
     assert automaton.next_state.min() >= 0
     assert automaton.next_state.max() < len(automaton.next_state)
