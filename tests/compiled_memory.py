@@ -243,9 +243,9 @@ def sampler_programs(config, model, devices, target):
     )
     decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=7)
     append = jax.jit(sampler.append, donate_argnums=1, keep_unused=True)
-    one = on_all((), jnp.float32)
+    scalar = on_all((), jnp.float32)
     return {
-        "decode": partial(decode.lower, weights, cache, last, rows, stops, one, one, FULL),
+        "decode": partial(decode.lower, weights, cache, last, rows, stops, scalar, scalar, FULL),
         "reading": partial(append.lower, weights, cache, blocks),
     }
 
@@ -312,8 +312,8 @@ def held_bytes(tree):
 def programs_of(config, model, target, devices, part):
     """Return functions that lower the programs of a part, with bytes besides the arguments."""
     if part in ("decode", "reading"):
-        own = list(devices)[: target.num_local]
-        return {part: (sampler_programs(config, model, own, target)[part], 0)}
+        local = list(devices)[: target.num_local]
+        return {part: (sampler_programs(config, model, local, target)[part], 0)}
     policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
     programs, more = trainer_programs(config, policy), beside(config, policy)
     if part == "score":
@@ -408,8 +408,8 @@ def main(argv=None):
         target = memory.Target(
             platform=devices[0].platform, num_devices=math.prod(shape), memory_bytes=80 * GIB
         )
-        own = list(devices)[: target.num_devices]
-        for part, pair in compare(config, model, target, own, flags.parts.split(",")).items():
+        local = list(devices)[: target.num_devices]
+        for part, pair in compare(config, model, target, local, flags.parts.split(",")).items():
             sizes[f"{name} {mesh} {part}"] = pair
     print(json.dumps(sizes))
 

@@ -247,12 +247,12 @@ def find_sampler_collectives(engine):
         (), 4 * engine.programs.block_tokens, engine._tables
     )
     pages = np.zeros(engine.num_shards * PAGES_PER_TRANSFER, np.int32)
-    one = np.float32(1)
+    scalar = np.float32(1)
     arguments = {
         "append": (engine._weights, engine._cache, blocks, engine._attachment_embeds),
         "decode": (
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
-            *(one, one, next_token.FULL),
+            *(scalar, scalar, next_token.FULL),
         ),
         "copy": (engine._cache, pages, pages),
     }
@@ -414,15 +414,15 @@ def adapt(mesh, params):
     trained, base = adapter.param_specs()
     model.base = jax.device_put(params, param_shardings(mesh, base))
     rng = np.random.default_rng(0)
-    own = jax.tree.map(
+    adapter_params = jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32), trained.abstract_params()
     )
-    own = jax.device_put(own, param_shardings(mesh, trained))
+    adapter_params = jax.device_put(adapter_params, param_shardings(mesh, trained))
     packed = pack_all(random_sequences(LENGTHS), SHAPE)
-    sums = GradientStep(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
+    sums = GradientStep(model, policy_loss())(adapter_params, put_batch(mesh, packed.batch), packed)
     prepare = partial(adapter.weights_for_decoding, dtype=jnp.float32)
     converter = WeightConverter(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
-    policy = model.merge(own)
+    policy = model.merge(adapter_params)
     weights, wanted = converter.convert(policy), prepare(jax.device_get(policy))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(weights), jax.device_get(wanted))
     for leaf, layout in zip(
@@ -468,12 +468,12 @@ def check_sharded_kernel(mesh):
 
 def check_meshes(meshes):
     """Check sampler and update on meshes of eight devices against one device."""
-    params, one = tiny_params(), mesh_of(complete())
-    on_one = jax.device_put(params, param_shardings(one, TINY))
-    one_samples = sample(start_engine(one, TINY, on_one))
-    one_result, _, _ = train(one, on_one)
-    one_adapter = adapt(one, params)
-    score = ScoreStep(Model(TINY, one, XLA, num_tokens=NUM_TOKENS), temperature=1.0)
+    params, one_device = tiny_params(), mesh_of(complete())
+    on_one = jax.device_put(params, param_shardings(one_device, TINY))
+    one_samples = sample(start_engine(one_device, TINY, on_one))
+    one_result, _, _ = train(one_device, on_one)
+    one_adapter = adapt(one_device, params)
+    score = ScoreStep(Model(TINY, one_device, XLA, num_tokens=NUM_TOKENS), temperature=1.0)
     for sizes in meshes:
         print(sizes, flush=True)
         mesh = mesh_of(sizes)
@@ -493,7 +493,7 @@ def check_meshes(meshes):
             for x, y in zip(samples, one_samples, strict=True)
         ]
         assert is_same.count(False) <= 2
-        check_sampled_logprobs(score, on_one, one, samples, 5e-5)
+        check_sampled_logprobs(score, on_one, one_device, samples, 5e-5)
 
         result, text, state = train(mesh, params_on_mesh)
         compare_results(result, one_result)
@@ -583,10 +583,10 @@ def check_recorded_experts(params, samples):
 
 def check_experts():
     """Check a mixture of experts on meshes of eight devices against one device."""
-    params, one = tiny_params(TINY_MOE), mesh_of(complete())
-    on_one = jax.device_put(params, param_shardings(one, TINY_MOE))
-    one_result, _, _ = train(one, on_one, TINY_MOE)
-    score = ScoreStep(build_model(one, TINY_MOE), temperature=1.0)
+    params, one_device = tiny_params(TINY_MOE), mesh_of(complete())
+    on_one = jax.device_put(params, param_shardings(one_device, TINY_MOE))
+    one_result, _, _ = train(one_device, on_one, TINY_MOE)
+    score = ScoreStep(build_model(one_device, TINY_MOE), temperature=1.0)
     for sizes in (
         complete(expert=8),
         complete(context=2, expert=4),
@@ -596,7 +596,7 @@ def check_experts():
         mesh = mesh_of(sizes)
         params_on_mesh = jax.device_put(params, param_shardings(mesh, TINY_MOE))
         samples = sample(start_engine(mesh, TINY_MOE, params_on_mesh))
-        check_sampled_logprobs(score, on_one, one, samples, 1e-4)
+        check_sampled_logprobs(score, on_one, one_device, samples, 1e-4)
         check_recorded_experts(on_one, samples)
         result, text, _ = train(mesh, params_on_mesh, TINY_MOE)
         compare_results(result, one_result)

@@ -166,12 +166,12 @@ def sampler_programs(
         num_pages=16,  # more than a CPU copies at once
         num_stop_states=5,
     )
-    one = shape((), jnp.float32)
+    scalar = shape((), jnp.float32)
     weights = jax.eval_shape(sampler.convert_params, config.abstract_params())
     return {
         "decode": (
             partial(sampler.decode_chunk, kind=kind),
-            (weights, cache, state, rows, stops, one, one),
+            (weights, cache, state, rows, stops, scalar, scalar),
         ),
         "append": (sampler.append, (weights, cache, blocks)),
     }

@@ -81,13 +81,13 @@ def test_a_token_reads_only_earlier_tokens_of_its_segment():
     assert (np.abs(got[0, 8:] - alone[0, 8:]).max(axis=-1) > 1e-3).all()
 
     # After another sequence and before padding.
-    other = random_ids(1, 5, seed=1)
-    row = np.concatenate([other, token_ids, np.zeros((1, 3), np.int32)], axis=1)
+    before = random_ids(1, 5, seed=1)
+    row = np.concatenate([before, token_ids, np.zeros((1, 3), np.int32)], axis=1)
     positions = np.concatenate([np.arange(5), np.arange(12), np.zeros(3, int)])[None]
     segment_ids = np.repeat([2, 1, 0], [5, 12, 3])[None]
     packed = full(row, positions, segment_ids)
     assert_close(packed[:, 5:17], alone)
-    assert_close(packed[:, :5], full(other))
+    assert_close(packed[:, :5], full(before))
     assert np.isfinite(packed).all()
 
 

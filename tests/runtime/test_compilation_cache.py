@@ -77,15 +77,10 @@ import sys
 import jax, jax.numpy as jnp
 from jaxrl.runtime import compilation_cache
 folder, coordinator, number = sys.argv[1:]
-if coordinator:
-    jax.distributed.initialize(coordinator, num_processes=2, process_id=int(number))
+jax.distributed.initialize(coordinator, num_processes=2, process_id=int(number))
 compilation_cache.MIN_COMPILE_S = 0.0
-hits = []
-jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.split("/")[-1]))
 compilation_cache.use_compilation_cache(folder, print)
-for size in range(4, 10):
-    jax.jit(lambda x: jnp.sin(x) @ x)(jnp.arange(float(size)))
-print("found", hits.count("cache_hits") >= 6)
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.arange(4.0))
 """
 
 
@@ -102,16 +97,15 @@ def run_children(*arguments):
     return printed
 
 
-def test_processes_of_a_job_share_a_folder(tmp_path):
+def test_processes_of_a_job_must_share_a_folder(tmp_path):
     shared, apart = tmp_path / "shared", (tmp_path / "a", tmp_path / "b")
-    for expected in ("found False", "found True"):
-        address = f"127.0.0.1:{free_port()}"
-        printed = run_children((shared, address, 0), (shared, address, 1))
-        assert printed[0][-1] == expected  # JAX saves only what the first process compiles
-        assert not any(line.startswith("warning") for lines in printed for line in lines)
+    address = f"127.0.0.1:{free_port()}"
+    printed = run_children((shared, address, 0), (shared, address, 1))
+    assert list_programs(shared)
+    assert not any(line.startswith("warning") for lines in printed for line in lines)
     address = f"127.0.0.1:{free_port()}"
     for lines in run_children(*((folder, address, i) for i, folder in enumerate(apart))):
-        assert "the processes of the job do not share this folder" in lines[-2]
+        assert "the processes of the job do not share this folder" in lines[-1]
     assert not list_programs(apart[0])
 
 

@@ -114,11 +114,11 @@ def test_two_processes_take_the_steps_of_one(tiny_world, tmp_path, environment):
         job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
         codes, errors = job.wait()
         assert codes == [0] * num, errors
-    one, two = ([lasting_anywhere(r) for r in records(tmp_path / num)] for num in "12")
-    assert [(r["stage"], r["step"]) for r in one] == [("sft", 1), ("train", 1), ("train", 2)]
-    for a, b in zip(one, two, strict=True):
+    alone, pair = ([lasting_anywhere(r) for r in records(tmp_path / num)] for num in "12")
+    assert [(r["stage"], r["step"]) for r in alone] == [("sft", 1), ("train", 1), ("train", 2)]
+    for a, b in zip(alone, pair, strict=True):
         assert_close(a, b, 1e-4)
-    assert one[-1]["actor/grad_norm"] > 0
+    assert alone[-1]["actor/grad_norm"] > 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
         *(load_hf(tmp_path / num / "export") for num in "12"),

@@ -151,8 +151,8 @@ def test_another_path_with_the_same_content_is_free(tmp_path):
     changes = find_changes(tmp_path, CONTENTS, **moved)
     assert [(c.key, c.is_free) for c in changes] == [(key, True) for key in sorted(moved)]
     assert find_refused(tmp_path, None, **moved) == []  # unknown until the files are read
-    other = {**CONTENTS, "tasks.train.source": "xx"}
-    assert find_refused(tmp_path, other, **moved) == ["tasks.train.source"]
+    changed = {**CONTENTS, "tasks.train.source": "xx"}
+    assert find_refused(tmp_path, changed, **moved) == ["tasks.train.source"]
 
 
 def test_new_keys_had_their_default_in_an_older_run(tmp_path):
@@ -247,10 +247,10 @@ def test_history_has_a_line_for_each_start_that_changes_something(tmp_path):
 @pytest.mark.parametrize("stage", ["train", "evaluate"])
 def test_only_training_accepts_a_change_for_later_starts(tmp_path, stage):
     begin(tmp_path)
-    other = {**CONTENTS, "search.local.corpus": "xx"}
-    changes = find_changes(tmp_path, other, stages=(stage,))
-    write_history(tmp_path, read_record(tmp_path), changes, other, [stage])
-    accepted, refused = (other, CONTENTS) if stage == "train" else (CONTENTS, other)
+    changed = {**CONTENTS, "search.local.corpus": "xx"}
+    changes = find_changes(tmp_path, changed, stages=(stage,))
+    write_history(tmp_path, read_record(tmp_path), changes, changed, [stage])
+    accepted, refused = (changed, CONTENTS) if stage == "train" else (CONTENTS, changed)
     assert find_refused(tmp_path, accepted) == []
     assert find_refused(tmp_path, refused) == ["search.local.corpus (content)"]
 

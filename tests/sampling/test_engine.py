@@ -76,10 +76,10 @@ def assert_scores_agree(trajectories, params, *, temperature):
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
     for index, trajectory in enumerate(trajectories):
-        own = micro.segment_ids == index + 1
+        places = micro.segment_ids == index + 1
         for got, wanted in [
-            (trajectory.rollout_logprobs, logprobs[own]),
-            (trajectory.rollout_entropies, entropies[own]),
+            (trajectory.rollout_logprobs, logprobs[places]),
+            (trajectory.rollout_entropies, entropies[places]),
         ]:
             wanted = np.where(trajectory.loss_mask, wanted, 0)
             np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
@@ -122,14 +122,14 @@ def test_trained_ids_are_the_sampled_ids(monkeypatch):
     env = noting_env()
     got = play(16, env, QUESTIONS)
     for index, trajectory in enumerate(got):
-        own = [event for event in events if event.request == first_request + index]
+        turns = [event for event in events if event.request == first_request + index]
         mask = trajectory.loss_mask
         for name, values in [
             ("token_ids", trajectory.token_ids),
             ("logprobs", trajectory.rollout_logprobs),
             ("entropies", trajectory.rollout_entropies),
         ]:
-            sampled = np.concatenate([getattr(event, name) for event in own])
+            sampled = np.concatenate([getattr(event, name) for event in turns])
             np.testing.assert_array_equal(values[mask], sampled)
         assert not trajectory.rollout_logprobs[~mask].any()
 
@@ -253,8 +253,8 @@ def test_samples_depend_on_seed_step_position_and_index():
     assert same_samples(base, play(16, noting_env(), tasks))  # bit for bit
     assert len(set(completions(base))) == 6
     for changed in ({"seed": 1}, {"step": 1}, {"stream_indices": [2, 3]}):
-        other = play(16, noting_env(), tasks, **changed)
-        assert not set(completions(base)) & set(completions(other)), changed
+        changed_samples = play(16, noting_env(), tasks, **changed)
+        assert not set(completions(base)) & set(completions(changed_samples)), changed
     # A task's samples depend on its index in the stream, not on the tasks next to it.
     alone = play(16, noting_env(), [tasks[1]], stream_indices=[1])
     assert completions(alone) == completions(base)[3:]

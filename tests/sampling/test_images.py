@@ -110,7 +110,9 @@ def test_images_are_read_as_in_the_full_pass():
     assert num_read == 2 * (len(prompt) - 1) + 2
     assert engine.counts.preemptions > before.preemptions
 
-    all_images = [(*own, *more) for own, (_, more) in zip(attachments, observations, strict=True)]
+    all_images = [
+        (*first, *more) for first, (_, more) in zip(attachments, observations, strict=True)
+    ]
     scored = full_pass_logprobs(config, params, samples, all_images)
     assert_logprobs_agree(samples, scored)
     for ids, mask, _ in samples:

@@ -55,6 +55,8 @@ SPLIT = [
 ]
 FOUND = "at Paris"
 END = "<|im_end|>"
+FIRST, LAST = "<search>the tower</search>", "<answer>Paris</answer>"
+OBSERVATION = SEARCH_R1.render_observation(FOUND)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +73,9 @@ def player(players):
     return players["split"]
 
 
-def search_env(engine=None, **settings):
-    settings = {
-        "prompt": Prompt(system="", template="{question}"),
-        "max_turns": 2,
-        **settings,
-    }
-    return SearchEnv(engine or KeywordSearch({"tower": FOUND}), **settings)
+def search_env(engine=None):
+    prompt = Prompt(system="", template="{question}")
+    return SearchEnv(engine or KeywordSearch({"tower": FOUND}), prompt=prompt, max_turns=2)
 
 
 def teach(player, *parts, question="Where?"):
@@ -124,17 +122,16 @@ def test_the_two_tokenizers_split_tags_differently(players):
 def test_stop_strings_end_turns_however_they_are_tokenized(players, query, ends):
     first = f"hm <search>{query}</search>"
     last = "<answer>Paris</answer>"
-    observation = SEARCH_R1.render_observation(FOUND)
     for name, player in players.items():
         # The text after a tag is only written if it is in the same token.
         after = ends if name == "split" else ("", "")
-        ids, mask = teach(player, first + after[0], observation, last + after[1])
+        ids, mask = teach(player, first + after[0], OBSERVATION, last + after[1])
         pay = RewardCombiner(weights={"format": 1.0, "answer": 1.0})
         got = play_one(player, search_env(), pay=pay)
 
         assert [turn.text for turn in got.turns] == [first, last]
         assert [turn.tool_call for turn in got.turns] == [query, None]
-        assert [turn.observation for turn in got.turns] == [observation.text, None]
+        assert [turn.observation for turn in got.turns] == [OBSERVATION.text, None]
         assert got.outcome == Outcome.ANSWERED
         assert got.final_answer == "Paris"
         # `format` requires a think block right before the answer; the answer itself is right.
@@ -143,7 +140,7 @@ def test_stop_strings_end_turns_however_they_are_tokenized(players, query, ends)
         # The ids include all of the last token, though the text ends inside it.
         assert got.token_ids.tolist() == ids
         assert got.loss_mask.tolist() == mask
-        assert got.generated_text == first + observation.text + last
+        assert got.generated_text == first + OBSERVATION.text + last
 
 
 def test_stop_strings_do_not_span_turns(player):
@@ -185,9 +182,6 @@ def test_a_turn_without_observation_prefills_nothing(player):
     assert player.engine.counts.prefilled_resume == before
 
 
-FIRST, LAST = "<search>the tower</search>", "<answer>Paris</answer>"
-
-
 def turn_reward(turns, answers):
     return [1.0 if turn.tool_call else 0.25 for turn in turns]
 
@@ -198,7 +192,7 @@ def count_tokens(completions, completion_ids, **kwargs):
 
 @pytest.mark.parametrize("first", [FIRST, "oh</search>"], ids=["observation", "none"])
 def test_turns_have_their_tokens_and_rewards(player, first):
-    observations = [SEARCH_R1.render_observation(FOUND)] if first == FIRST else []
+    observations = [OBSERVATION] if first == FIRST else []
     ids, mask = teach(player, first, *observations, LAST)
     parts = {
         f.__name__: RewardFunction(name=f.__name__, function=f, kind=detect_kind(f))
@@ -240,7 +234,7 @@ def with_limits(**limits):
 
 
 def test_the_response_budget_counts_sampled_tokens_only(player):
-    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    ids, mask = teach(player, FIRST, OBSERVATION, LAST)
     num_sampled = sum(mask)
     # The last token completes the answer and spends the budget: the stop counts.
     whole = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_sampled))
@@ -256,7 +250,7 @@ def test_the_response_budget_counts_sampled_tokens_only(player):
 
 
 def test_a_search_that_spends_the_budget_gets_no_observation(player):
-    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    ids, mask = teach(player, FIRST, OBSERVATION, LAST)
     num_first = len(player.tokenizer.encode(FIRST))
     got = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_first))
     assert got.outcome == Outcome.OUT_OF_BUDGET
@@ -360,7 +354,7 @@ def test_search_results_cannot_forge_tokens_or_tags(player):
 
 def test_a_failure_to_score_is_an_environment_error_of_that_sample_alone(player):
     """After a failure, each sample of the group is scored alone."""
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     wanted = player.play(search_env(), ["Where?"], group_size=3)
     env, failing = search_env(), []
     score = env.score
@@ -427,7 +421,7 @@ STEPS = [
 
 
 def test_a_failed_step_is_an_environment_error(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
     for step, error in STEPS:
         env.step = step
@@ -449,7 +443,7 @@ class Down(SearchEngine):
 
 
 def test_an_outage_ends_the_rollout(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     with pytest.raises(OutageError, match="nobody is there"):
         play_one(player, search_env(Down(None)))
     assert player.engine.is_idle
@@ -457,20 +451,14 @@ def test_an_outage_ends_the_rollout(player):
 
 
 def test_an_outage_with_a_fallback_ends_as_an_unscored_environment_error(player):
-    _, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    scored = []
-
-    class Scored(SearchEnv):
-        def score(self, group):
-            scored.extend(group)
-            return super().score(group)
-
-    env = Scored(Down(FOUND), prompt=Prompt(system="", template="{question}"), max_turns=2)
+    _, mask = teach(player, FIRST, OBSERVATION, LAST)
+    env, scored = search_env(Down(FOUND)), []
+    env.score = scored.append
     got = play_one(player, env)
     assert got.outcome == Outcome.ENVIRONMENT_ERROR
     assert (got.error, got.reward, got.reward_parts, scored) == ("nobody is there", 0.0, {}, [])
     first, last = got.turns
-    assert first.observation == SEARCH_R1.render_observation(FOUND).text
+    assert first.observation == OBSERVATION.text
     assert last.text == LAST.removesuffix(".")
     assert got.loss_mask.tolist() == mask[: len(got.loss_mask)]
     assert first.records == (
@@ -480,7 +468,7 @@ def test_an_outage_with_a_fallback_ends_as_an_unscored_environment_error(player)
 
 @pytest.mark.parametrize("method", ["step", "score"])
 def test_an_outage_raised_by_an_environment_is_never_scored(player, method):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     for fallback in ("", None):
         env = search_env()
         setattr(env, method, raising(OutageError("nobody is there", fallback=fallback)))
@@ -494,7 +482,7 @@ def test_an_outage_raised_by_an_environment_is_never_scored(player, method):
 
 
 def test_a_score_that_is_not_a_number_is_an_environment_error(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
     env.score = lambda _: [Reward(total=float("nan"), parts={}, final_answer="")]
     got = play_one(player, env)
@@ -502,18 +490,18 @@ def test_a_score_that_is_not_a_number_is_an_environment_error(player):
     assert got.turns[-1].error.startswith("score: ValueError: the reward's 'total' is nan")
 
 
-def test_an_interrupt_in_an_environment_interrupts_the_rollout(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    for method in ("step", "score", "start"):
-        env = search_env()
-        setattr(env, method, raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            play_one(player, env)
-        assert player.engine.is_idle
+@pytest.mark.parametrize("method", ["step", "score", "start"])
+def test_an_interrupt_in_an_environment_interrupts_the_rollout(player, method):
+    teach(player, FIRST, OBSERVATION, LAST)
+    env = search_env()
+    setattr(env, method, raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        play_one(player, env)
+    assert player.engine.is_idle
 
 
 def test_a_task_that_cannot_start_is_an_environment_error(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
     start = env.start
 

@@ -41,9 +41,9 @@ def test_program_parts_share_no_input():
 )
 def test_donated_parameters_are_never_all_in_memory(policy, dtype):
     params = tiny_params(policy)
-    own = jax.device_put(params, jax.devices()[0])
-    wanted = jax.device_get(build_converter(policy, jnp.dtype(dtype)).convert(own))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+    on_device = jax.device_put(params, jax.devices()[0])
+    wanted = jax.device_get(build_converter(policy, jnp.dtype(dtype)).convert(on_device))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
 
     read, sizes = [], []
 
@@ -70,7 +70,7 @@ def test_donated_parameters_are_never_all_in_memory(policy, dtype):
 
 
 def test_donated_parameters_in_memory_are_freed():
-    own = jax.device_put(tiny_params(TIED), jax.devices()[0])
-    weights = build_converter(TIED, jnp.dtype("bfloat16")).convert(donate(own))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+    on_device = jax.device_put(tiny_params(TIED), jax.devices()[0])
+    weights = build_converter(TIED, jnp.dtype("bfloat16")).convert(donate(on_device))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))

@@ -34,16 +34,16 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
         for start, end in itertools.pairwise(cuts):
             if ids[start] == 0:
                 continue
-            own = range(0)
+            prefix = range(0)
             if shares_prompts and len(shared) and rng.random() < 0.7:
-                own = shared
+                prefix = shared
             else:
                 shared = range(start, rng.integers(start, end))
-            positions[row, start:end] = len(own) + np.arange(end - start)
+            positions[row, start:end] = len(prefix) + np.arange(end - start)
             for token in range(start, end):
-                reads[row, token, [*own, *range(start, token + 1)]] = True
-            goes_on = start > 0 and positions[row, start] == positions[row, start - 1] + 1
-            if start > 0 and not goes_on and rng.random() < 0.4:
+                reads[row, token, [*prefix, *range(start, token + 1)]] = True
+            continues = start > 0 and positions[row, start] == positions[row, start - 1] + 1
+            if start > 0 and not continues and rng.random() < 0.4:
                 segment_ids[row, start:end] = segment_ids[row, start - 1]
     return segment_ids, positions, reads
 
@@ -72,11 +72,11 @@ def brute_force(q, k, v, gradient, reads):
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
         out[row, :, head] = weights @ v[row, :, kv]
         dv[row, :, kv] += weights.T @ gradient[row, :, head]
-        of_weights = gradient[row, :, head] @ v[row, :, kv].T
-        mean = (weights * of_weights).sum(axis=1, keepdims=True)
-        of_scores = weights * (of_weights - mean) * scale
-        dq[row, :, head] = of_scores @ k[row, :, kv]
-        dk[row, :, kv] += of_scores.T @ q[row, :, head]
+        weights_gradient = gradient[row, :, head] @ v[row, :, kv].T
+        mean = (weights * weights_gradient).sum(axis=1, keepdims=True)
+        scores_gradient = weights * (weights_gradient - mean) * scale
+        dq[row, :, head] = scores_gradient @ k[row, :, kv]
+        dk[row, :, kv] += scores_gradient.T @ q[row, :, head]
     return out, dq, dk, dv
 
 

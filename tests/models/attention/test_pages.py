@@ -58,9 +58,9 @@ def test_pages_or_their_copy_and_the_current_chunk_equal_brute_force(shape):
     q, keys, values, tables, limits = random_pages(rng, *shape)
     B, _, _, K, H = shape[:5]
     chunk = rng.normal(size=(2, B, K, 5, H)).astype(np.float32)  # of which two tokens are valid
-    own = jax.jit(reference.attend_chunk)(q[:, 0], *chunk, 1)
+    of_chunk = jax.jit(reference.attend_chunk)(q[:, 0], *chunk, 1)
     out, lse = jax.jit(reference.attend_pages)(q, keys, values, tables, limits)
-    merged = jax.jit(reference.merge)(*own, out[:, 0], lse[:, 0])
+    merged = jax.jit(reference.merge)(*of_chunk, out[:, 0], lse[:, 0])
     for longest in (limits.max(), 40, 0):
         below = np.minimum(limits, longest)
         past = jax.jit(reference.gather_past)(keys, values, tables)

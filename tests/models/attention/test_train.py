@@ -88,10 +88,10 @@ def test_other_segments_and_padding_change_nothing():
     ids = segment_ids, np.concatenate([np.arange(n) for n in lengths])[None]
     inside = segment_ids == 2
     gradient *= inside[:, :, None, None]
-    other = [np.where(inside[:, :, None, None], x, 7.0).astype(np.float32) for x in (q, k, v)]
+    outside = [np.where(inside[:, :, None, None], x, 7.0).astype(np.float32) for x in (q, k, v)]
     for attend_packed in KERNELS.values():
         alone = differentiate(attend_packed, "float32", q, k, v, gradient, *ids)
-        changed = differentiate(attend_packed, "float32", *other, gradient, *ids)
+        changed = differentiate(attend_packed, "float32", *outside, gradient, *ids)
         for x, y in zip(alone, changed, strict=True):
             np.testing.assert_array_equal(x[inside], y[inside])
         assert not any(x[~inside].any() for x in alone[1:])
