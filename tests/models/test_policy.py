@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.attention.reference import XLA
-from jaxrl.models.output import assign_slots, gather_tokens, scatter_tokens, split_evenly
+from jaxrl.models.output import assign_slots, gather_tokens, scatter_tokens
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from tests.helpers import (
@@ -64,13 +64,6 @@ def test_logprobs_and_entropies_are_those_of_a_dense_softmax():
         assert (np.asarray(entropies)[micro.positions > 0] > 1e-3).all()
         for padding in (logprobs, entropies):
             assert not np.asarray(padding)[micro.segment_ids == 0].any()
-
-
-def test_tokens_are_split_into_the_fewest_equal_chunks():
-    assert split_evenly(192, 192) == (1, 192)
-    assert split_evenly(192, 191) == (2, 96)
-    assert split_evenly(10, 4) == (3, 4)
-    assert split_evenly(3, 1) == (3, 1)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -91,14 +91,6 @@ def test_a_token_reads_only_earlier_tokens_of_its_segment():
     assert np.isfinite(packed).all()
 
 
-def test_only_relative_positions_matter():
-    token_ids = random_ids(2, 12)
-    positions = np.broadcast_to(np.arange(12), (2, 12))
-    assert_close(full(token_ids, positions + 40), full(token_ids))
-    apart = full(token_ids, positions * 3)
-    assert np.abs(apart - full(token_ids)).max() > 1e-2
-
-
 def gradient_and_residuals(remat, scan):
     """Return the gradient of all parameters and the number of values saved for it."""
     T = 48

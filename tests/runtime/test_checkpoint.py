@@ -243,18 +243,6 @@ def lose_file(step_folder, rng):
     return str(file.relative_to(step_folder))
 
 
-def lose_everything(step_folder, rng):
-    shutil.rmtree(step_folder)
-    step_folder.mkdir()
-    return "manifest.json"
-
-
-def become_a_file(step_folder, rng):
-    shutil.rmtree(step_folder)
-    step_folder.write_text("?")
-    return "manifest.json"
-
-
 def become_another(step_folder, rng):
     """Replace the folder with that of another step."""
     shutil.rmtree(step_folder)
@@ -262,7 +250,7 @@ def become_another(step_folder, rng):
     return "manifest.json"
 
 
-DAMAGES = [truncate, flip_bytes, lose_file, lose_everything, become_a_file, become_another]
+DAMAGES = [truncate, flip_bytes, lose_file, become_another]
 
 
 def add_clutter(folder):

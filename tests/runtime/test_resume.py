@@ -94,36 +94,34 @@ def test_a_change_without_effect_on_results_is_free(tmp_path, key, value):
     assert (change.key, change.is_free) == (key, True)
 
 
-def test_more_steps_change_a_decaying_learning_rate(tmp_path):
-    cosine = {"optimizer.schedule": "cosine"}
-    begin(tmp_path, **cosine)
-    assert find_refused(tmp_path, num_steps=500, **cosine) == ["num_steps"]
+COSINE = {"optimizer.schedule": "cosine"}
+PRICES = {"ledger.prices": {"search": 1.0}}
+OTHER_PRICES = {"ledger.prices": {"search": 2.0}, "ledger.max_cost": 9.0, "ledger.max_calls": 5}
+LIMIT = {"rollout.max_cost": 3.0}
+KEEP_BEST = {"checkpoint.keep_best": 1}
+EVALUATE = {"stages": ("evaluate",)}
 
 
-def test_prices_matter_only_if_they_limit_trajectories(tmp_path):
-    prices = {"ledger.prices": {"search": 1.0}}
-    begin(tmp_path, **prices)
-    higher = {"ledger.prices": {"search": 2.0}, "ledger.max_cost": 9.0, "ledger.max_calls": 5}
-    assert find_refused(tmp_path, **higher) == []
-    limit = {"rollout.max_cost": 3.0}
-    assert find_refused(tmp_path, **prices, **limit) == ["rollout.max_cost"]
-    assert find_refused(tmp_path, **higher, **limit) == ["ledger.prices", "rollout.max_cost"]
-
-
-def test_evaluation_settings_matter_if_they_select_checkpoints(tmp_path):
-    begin(tmp_path, **{"checkpoint.keep_best": 1})
-    changes = {"checkpoint.keep_best": 1, "eval.samples": 4}
-    assert find_refused(tmp_path, **changes) == ["eval.samples"]
-    assert find_refused(tmp_path, **changes, stages=("evaluate",)) == []
-
-
-def test_an_evaluation_alone_ignores_training_settings(tmp_path):
-    begin(tmp_path)
-    alone = {"stages": ("evaluate",)}
-    free = {"eval.samples": 4, "eval.final_suites": ("greedy",), "optimizer.lr": 1.0}
-    assert find_refused(tmp_path, **alone, **free, **{"filter.name": "varied"}) == []
-    changes = {"tasks.eval.source": "other.jsonl", "search.local.topk": 9}
-    assert find_refused(tmp_path, **alone, **changes) == ["search.local.topk", "tasks.eval.source"]
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        # The number of steps determines a decaying learning rate.
+        (COSINE, COSINE | {"num_steps": 500}, ["num_steps"]),
+        # Prices matter only if they limit trajectories.
+        (PRICES, OTHER_PRICES, []),
+        (PRICES, OTHER_PRICES | LIMIT, ["ledger.prices", "rollout.max_cost"]),
+        # Evaluations matter only if they select checkpoints.
+        ({}, {"eval.samples": 4}, []),
+        (KEEP_BEST, KEEP_BEST | {"eval.samples": 4}, ["eval.samples"]),
+        # An evaluation alone ignores the settings of training.
+        (KEEP_BEST, EVALUATE | KEEP_BEST | {"eval.samples": 4}, []),
+        ({}, EVALUATE | {"optimizer.lr": 1.0, "filter.name": "varied"}, []),
+        ({}, EVALUATE | {"tasks.eval.source": "other.jsonl"}, ["tasks.eval.source"]),
+    ],
+)
+def test_changes_need_consent_if_they_affect_results(tmp_path, before, now, refused):
+    begin(tmp_path, **before)
+    assert find_refused(tmp_path, **now) == refused
 
 
 def test_an_evaluation_alone_ignores_code_that_only_training_uses(tmp_path):

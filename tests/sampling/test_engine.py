@@ -7,10 +7,9 @@ import pytest
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
-from jaxrl.sampling.engine import Engine, Request
+from jaxrl.sampling.engine import Request
 from jaxrl.sampling.next_token import KINDS, filter_top_p
 from jaxrl.sampling.sample_keys import derive_sample_keys
-from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, pack
 from tests.helpers import dense_table, tiny_params
 from tests.toys import (
@@ -106,40 +105,6 @@ def test_sampler_and_trainer_agree_after_tool_turns():
     assert_scores_agree(got, OLD, temperature=0.7)
     # The vocabulary is padded; ids unknown to the tokenizer are never drawn.
     assert max(t.token_ids.max() for t in got) < TOKENIZER.num_tokens < SMALL.vocab_size
-
-
-def test_trained_ids_are_the_sampled_ids(monkeypatch):
-    engine = player(16).engine
-    events, step = [], engine.step
-    first_request = engine._next_request
-
-    def recorded(**settings):
-        new = step(**settings)
-        events.extend(new)
-        return new
-
-    monkeypatch.setattr(engine, "step", recorded)
-    env = noting_env()
-    got = play(16, env, QUESTIONS)
-    for index, trajectory in enumerate(got):
-        turns = [event for event in events if event.request == first_request + index]
-        mask = trajectory.loss_mask
-        for name, values in [
-            ("token_ids", trajectory.token_ids),
-            ("logprobs", trajectory.rollout_logprobs),
-            ("entropies", trajectory.rollout_entropies),
-        ]:
-            sampled = np.concatenate([getattr(event, name) for event in turns])
-            np.testing.assert_array_equal(values[mask], sampled)
-        assert not trajectory.rollout_logprobs[~mask].any()
-
-        # Prompt and observations are not sampled, each appended once and in its place.
-        prompt = TOKENIZER.render_prompt(env.start([trajectory.task])[0])
-        shown = "".join(turn.observation or "" for turn in trajectory.turns)
-        assert trajectory.prompt_length == len(prompt)
-        assert trajectory.token_ids[~mask].tolist() == prompt + TOKENIZER.encode(shown)
-        text = TOKENIZER.decode(trajectory.token_ids[len(prompt) :])
-        assert text.count("[ok]") == sum(t.observation == "[ok]" for t in trajectory.turns)
 
 
 def test_every_token_is_read_once():
@@ -278,26 +243,7 @@ def test_sample_keys_are_unique():
     np.testing.assert_array_equal(part, keys[3:5])
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_pages", "message"),
-    [
-        (6, 0, r"max_num_seqs=6 is not a multiple of data \* fsdp \* expert \* context = 4"),
-        (4, 3, r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"),
-    ],
-)
-def test_sizes_that_do_not_fit_the_devices_are_refused(num_rows, num_pages, message):
-    sizes = {"data": 2, "fsdp": 2, "context": 1, "expert": 1, "tensor": 1}
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+def test_a_cache_that_cannot_hold_a_trajectory_is_refused():
+    message = r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"
     with pytest.raises(ValueError, match=message):
-        Engine(
-            SMALL,
-            mesh,
-            StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
-            num_tokens=TOKENIZER.num_tokens,
-            eos_ids=TOKENIZER.eos_ids,
-            num_rows=num_rows,
-            num_pages=num_pages,
-            max_prompt_tokens=32,
-            max_total_tokens=64,
-            chunk_tokens=8,
-        )
+        Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=3)

@@ -98,30 +98,6 @@ def test_a_deterministic_schedule_does_not_depend_on_the_clock(player, lag):
     assert_same(*samples, tolerance=0)
 
 
-@pytest.mark.parametrize("lag", [1, 3])
-def test_replies_enter_after_the_lag(player, monkeypatch, lag):
-    engine, stopped, waits = player.engine, {}, []
-    step, resume = engine.step, engine.resume
-
-    def recorded_step(**settings):
-        events = step(**settings)
-        stopped.update({event.request: event.chunk for event in events if event.status})
-        return events
-
-    def recorded_resume(resumed, images):
-        for request, *_ in resumed:
-            waits.append((engine.counts.chunks - stopped[request], engine.is_stalled))
-        resume(resumed, images)
-
-    monkeypatch.setattr(engine, "step", recorded_step)
-    monkeypatch.setattr(engine, "resume", recorded_resume)
-    play(player, SlowEnv(STOPS, 0.01), schedule=ReplySchedule(lag_chunks=lag))
-    assert len(waits) > 10
-    # Earlier only if there is nothing else to decode.
-    assert {waited for waited, is_stalled in waits if not is_stalled} == {lag}
-    assert all(waited <= lag for waited, _ in waits)
-
-
 @pytest.mark.parametrize(("lag", "overlaps"), [(1, True), (3, True), (3, False)])
 def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag, overlaps):
     env, in_flight = SlowEnv(STOPS), []

@@ -31,7 +31,6 @@ KERNELS = {
 SHAPES = [
     # B, Q, N, K, H, page, M
     (3, 1, 4, 4, 8, 4, 5),
-    (2, 16, 4, 2, 16, 16, 3),
     (2, 3, 7, 1, 16, 4, 7),
     (2, 64, 8, 2, 16, 32, 4),  # more rows of queries than a program has
 ]
