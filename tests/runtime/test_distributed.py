@@ -19,7 +19,7 @@ from jaxrl.sampling.shared_rollout import SharedRollout
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
-from tests.runs import Processes, assert_close, lasting_anywhere, records
+from tests.runs import SIZES, Processes, assert_close, lasting_anywhere, records
 
 
 @pytest.mark.parametrize(("num_processes", "count"), [(1, 5), (2, 0), (3, 16), (8, 5)])
@@ -106,12 +106,10 @@ SEED = {"seed": 1}
 def test_two_processes_take_the_steps_of_one(tiny_world, tmp_path, environment):
     """One step of each stage, with untrained weights."""
     changes = {
-        **{"sft.num_steps": 1, "num_steps": 1, "eval.suites": "()", **SEED},
+        **{"sft.num_steps": 1, "num_steps": 1, "eval.suites": "()", **SIZES, **SEED},
         "stages": "('sft', 'train')",
         "loss.entropy_coef": 0.1,  # a gradient for any rewards
-        # Few shapes to compile.
-        **{"model.remat": "none", "rollout.max_num_seqs": 2, "rollout.max_total_tokens": 64},
-        **{"rollout.max_response_tokens": 24, "rollout.max_observation_tokens": 24},
+        **{"model.remat": "none", "rollout.max_num_seqs": 2},  # less to compile
     }
     for num in (1, 2):
         job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
