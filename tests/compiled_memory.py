@@ -17,8 +17,10 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from jax.experimental import topologies
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.method import build_method, build_optimizer_settings, compute_batch_shape
 from jaxrl.builders.method import build_policy_architecture as architecture_of
-from jaxrl.builders.resolved import resolve_names
+from jaxrl.builders.resolved import ResolvedConfig, resolve_names
 from jaxrl.config import default_config
 from jaxrl.extras.plan import advice, memory
 from jaxrl.models.attention.choice import select_kernels
@@ -41,14 +43,16 @@ from jaxrl.sampling.decode import Programs, should_scan_layers
 from jaxrl.sampling.next_token import FULL
 from jaxrl.training.method import list_token_fields
 from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, state_shardings
+from jaxrl.types import Batch
 from tests.programs import make_batch, make_sampler_inputs
 
 PARTS = ("update", "score", "decode", "reading")
 
 
-def qwen3(vocab_size, width, mlp_width, num_layers, heads):
+def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
     """Return a Qwen3 with tied embeddings; narrow models have narrow heads."""
     return QwenConfig(
         vocab_size=vocab_size,
@@ -90,7 +94,9 @@ MODELS["30b-a3b"] = read_architecture(MIXTURE)
 MODELS["4b"] = read_architecture(MIXTURE.with_name("qwen3-4b"))
 
 
-def small_run(data, fsdp, tensor, context=1, expert=1):
+def small_run(
+    data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1
+) -> ResolvedConfig:
     """Return the default configuration with a micro-batch that is whole on the mesh."""
     config = default_config()
     config.mesh.update(data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor)
@@ -101,14 +107,14 @@ def small_run(data, fsdp, tensor, context=1, expert=1):
     return resolve_names(config, needs_data=False)
 
 
-def like(tree, shardings):
+def like(tree: Any, shardings: Any) -> Any:
     """Abstract arrays with their shardings."""
     return jax.tree.map(
         lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings
     )
 
 
-def policy_of(config, model, mesh):
+def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
     """Return the policy of a run."""
     return Model(
         architecture_of(config, model).with_kernels(mesh, experts=config.model.experts),
@@ -122,7 +128,7 @@ def policy_of(config, model, mesh):
     )
 
 
-def trainer_programs(config, policy):
+def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
     """Return functions that lower the train stage's gradients, optimizer and scoring."""
     method, trained, mesh = build_method(config), policy.trained, policy.mesh
     optimizer = make_optimizer(method.optimizer)
@@ -153,7 +159,7 @@ def trainer_programs(config, policy):
     }
 
 
-def abstract_batch(config, policy):
+def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
     """Return an abstract mini-batch of the train stage."""
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
@@ -170,14 +176,14 @@ def abstract_batch(config, policy):
     return like(batch, jax.tree.map(lambda _: sharding.batch_sharding(policy.mesh), batch))
 
 
-def shape_of(config, policy):
+def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
     """Return the shape of the mini-batches of the train stage."""
     return compute_batch_shape(
         config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
     )
 
 
-def abstract_patches(config, policy):
+def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
     """Return abstract patches of a micro-batch and their coordinates, or None."""
     tower, shape = policy.architecture.tower, shape_of(config, policy)
     if tower is None:
@@ -191,7 +197,9 @@ def abstract_patches(config, policy):
     return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
 
 
-def sampler_programs(config, model, devices, target):
+def sampler_programs(
+    config: ResolvedConfig, model: QwenConfig, devices: list[Any], target: memory.Target
+) -> dict[str, Any]:
     """Return functions that lower the largest decode and prefill of one process."""
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
     sizes = dict(memory.make_target_mesh(config, model, target).shape)
@@ -228,7 +236,7 @@ def sampler_programs(config, model, devices, target):
         abstract.pop("lm_head", None)  # a copy that only a CPU has
     weights = like(abstract, {name: shardings[name] for name in abstract})
 
-    def on_all(dimensions, dtype=jnp.int32):
+    def on_all(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dimensions, dtype, sharding=whole)
 
     read = prefill_sizes(target.platform, rollout.max_total_tokens)[-1]
@@ -258,12 +266,12 @@ class Compiled:
     arguments: int
 
     @property
-    def temporaries(self):
+    def temporaries(self) -> int:
         """Return the bytes besides the arguments."""
         return self.total - self.arguments
 
 
-def compiled(program, platform):
+def compiled(program: Any, platform: str) -> Compiled:
     """Compile a lowered program.
 
     For a TPU, `memory_analysis` overestimates: one program of 1.47 GiB compiled for devices of 1.22
@@ -283,12 +291,12 @@ def compiled(program, platform):
         return Compiled(total=int(total[1]), arguments=sizes.argument_size_in_bytes)
 
 
-def compiled_bytes(program, platform):
+def compiled_bytes(program: Any, platform: str) -> int:
     """Return the bytes that a lowered program needs on one device; see `compiled`."""
     return compiled(program, platform).total
 
 
-def beside(config, policy):
+def beside(config: ResolvedConfig, policy: Model) -> int:
     """Return the bytes on a device besides the arguments of scoring or adding gradients."""
     optimizer, trained = make_optimizer(build_optimizer_settings(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
@@ -301,7 +309,7 @@ def beside(config, policy):
     return size + held_bytes(abstract_patches(config, policy))  # of the next micro-batch
 
 
-def held_bytes(tree):
+def held_bytes(tree: Any) -> int:
     """Return the bytes of abstract arrays on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -309,7 +317,13 @@ def held_bytes(tree):
     )
 
 
-def programs_of(config, model, target, devices, part):
+def programs_of(
+    config: ResolvedConfig,
+    model: QwenConfig,
+    target: memory.Target,
+    devices: Sequence[Any],
+    part: str,
+) -> dict[str, tuple[Any, int]]:
     """Return functions that lower the programs of a part, with bytes besides the arguments."""
     if part in ("decode", "reading"):
         local = list(devices)[: target.num_local]
@@ -321,7 +335,9 @@ def programs_of(config, model, target, devices, part):
     return {part: (programs[part], more), "optimizer": (programs["optimizer"], 0)}
 
 
-def planned_bytes(config, model, target, part):
+def planned_bytes(
+    config: ResolvedConfig, model: QwenConfig, target: memory.Target, part: str
+) -> int:
     """Return the planned bytes of one device for one of `PARTS`."""
     if part in ("update", "score"):  # scoring needs less than an update
         return memory.plan_update(config, model, target, "train").peak
@@ -330,7 +346,13 @@ def planned_bytes(config, model, target, part):
     return held + sum(rollout.moments[part].values())
 
 
-def compare(config, model, target, devices, parts=PARTS):
+def compare(
+    config: ResolvedConfig,
+    model: QwenConfig,
+    target: memory.Target,
+    devices: Sequence[Any],
+    parts: Sequence[str] = PARTS,
+) -> dict[str, tuple[int, int]]:
     """Return planned and compiled bytes of one device for each part."""
     sizes = {}
     for part in parts:
@@ -340,7 +362,13 @@ def compare(config, model, target, devices, parts=PARTS):
     return sizes
 
 
-def shipped_on(name, folder, target, num_layers=0, keys=None):
+def shipped_on(
+    name: str,
+    folder: str,
+    target: memory.Target,
+    num_layers: int = 0,
+    keys: Mapping[str, Any] | None = None,
+) -> tuple[ResolvedConfig, QwenConfig]:
     """Return a shipped configuration with the micro-batch that fits, and its model.
 
     Args:
@@ -363,16 +391,16 @@ def shipped_on(name, folder, target, num_layers=0, keys=None):
     return resolved, model
 
 
-def _cut(model, num_layers):
+def _cut(model: Any, num_layers: int) -> Any:
     if not num_layers:
         return model
-    changes = {"num_layers": num_layers}
+    changes: dict[str, Any] = {"num_layers": num_layers}
     if model.num_experts:
         changes["expert_layers"] = tuple(i for i in model.expert_layers if i < num_layers)
     return dataclasses.replace(model, **changes)
 
 
-def key_and_value(given):
+def key_and_value(given: str) -> tuple[str, Any]:
     """Split `key=value`; a value that is not JSON is text."""
     key, _, value = given.partition("=")
     try:
@@ -381,7 +409,7 @@ def key_and_value(given):
         return key, value
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Print planned and compiled bytes of one device, by model, mesh and program."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="tiny", help=f"out of {', '.join(MODELS)}")

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,11 +85,11 @@ def lowered_for_gpu(function, *arguments):
     return lower(*arguments).mlir_module()
 
 
-def shape(dimensions, dtype=jnp.int32):
+def shape(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
-def make_batch(dimensions, **fields):
+def make_batch(dimensions: tuple[int, ...], **fields: Any) -> Batch:
     """Return an abstract batch with arrays of these dimensions."""
     ints, floats = shape(dimensions), shape(dimensions, jnp.float32)
     return Batch(
@@ -103,8 +105,15 @@ def make_batch(dimensions, **fields):
 
 
 def make_sampler_inputs(
-    sampler, vocab_size, *, num_rows, num_blocks, num_pages, num_stop_states, make=shape
-):
+    sampler: Programs,
+    vocab_size: int,
+    *,
+    num_rows: int,
+    num_blocks: int,
+    num_pages: int,
+    num_stop_states: int,
+    make: Callable[..., jax.ShapeDtypeStruct] = shape,
+) -> tuple[DecodeRows, PrefillBlocks, StopTables]:
     """Return abstract rows to decode, blocks to prefill, and stop tables."""
     state = jax.tree.map(lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.empty_state))
     rows = DecodeRows(
