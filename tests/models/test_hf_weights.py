@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, open_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_architecture
-from jaxrl.runtime.sharding import make_mesh, param_shardings
 from tests.helpers import ROOT, with_devices
-from tests.runs import free_port
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -315,20 +314,28 @@ def test_an_export_never_replaces_other_files(tmp_path, hf_folder):
         save_hf(params, config, hf_folder, source=hf_folder)
 
 
-def save_as_one_of_two_processes(port, index, source, path):
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
-    config = read_architecture(source)
-    mesh = make_mesh(data=1, fsdp=2, tensor=2)
-    params, whole = load_hf(source, mesh), load_hf(source)
-    shardings = param_shardings(mesh, config)
-    jax.tree.map(lambda x, layout: np.testing.assert_equal(x.sharding, layout), params, shardings)
-    for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
-        for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(shard.data, wanted[shard.index])
-    kernel = params["blocks"]["mlp"]["up"]["kernel"]
-    assert not kernel.is_fully_addressable
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 40 // 2, 72 // 2)}
-    save_hf(params, config, path, source=source, max_shard_size=50_000)
+ONE_OF_TWO_PROCESSES = """
+import sys
+import jax, numpy as np
+port, index, source, path = sys.argv[1:]
+jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
+from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.registry import read_architecture
+from jaxrl.runtime.sharding import make_mesh, param_shardings
+
+config = read_architecture(source)
+mesh = make_mesh(data=1, fsdp=2, tensor=2)
+params, whole = load_hf(source, mesh), load_hf(source)
+shardings = param_shardings(mesh, config)
+jax.tree.map(lambda x, layout: np.testing.assert_equal(x.sharding, layout), params, shardings)
+for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
+    for shard in leaf.addressable_shards:
+        np.testing.assert_array_equal(shard.data, wanted[shard.index])
+kernel = params["blocks"]["mlp"]["up"]["kernel"]
+assert not kernel.is_fully_addressable
+assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 40 // 2, 72 // 2)}
+save_hf(params, config, path, source=source, max_shard_size=50_000)
+"""
 
 
 def test_two_processes_load_onto_a_mesh_and_save(tmp_path):
@@ -338,16 +345,13 @@ def test_two_processes_load_onto_a_mesh_and_save(tmp_path):
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         **with_devices(2),
     }
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", ONE_OF_TWO_PROCESSES, str(port)]
     processes = [
         subprocess.Popen(
-            [
-                *(sys.executable, "-c"),
-                f"import {__name__} as module; module.save_as_one_of_two_processes"
-                f"({port}, {index}, {str(source)!r}, {str(path)!r})",
-            ],
-            env=os.environ | environment,
-            cwd=ROOT,
+            [*command, str(index), str(source), str(path)], env=os.environ | environment, cwd=ROOT
         )
         for index in range(2)
     ]
