@@ -85,7 +85,7 @@ def lowered_for_gpu(function, *arguments):
     return lower(*arguments).mlir_module()
 
 
-def shape(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+def shape(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
     return jax.ShapeDtypeStruct(dimensions, dtype)
 
 
@@ -112,7 +112,7 @@ def make_sampler_inputs(
     num_blocks: int,
     num_pages: int,
     num_stop_states: int,
-    make: Callable[..., jax.ShapeDtypeStruct] = shape,
+    make: Callable[..., Any] = shape,
 ) -> tuple[DecodeRows, PrefillBlocks, StopTables]:
     """Return abstract rows to decode, blocks to prefill, and stop tables."""
     state = jax.tree.map(lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.empty_state))
