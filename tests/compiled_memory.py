@@ -1,8 +1,7 @@
-"""What the compiler gives a run's programs of memory, beside what the plan says.
+"""Compiled memory of a run's programs, to compare with the memory plan.
 
-Nothing is allocated: the trainer's programs and the sampler's are compiled for shapes alone. As a
-module it prints a JSON of models and meshes, for which it makes up devices of a CPU. TPUs need not
-be there, but libtpu:
+Nothing is allocated: the programs are compiled for abstract arrays. As a module it prints JSON by
+model and mesh, for virtual CPU devices, or for absent TPUs if libtpu is installed:
 
     python -m tests.compiled_memory [--model=tiny,0.5b] [--mesh=1x1x1,2x2x2] [--layers=2]
         [--parts=update,score] [--keys model.remat=names] [--topology=v5p:2x2x2]
@@ -40,31 +39,21 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import read_architecture
 from jaxrl.runtime import sharding
 from jaxrl.sampling.buckets import prefill_sizes
-from jaxrl.sampling.decode import (
-    DecodeRows,
-    PrefillBlocks,
-    Programs,
-    StopTables,
-    should_scan_layers,
-)
+from jaxrl.sampling.decode import Programs, should_scan_layers
 from jaxrl.sampling.next_token import FULL
 from jaxrl.training.method import list_token_fields
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import (
-    ScoreStep,
-    UpdateStep,
-    init_state,
-    state_shardings,
-)
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, state_shardings
 from jaxrl.types import Batch
+from tests.programs import make_batch, make_sampler_inputs
 
 PARTS = ("update", "score", "decode", "reading")
 
 
 def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
-    """A Qwen3 with tied embeddings, heads half as wide as in the larger ones where it is tiny."""
+    """Return a Qwen3 with tied embeddings; narrow models have narrow heads."""
     return QwenConfig(
         vocab_size=vocab_size,
         width=width,
@@ -126,7 +115,7 @@ def like(tree: Any, shardings: Any) -> Any:
 
 
 def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
-    """The policy as a run has it."""
+    """Return the policy of a run."""
     return Model(
         architecture_of(config, model).with_kernels(mesh, experts=config.model.experts),
         mesh,
@@ -140,7 +129,7 @@ def policy_of(config: ResolvedConfig, model: QwenConfig, mesh: Any) -> Model:
 
 
 def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
-    """Lowering of the train stage's update of micro-batches, its optimizer and its scoring."""
+    """Return functions that lower the train stage's gradients, optimizer and scoring."""
     method, trained, mesh = build_method(config), policy.trained, policy.mesh
     optimizer = make_optimizer(method.optimizer)
     step = UpdateStep(policy, make_policy_loss(method), optimizer)
@@ -158,7 +147,7 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
         sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
     )
     logprobs = batch.rollout_logprobs
-    # What a program does not need is on the device all the same.
+    # Unused arguments are on the device all the same.
     run = partial(jax.jit, donate_argnums=1, static_argnums=5, keep_unused=True)
     rest = (batch, index, index, max(LOGIT_CAPACITIES), abstract_patches(config, policy))
     add, score = step.gradient.add.program, ScoreStep(policy, temperature=1.0).add.program
@@ -171,37 +160,31 @@ def trainer_programs(config: ResolvedConfig, policy: Model) -> dict[str, Any]:
 
 
 def abstract_batch(config: ResolvedConfig, policy: Model) -> Batch:
-    """A mini-batch of the train stage for shapes alone."""
+    """Return an abstract mini-batch of the train stage."""
     shape = shape_of(config, policy)
     whole = shape.num_micro, shape.micro_rows, shape.row_tokens
-    ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
+    fields = list_token_fields(config.optimizer, config.filter, config.kl)
     given = {**shape.token_arrays, **(shape.tower.input_arrays if shape.tower else {})}
-    batch = Batch(
-        token_ids=ints,
-        segment_ids=ints,
-        positions=ints,
-        loss_mask=jax.ShapeDtypeStruct(whole, jnp.bool_),
-        token_weights=floats,
-        advantages=floats,
-        rollout_logprobs=floats,
-        **dict.fromkeys(list_token_fields(config.optimizer, config.filter, config.kl), floats),
+    batch = make_batch(
+        whole,
+        **dict.fromkeys(fields, jax.ShapeDtypeStruct(whole, jnp.float32)),
         token_arrays={
-            name: jax.ShapeDtypeStruct((*whole, *one.shape), one.dtype)
-            for name, one in given.items()
+            name: jax.ShapeDtypeStruct((*whole, *spec.shape), spec.dtype)
+            for name, spec in given.items()
         },
     )
     return like(batch, jax.tree.map(lambda _: sharding.batch_sharding(policy.mesh), batch))
 
 
 def shape_of(config: ResolvedConfig, policy: Model) -> BatchShape:
-    """Shape of the mini-batches of the train stage."""
+    """Return the shape of the mini-batches of the train stage."""
     return compute_batch_shape(
         config, "train", policy.shards_with_prompts, policy.num_pieces, policy.architecture
     )
 
 
 def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
-    """Abstract patches of a micro-batch and their places; None where there are none."""
+    """Return abstract patches of a micro-batch and their coordinates, or None."""
     tower, shape = policy.architecture.tower, shape_of(config, policy)
     if tower is None:
         return None
@@ -217,10 +200,7 @@ def abstract_patches(config: ResolvedConfig, policy: Model) -> Any:
 def sampler_programs(
     config: ResolvedConfig, model: QwenConfig, devices: list[Any], target: memory.Target
 ) -> dict[str, Any]:
-    """The sampler's chunk of decoding steps and its reading of tokens, in their largest shapes.
-
-    They are those of one process, on its own devices; each lowers when called.
-    """
+    """Return functions that lower the largest decode and prefill of one process."""
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
     sizes = dict(memory.make_target_mesh(config, model, target).shape)
     if target.num_processes > 1:
@@ -253,37 +233,27 @@ def sampler_programs(
     shardings = sharding.decode_shardings(mesh, declared, scan_layers=sampler.scan_layers)
     abstract = jax.eval_shape(sampler.convert_params, declared.abstract_params())
     if model.tie_embeddings and target.platform != "cpu":
-        abstract.pop("lm_head", None)  # a copy that only a CPU has, such as compiles here
+        abstract.pop("lm_head", None)  # a copy that only a CPU has
     weights = like(abstract, {name: shardings[name] for name in abstract})
 
     def on_all(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dimensions, dtype, sharding=whole)
 
-    stops = StopTables(
-        next_state=on_all((40, model.vocab_size), jnp.int8),
-        is_hit=on_all((40, model.vocab_size), jnp.bool_),
-        is_eos=on_all((model.vocab_size,), jnp.bool_),
-    )
-    pages = -(-rollout.max_total_tokens // kernels.page_tokens)
-    rows = DecodeRows(
-        source=on_all((num_rows,)),
-        state=like(state, jax.tree.map(lambda _: whole, state)),
-        tables=on_all((num_rows, pages)),
-        keys=on_all((num_rows, 2), jnp.uint32),
-    )
     read = prefill_sizes(target.platform, rollout.max_total_tokens)[-1]
-    num_blocks = shards * read // sampler.block_tokens
-    blocks = PrefillBlocks(
-        token_ids=on_all((num_blocks, sampler.block_tokens)),
-        start=on_all((num_blocks,)),
-        counts=on_all((num_blocks,)),
-        tables=on_all((num_blocks, pages)),
+    rows, blocks, stops = make_sampler_inputs(
+        sampler,
+        model.vocab_size,
+        num_rows=num_rows,
+        num_blocks=shards * read // sampler.block_tokens,
+        num_pages=-(-rollout.max_total_tokens // kernels.page_tokens),
+        num_stop_states=40,
+        make=on_all,
     )
     decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=7)
     append = jax.jit(sampler.append, donate_argnums=1, keep_unused=True)
-    one = on_all((), jnp.float32)
+    scalar = on_all((), jnp.float32)
     return {
-        "decode": partial(decode.lower, weights, cache, last, rows, stops, one, one, FULL),
+        "decode": partial(decode.lower, weights, cache, last, rows, stops, scalar, scalar, FULL),
         "reading": partial(append.lower, weights, cache, blocks),
     }
 
@@ -292,24 +262,20 @@ def sampler_programs(
 class Compiled:
     """Bytes that a program needs of one device."""
 
-    total: int  # arguments, results that are no argument's place, temporaries
+    total: int  # arguments, results that alias no argument, temporaries
     arguments: int
 
     @property
     def temporaries(self) -> int:
-        """Bytes beside the arguments."""
+        """Return the bytes besides the arguments."""
         return self.total - self.arguments
 
 
 def compiled(program: Any, platform: str) -> Compiled:
-    """Compiles a lowered program.
+    """Compile a lowered program.
 
-    By the `memory_analysis` of a TPU's compiler it would need more than that compiler gives it: one
-    came to 1.47 GiB that compiled for devices of 1.22, and has a heap of 1.11. So of a TPU the size
-    of the heap is read, in the report that the compiler writes with its dumps.
-
-    Raises:
-        jax.errors.JaxRuntimeError: the compiler refuses it; a TPU's, where it does not fit.
+    For a TPU, `memory_analysis` overestimates: one program of 1.47 GiB compiled for devices of 1.22
+    and had a heap of 1.11. So the heap size is read from the report in the compiler's dumps.
     """
     if platform != "tpu":
         sizes = program.compile().memory_analysis()
@@ -321,17 +287,17 @@ def compiled(program: Any, platform: str) -> Compiled:
         sizes = program.compile(compiler_options={"xla_dump_to": folder}).memory_analysis()
         [report] = Path(folder).glob("*memory-usage-report.txt")
         total = re.match(r"Memory Space: default .*\nTotal bytes: (\d+)", report.read_text())
-        assert total, f"{report} begins otherwise"
+        assert total, f"{report} has another format"
         return Compiled(total=int(total[1]), arguments=sizes.argument_size_in_bytes)
 
 
 def compiled_bytes(program: Any, platform: str) -> int:
-    """Bytes that a lowered program needs of one device once it is compiled; see `compiled`."""
+    """Return the bytes that a lowered program needs on one device; see `compiled`."""
     return compiled(program, platform).total
 
 
 def beside(config: ResolvedConfig, policy: Model) -> int:
-    """Bytes beside the arguments of scoring or adding up gradients, on a device meanwhile."""
+    """Return the bytes on a device besides the arguments of scoring or adding gradients."""
     optimizer, trained = make_optimizer(build_optimizer_settings(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
@@ -344,15 +310,11 @@ def beside(config: ResolvedConfig, policy: Model) -> int:
 
 
 def held_bytes(tree: Any) -> int:
-    """Bytes that abstract arrays take of one device."""
+    """Return the bytes of abstract arrays on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
-
-
-Lowering = tuple[Any, int]
-"""Function that lowers a program, and the bytes of a device beside its arguments meanwhile."""
 
 
 def programs_of(
@@ -361,11 +323,11 @@ def programs_of(
     target: memory.Target,
     devices: Sequence[Any],
     part: str,
-) -> dict[str, Lowering]:
-    """The programs of one of `PARTS`: an update is the gradients of micro-batches, and Adam."""
+) -> dict[str, tuple[Any, int]]:
+    """Return functions that lower the programs of a part, with bytes besides the arguments."""
     if part in ("decode", "reading"):
-        own = list(devices)[: target.num_local]
-        return {part: (sampler_programs(config, model, own, target)[part], 0)}
+        local = list(devices)[: target.num_local]
+        return {part: (sampler_programs(config, model, local, target)[part], 0)}
     policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
     programs, more = trainer_programs(config, policy), beside(config, policy)
     if part == "score":
@@ -376,7 +338,7 @@ def programs_of(
 def planned_bytes(
     config: ResolvedConfig, model: QwenConfig, target: memory.Target, part: str
 ) -> int:
-    """Bytes of one device that the plan has for one of `PARTS`."""
+    """Return the planned bytes of one device for one of `PARTS`."""
     if part in ("update", "score"):  # scoring needs less than an update
         return memory.plan_update(config, model, target, "train").peak
     rollout = memory.plan_rollout(config, model, target)
@@ -391,7 +353,7 @@ def compare(
     devices: Sequence[Any],
     parts: Sequence[str] = PARTS,
 ) -> dict[str, tuple[int, int]]:
-    """Planned and compiled bytes of one device, for each part."""
+    """Return planned and compiled bytes of one device for each part."""
     sizes = {}
     for part in parts:
         programs = programs_of(config, model, target, devices, part).values()
@@ -407,19 +369,19 @@ def shipped_on(
     num_layers: int = 0,
     keys: Mapping[str, Any] | None = None,
 ) -> tuple[ResolvedConfig, QwenConfig]:
-    """A shipped configuration with the micro-batch that these devices allow, and its model.
+    """Return a shipped configuration with the micro-batch that fits, and its model.
 
     Args:
-        name: of a module of `configs`.
-        folder: of the model, below `configs/models`.
-        target: the devices.
-        num_layers: instead of the model's; 0: the model's.
-        keys: of the configuration, and other values.
+        name: Module in `configs`.
+        folder: Folder of the model in `configs/models`.
+        target: Devices of the run.
+        num_layers: Number of layers if not that of the model.
+        keys: Changed keys of the configuration.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
     with config.unlocked():
         config.model.dtype = "bfloat16"
-        config.search.engine = "local"  # vectors are searched by programs of their own
+        config.search.engine = "local"  # dense search has its own programs
         config.update_from_flattened_dict(dict(keys or {}))
     model = _cut(
         read_architecture(Path(__file__).parents[1] / "configs/models" / folder), num_layers
@@ -432,14 +394,14 @@ def shipped_on(
 def _cut(model: Any, num_layers: int) -> Any:
     if not num_layers:
         return model
-    less: dict[str, Any] = {"num_layers": num_layers}
+    changes: dict[str, Any] = {"num_layers": num_layers}
     if model.num_experts:
-        less["expert_layers"] = tuple(one for one in model.expert_layers if one < num_layers)
-    return dataclasses.replace(model, **less)
+        changes["expert_layers"] = tuple(i for i in model.expert_layers if i < num_layers)
+    return dataclasses.replace(model, **changes)
 
 
 def key_and_value(given: str) -> tuple[str, Any]:
-    """Split `key=value`; what is not JSON is text."""
+    """Split `key=value`; a value that is not JSON is text."""
     key, _, value = given.partition("=")
     try:
         return key, json.loads(value)
@@ -467,15 +429,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {}
     for name, (mesh, shape) in itertools.product(flags.model.split(","), meshes.items()):
         model = _cut(MODELS[name], flags.layers)
-        keys = {"model.dtype": flags.dtype, **dict(key_and_value(one) for one in flags.keys)}
+        keys = {"model.dtype": flags.dtype, **dict(map(key_and_value, flags.keys))}
         if flags.topology:
-            keys["rollout.cache_gib"] = 2.0  # not all that is left: so temporaries show
+            keys["rollout.cache_gib"] = 2.0  # not all that is left, so that temporaries show
         config = small_run(*shape).with_values(keys)
         target = memory.Target(
             platform=devices[0].platform, num_devices=math.prod(shape), memory_bytes=80 * GIB
         )
-        own = list(devices)[: target.num_devices]
-        for part, pair in compare(config, model, target, own, flags.parts.split(",")).items():
+        local = list(devices)[: target.num_devices]
+        for part, pair in compare(config, model, target, local, flags.parts.split(",")).items():
             sizes[f"{name} {mesh} {part}"] = pair
     print(json.dumps(sizes))
 

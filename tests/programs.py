@@ -2,8 +2,10 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +85,55 @@ def lowered_for_gpu(function, *arguments):
     return lower(*arguments).mlir_module()
 
 
-def shape(dimensions, dtype=jnp.int32):
+def shape(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
     return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def make_batch(dimensions: tuple[int, ...], **fields: Any) -> Batch:
+    """Return an abstract batch with arrays of these dimensions."""
+    ints, floats = shape(dimensions), shape(dimensions, jnp.float32)
+    return Batch(
+        token_ids=ints,
+        segment_ids=ints,
+        positions=ints,
+        loss_mask=shape(dimensions, jnp.bool_),
+        token_weights=floats,
+        advantages=floats,
+        rollout_logprobs=floats,
+        **fields,
+    )
+
+
+def make_sampler_inputs(
+    sampler: Programs,
+    vocab_size: int,
+    *,
+    num_rows: int,
+    num_blocks: int,
+    num_pages: int,
+    num_stop_states: int,
+    make: Callable[..., Any] = shape,
+) -> tuple[DecodeRows, PrefillBlocks, StopTables]:
+    """Return abstract rows to decode, blocks to prefill, and stop tables."""
+    state = jax.tree.map(lambda x: make(x.shape, x.dtype), jax.eval_shape(sampler.empty_state))
+    rows = DecodeRows(
+        source=make((num_rows,)),
+        state=state,
+        tables=make((num_rows, num_pages)),
+        keys=make((num_rows, 2), jnp.uint32),
+    )
+    blocks = PrefillBlocks(
+        token_ids=make((num_blocks, sampler.block_tokens)),
+        start=make((num_blocks,)),
+        counts=make((num_blocks,)),
+        tables=make((num_blocks, num_pages)),
+    )
+    stops = StopTables(
+        next_state=make((num_stop_states, vocab_size), jnp.int8),
+        is_hit=make((num_stop_states, vocab_size), jnp.bool_),
+        is_eos=make((vocab_size,), jnp.bool_),
+    )
+    return rows, blocks, stops
 
 
 def kernels_on(mesh, name):
@@ -118,27 +167,20 @@ def sampler_programs(
     )  # fmt: skip
     cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
     state = jax.eval_shape(sampler.empty_state)
-    tables = shape((8, 16))  # more than a CPU copies at once
-    chunk = DecodeRows(
-        source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32)
+    rows, blocks, stops = make_sampler_inputs(
+        sampler,
+        config.vocab_size,
+        num_rows=8,
+        num_blocks=8,
+        num_pages=16,  # more than a CPU copies at once
+        num_stop_states=5,
     )
-    blocks = PrefillBlocks(
-        token_ids=shape((8, sampler.block_tokens)),
-        start=shape((8,)),
-        counts=shape((8,)),
-        tables=tables,
-    )
-    one = shape((), jnp.float32)
+    scalar = shape((), jnp.float32)
     weights = jax.eval_shape(sampler.convert_params, config.abstract_params())
-    stops = StopTables(
-        next_state=shape((5, config.vocab_size), jnp.int8),
-        is_hit=shape((5, config.vocab_size), jnp.bool_),
-        is_eos=shape((config.vocab_size,), jnp.bool_),
-    )
     return {
         "decode": (
             partial(sampler.decode_chunk, kind=kind),
-            (weights, cache, state, chunk, stops, one, one),
+            (weights, cache, state, rows, stops, scalar, scalar),
         ),
         "append": (sampler.append, (weights, cache, blocks)),
     }
@@ -159,16 +201,7 @@ def trainer_programs(
     trained = jax.eval_shape(
         lambda p: update.init_state(p, mesh, config, optimizer), config.abstract_params()
     )
-    whole = (2, rows, row_tokens)
-    batch = Batch(
-        token_ids=shape(whole),
-        segment_ids=shape(whole),
-        positions=shape(whole),
-        loss_mask=shape(whole, jnp.bool_),
-        token_weights=shape(whole, jnp.float32),
-        advantages=shape(whole, jnp.float32),
-        rollout_logprobs=shape(whole, jnp.float32),
-    )
+    batch = make_batch((2, rows, row_tokens))
     sums = jax.eval_shape(step.gradient.init_sums.function, trained.params, batch)
     return {
         "update": (
@@ -193,7 +226,7 @@ def equations(jaxpr, *, in_kernels=True):
 
 def products(jaxpr, **settings):
     """Return all matrix products of a program."""
-    return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
+    return [eqn for eqn in equations(jaxpr, **settings) if eqn.primitive.name == "dot_general"]
 
 
 def topology(name):
@@ -213,8 +246,8 @@ def v6e_chip():
 
 def lower_for(device, function, arguments, **settings):
     """Lower a function for a device that need not exist."""
-    place = jax.sharding.SingleDeviceSharding(device)
-    there = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
+    layout = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), arguments
     )
-    return jax.jit(function, **settings).lower(*there)
+    return jax.jit(function, **settings).lower(*arguments)

@@ -1,90 +1,73 @@
-"""Which class computes a model, and that nothing else knows one by name."""
+"""Resolution of a model's architecture, and the auxiliary arrays that one declares."""
 
-import ast
 import json
-import re
-from pathlib import Path
+from dataclasses import dataclass
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxrl.config.schema import KEYS
+from jaxrl.models.aux_arrays import TokenArraySpec
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.registry import ARCHITECTURES, read_architecture, resolve_architecture
-
-PACKAGE = Path(__file__).parents[2] / "jaxrl"
-
-
-def names_and_texts(tree):
-    """What code names: variables, attributes, arguments, imports, and texts but docstrings."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef
-    docstrings = {
-        node.body[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and ast.get_docstring(node) is not None
-    }
-    docstrings |= {  # those of attributes
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node not in docstrings:
-                yield node.value
-        else:
-            for field in ("id", "attr", "name", "arg", "module", "asname"):
-                if isinstance(name := getattr(node, field, None), str):
-                    yield name
-
-
-EXAMPLES = "protocol='qwen'|as qwen2.5-vl|as in gpt-2 or llama 3"
-
-
-def test_nothing_outside_the_room_knows_a_family_of_models():
-    """A protocol of tool calls has the name of a family.
-
-    Messages may give a model as an example. Extras know formats, in which families have names.
-    """
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "models"]
-    files = [path for path in files if path.relative_to(PACKAGE).parts[0] != "extras"]
-    assert len(files) > 50
-    family = re.compile("|".join({re.sub(r"\d.*", "", name) for name in ARCHITECTURES} | {"bert"}))
-    found = {
-        text
-        for path in files
-        for text in names_and_texts(ast.parse(path.read_text(encoding="utf-8")))
-        if family.search(re.sub(EXAMPLES, "", text.lower()))
-    }
-    found -= {key.meaning for key in KEYS.values()}  # which name models as examples
-    protocol = {name for name in KEYS if name.startswith("env.search.qwen.")}
-    assert found == {"qwen", "follows_qwen_format", *protocol}
+from tests.toys import SMALL, Player, toy_tokenizer
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_config_names_its_architecture_unless_the_run_does(name):
-    found = resolve_architecture({"model_type": name}, "", "config.json")
-    assert f"{found.__module__}.{found.__name__}" == ARCHITECTURES[name]
+def test_model_type_selects_the_architecture_unless_the_config_names_one(name):
+    architecture = resolve_architecture({"model_type": name}, "", "config.json")
+    assert f"{architecture.__module__}.{architecture.__name__}" == ARCHITECTURES[name]
     dotted = "jaxrl.models.qwen.QwenConfig"
     assert resolve_architecture({"model_type": "other"}, dotted, "config.json") is QwenConfig
 
 
-def test_an_unknown_model_type_says_what_to_do(tmp_path):
+def test_an_unknown_model_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     expected = "model_type 'mamba' is not supported; expected 'qwen2' or .*model.architecture"
     with pytest.raises(ValueError, match=expected):
         read_architecture(tmp_path)
 
 
+def test_a_class_that_is_no_architecture_is_refused():
+    message = r"config\.model\.architecture .* is not a subclass of .*Architecture"
+    with pytest.raises(ValueError, match=message):
+        resolve_architecture({"model_type": "qwen3"}, "jaxrl.models.qwen.MLP", "config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(QwenConfig):
+    """Architecture that declares two bytes per token and stores the result of `store`."""
+
+    store: object = None
+
+    @property
+    def recorded(self):
+        return {"pair": TokenArraySpec(shape=(2,), dtype=np.dtype(np.uint8), fill=0)}
+
+    def init_extra_state(self, aux, num_tokens):
+        return jnp.zeros(num_tokens)
+
+    def store_extra_state(self, aux, extra_state):
+        aux.recorded.update(self.store(len(extra_state)))
+
+
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("store", "message"),
     [
-        ("nowhere.to.be.Found", "nowhere"),
-        ("jaxrl.models.qwen.Llama", "has no attribute 'Llama'"),
-        ("no name", "expected one of qwen2"),
-        ("jaxrl.models.qwen.MLP", "is not a subclass of jaxrl.models.architecture.Architecture"),
+        (lambda m: {"pair": jnp.zeros((m, 2), jnp.uint8)}, None),
+        (lambda m: {}, "stores nothing as 'pair'"),
+        (
+            lambda m: {"pair": jnp.zeros((m, 3), jnp.uint8)},
+            r"stores uint8 \[\d+, 3\] as 'pair' .* expected uint8 \[\d+, 2",
+        ),
     ],
 )
-def test_a_name_of_no_architecture_is_refused(name, why):
-    with pytest.raises(ValueError, match=why) as error:
-        resolve_architecture({"model_type": "qwen3"}, name, "config.json")
-    assert str(error.value).startswith("config.model.architecture ")
+def test_recorded_arrays_are_checked_before_anything_is_compiled(store, message):
+    config = Recording(**vars(SMALL), store=store)
+    engine = Player(config, toy_tokenizer(), ("a",), num_rows=2, records=True).engine
+    if message:
+        with pytest.raises(ValueError, match=message):
+            engine.check()
+    else:
+        engine.check()
+    assert engine.num_compilations == 0

@@ -1,6 +1,8 @@
-"""Fields that a config.json leaves out, against transformers' own configuration classes."""
+"""Defaults of missing config.json fields, compared with the configuration of transformers."""
 
 import copy
+import functools
+import operator
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -53,7 +55,7 @@ FAMILIES = {
 }  # fmt: skip
 for part in ("qwen2_5_vl", "qwen3_vl"):
     del FAMILIES[part]["text_config"]["rope_theta"]
-# Without these, sizes would not go together: what transformers takes is of a large model.
+# Without these, sizes do not fit together: the defaults of transformers are for a large model.
 REFUSED = {
     ("text_config", "head_dim"): "'mrope_section' is",
     ("text_config", "rope_parameters"): "'mrope_section' is",
@@ -68,8 +70,8 @@ def read(family, fields):
 
 
 def wanted(family, fields):
-    """What transformers reads, under the names of ours."""
-    made = CONFIG_MAPPING[family](**copy.deepcopy(fields))
+    """Return what transformers reads, by our names."""
+    theirs = CONFIG_MAPPING[family](**copy.deepcopy(fields))
     if family == "bert":
         names = {
             "width": "hidden_size", "mlp_width": "intermediate_size", "epsilon": "layer_norm_eps",
@@ -77,9 +79,9 @@ def wanted(family, fields):
             "max_positions": "max_position_embeddings", "num_token_types": "type_vocab_size",
             "vocab_size": "vocab_size", "activation": "hidden_act",
         }  # fmt: skip
-        return {ours: getattr(made, theirs) for ours, theirs in names.items()}
-    text = getattr(made, "text_config", made)
-    found = {
+        return {name: getattr(theirs, their_name) for name, their_name in names.items()}
+    text = getattr(theirs, "text_config", theirs)
+    expected = {
         "vocab_size": text.vocab_size,
         "width": text.hidden_size,
         "mlp_width": text.intermediate_size,
@@ -89,28 +91,28 @@ def wanted(family, fields):
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         "rope_theta": text.rope_parameters["rope_theta"],
         "rms_norm_eps": text.rms_norm_eps,
-        "tie_embeddings": made.tie_word_embeddings,
+        "tie_embeddings": theirs.tie_word_embeddings,
         "max_positions": text.max_position_embeddings,
         "output_bias": getattr(text, "attention_bias", False),
     }
     if family == "qwen3_moe":
-        experts = range(made.decoder_sparse_step - 1, text.num_hidden_layers)
-        experts = experts[:: made.decoder_sparse_step]
-        found |= {
-            "num_experts": made.num_experts,
-            "top_k": made.num_experts_per_tok,
-            "expert_width": made.moe_intermediate_size,
-            "renormalize": made.norm_topk_prob,
-            "expert_layers": tuple(i for i in experts if i not in made.mlp_only_layers),
+        experts = range(theirs.decoder_sparse_step - 1, text.num_hidden_layers)
+        experts = experts[:: theirs.decoder_sparse_step]
+        expected |= {
+            "num_experts": theirs.num_experts,
+            "top_k": theirs.num_experts_per_tok,
+            "expert_width": theirs.moe_intermediate_size,
+            "renormalize": theirs.norm_topk_prob,
+            "expert_layers": tuple(i for i in experts if i not in theirs.mlp_only_layers),
         }
-    return found | (of_tower(made) if hasattr(made, "vision_config") else {})
+    return expected | (wanted_tower(theirs) if hasattr(theirs, "vision_config") else {})
 
 
-def of_tower(made):
-    tower = made.vision_config
+def wanted_tower(theirs):
+    tower = theirs.vision_config
     return {
-        "video_id": made.video_token_id,
-        "tower.token_id": made.image_token_id,
+        "video_id": theirs.video_token_id,
+        "tower.token_id": theirs.image_token_id,
         "tower.width": tower.hidden_size,
         "tower.mlp_width": tower.intermediate_size,
         "tower.num_layers": tower.depth,
@@ -133,70 +135,40 @@ def of_tower(made):
 
 
 def ours(model, names):
-    found = {}
-    for name in names:
-        value = model
-        for part in name.split("."):
-            value = getattr(value, part)
-        found[name] = value
-    return found
+    return {name: operator.attrgetter(name)(model) for name in names}
 
 
-def fields_of(family):
-    """Places of all fields, those inside of parts too; a part goes with all in it."""
+def list_fields(family):
+    """Yield the path of every field, including those of nested parts."""
     for name, value in FAMILIES[family].items():
         if name in ("text_config", "vision_config"):
             for inner, deeper in value.items():
                 yield (name, inner)
                 if inner == "rope_parameters":
-                    yield from ((name, inner, one) for one in deeper)
+                    yield from ((name, inner, key) for key in deeper)
         else:
             yield (name,)
 
 
-CASES = [(family, place) for family in FAMILIES for place in [(), *fields_of(family)]]
-
-
-@pytest.mark.parametrize(("family", "place"), CASES)
-def test_a_missing_field_is_what_transformers_takes_for_it(family, place):
-    fields = copy.deepcopy(FAMILIES[family])
-    if place:
-        *parts, last = place
-        inside = fields
-        for part in parts:
-            inside = inside[part]
-        del inside[last]
-    if place and last in SIZE_FIELDS:  # which every model has of its own
-        with pytest.raises(ValueError, match=f"'{last}'"):
-            read(family, fields)
-    elif place in REFUSED and (last != "head_dim" or family == "qwen3_vl"):
-        with pytest.raises(ValueError, match=REFUSED[place]):
-            read(family, fields)
-    else:
-        expected = wanted(family, fields)
-        assert ours(read(family, fields), expected) == expected
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_null_is_as_missing(family):
-    fields = FAMILIES[family]
-    for name in fields:
-        if name in ("text_config", "vision_config", *SIZE_FIELDS):
-            continue
-        missing = {key: value for key, value in fields.items() if key != name}
-        if name == "num_key_value_heads":  # transformers has as many as queries then
-            assert read(family, {**fields, name: None}).num_kv_heads == 32
-        elif name == "sliding_window":  # null is none, and missing one of 4096 tokens
-            longer = {**missing, "max_position_embeddings": 4097}
-            assert read(family, {**longer, name: None}).max_positions == 4097
-            with pytest.raises(ValueError, match="a sliding window of 4096 tokens"):
-                read(family, longer)
+def test_missing_fields_have_the_defaults_of_transformers(family):
+    for path in [(), *list_fields(family)]:
+        fields, last = copy.deepcopy(FAMILIES[family]), path[-1] if path else ""
+        if path:
+            del functools.reduce(operator.getitem, path[:-1], fields)[last]
+        if last in SIZE_FIELDS:  # these have no default
+            with pytest.raises(ValueError, match=f"'{last}'"):
+                read(family, fields)
+        elif path in REFUSED and (last != "head_dim" or family == "qwen3_vl"):
+            with pytest.raises(ValueError, match=REFUSED[path]):
+                read(family, fields)
         else:
-            assert read(family, {**fields, name: None}) == read(family, missing)
+            expected = wanted(family, fields)
+            assert ours(read(family, fields), expected) == expected, path
 
 
 def test_published_spelling_of_a_model_with_images():
-    """The decoder's fields beside the others, as in Qwen2.5-VL's own config.json."""
+    """The decoder's fields next to the others, as in the config.json of Qwen2.5-VL."""
     nested = FAMILIES["qwen2_5_vl"]
     flat = {**nested, **nested["text_config"]}
     del flat["text_config"]

@@ -1,4 +1,4 @@
-"""Pages against loops over tokens."""
+"""Cache pages compared with loops over tokens."""
 
 import dataclasses
 
@@ -17,21 +17,21 @@ B, M, C = 2, 3, 5
 write_tokens, read_pages, write_pages = (
     jax.jit(f) for f in (kv_cache.write_tokens, kv_cache.read_pages, kv_cache.write_pages)
 )
-few = settings(deadline=None, max_examples=50)
+few = settings(deadline=None, max_examples=25)
 
 
 def numbered(*shape, start=0.0):
     return (start + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
 
-def test_layers_have_arrays_of_their_own():
+def test_each_layer_has_its_own_arrays():
     config = dataclasses.replace(TINY, num_layers=3)
     cache = kv_cache.allocate(config, 4, 9, jnp.bfloat16)
     leaves = jax.tree.leaves(cache)
     assert [len(layer) for layer in cache] == [2, 2, 2]
     assert {leaf.shape for leaf in leaves} == {(4, 2, 9, 16)}
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
-    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6  # each is donated alone
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6  # each is donated separately
     assert not any(leaf.any() for leaf in leaves)
 
 

@@ -1,4 +1,4 @@
-"""Our model against `transformers` on torch, both run here, on random shapes."""
+"""Parity with `transformers` on torch for random small models."""
 
 import dataclasses
 from functools import partial
@@ -37,12 +37,12 @@ SCALED = (
 
 
 def random_config(seed):
-    """A small model of either family with whatever that family allows."""
+    """Return a small Qwen2 or Qwen3 with random settings that the family allows."""
     rng = np.random.default_rng(seed)
     is_qwen3 = bool(seed % 2)
     num_kv_heads = int(rng.integers(1, 4))
     num_heads = num_kv_heads * int(rng.integers(1, 4))
-    # A Qwen2 config.json has no head_dim of its own: the heads share the width.
+    # A Qwen2 config.json has no head_dim: the heads share the width.
     head_dim = 2 * int(rng.integers(2, 12))
     has_bias = bool(rng.integers(2))
     scaling = (None, *SCALED)[seed // 2 % 4]
@@ -66,17 +66,17 @@ def random_config(seed):
 
 
 def random_llama(seed):
-    """A small Llama: heads of any even size, biases on all of attention or on none."""
+    """Return a small Llama with heads of any even size and biases on all of attention or none."""
     rng = np.random.default_rng(seed)
-    dense = random_config(2 * seed + 1)  # of Qwen3, whose heads need not share the width
+    dense = random_config(2 * seed + 1)  # a Qwen3, whose heads need not share the width
     has_bias = bool(rng.integers(2))
-    width = dense.num_heads * int(rng.integers(2, 12))  # transformers wants a multiple
+    width = dense.num_heads * int(rng.integers(2, 12))  # transformers requires a multiple
     changes = {"width": width, "qk_norm": False, "qkv_bias": has_bias, "output_bias": has_bias}
     return LlamaConfig(**vars(dense) | changes)
 
 
 def random_moe(seed):
-    """A small mixture of experts: any layers dense, shares normalized or not."""
+    """Return a small mixture of experts with any layers dense, weights normalized or not."""
     rng = np.random.default_rng(seed)
     dense = random_config(2 * seed + 1)
     expert_layers = tuple(i for i in range(dense.num_layers) if rng.integers(3)) or (0,)
@@ -92,7 +92,7 @@ def random_moe(seed):
 
 
 def random_params(config, seed):
-    """Weights at which every parameter matters: no zero biases, no norm scales of one."""
+    """Return weights with no zero biases and no norm scales of one, so that all matter."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, like):
@@ -107,12 +107,12 @@ def random_params(config, seed):
 
 def torch_model(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    # One expert after another: torch's grouped products refuse widths that are no multiple of 4.
+    # Torch's grouped products reject widths that are not multiples of 4.
     model.set_experts_implementation("eager")
     return model.eval()
 
 
-def logits_of(params, config, token_ids, offset=0):
+def compute_logits(params, config, token_ids, offset=0):
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape) + offset
     row = (token_ids, positions, jnp.ones_like(positions))
     hidden = jax.jit(full_pass, static_argnums=0)(config, params, *row)
@@ -121,7 +121,7 @@ def logits_of(params, config, token_ids, offset=0):
 
 @partial(jax.jit, static_argnums=(1, 3))
 def greedy(params, config, prompts, num_tokens):
-    """The most likely continuation of `prompts` `[B, T]`, one token at a time."""
+    """Return the most likely continuation of `prompts` `[B, T]`, one token at a time."""
     B, T = prompts.shape
     weights = config.weights_for_decoding(params, jnp.float32)
 
@@ -136,10 +136,10 @@ def greedy(params, config, prompts, num_tokens):
 
     def step(carry, index):
         token_ids, cache = carry
-        one = jnp.ones_like(start)
         hidden, cache = read_tokens(
-            config, weights, cache, tables, start + T + index, one, token_ids[:, None]
-        )
+            config, weights, cache, tables, start + T + index, jnp.ones_like(start),
+            token_ids[:, None],
+        )  # fmt: skip
         return (choose(hidden[:, -1]).astype(jnp.int32), cache), token_ids
 
     first = (choose(hidden[:, -1]).astype(jnp.int32), cache)
@@ -149,7 +149,7 @@ def greedy(params, config, prompts, num_tokens):
 
 @pytest.mark.parametrize("make", [random_config, random_llama, random_moe])
 @pytest.mark.parametrize("seed", range(8))
-def test_transformers_reads_our_export(tmp_path, seed, make):
+def test_exported_models_agree_with_transformers(tmp_path, seed, make):
     config = make(seed)
     params = random_params(config, seed)
     save_hf(params, config, tmp_path / "hf", max_shard_size=10**9 if seed % 4 else 50_000)
@@ -160,7 +160,7 @@ def test_transformers_reads_our_export(tmp_path, seed, make):
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 33))
     with torch.no_grad():
         wanted = model(torch.tensor(token_ids)).logits.numpy()
-    got = logits_of(params, config, jnp.asarray(token_ids))
+    got = compute_logits(params, config, jnp.asarray(token_ids))
     np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
 
     prompts = token_ids[:, :9]
@@ -177,8 +177,7 @@ def test_transformers_reads_our_export(tmp_path, seed, make):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_folder_that_transformers_wrote(tmp_path, dtype):
-    # In, one step away from the source, out again, and read by transformers.
+def test_import_train_and_export_of_a_model_from_transformers(tmp_path, dtype):
     config = dataclasses.replace(random_config(5), tie_embeddings=False)
     fields = {**config.hf_config(), "dtype": dtype}
     fields.pop("torch_dtype")
@@ -193,7 +192,7 @@ def test_folder_that_transformers_wrote(tmp_path, dtype):
     with torch.no_grad():
         wanted = model.float()(torch.tensor(token_ids)).logits.numpy()
     np.testing.assert_allclose(
-        logits_of(params, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+        compute_logits(params, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
     )
 
     trained = jax.tree.map(lambda leaf: 1.25 * leaf, params)
@@ -202,15 +201,15 @@ def test_folder_that_transformers_wrote(tmp_path, dtype):
     with torch.no_grad():
         wanted = torch_model(tmp_path / "export")(torch.tensor(token_ids)).logits.numpy()
     np.testing.assert_allclose(
-        logits_of(exported, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+        compute_logits(exported, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
     )
-    as_published = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert as_published.dtype == getattr(torch, dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert loaded.dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("scaling", [None, *SCALED], ids=["default", "yarn", "linear", "llama3"])
-def test_far_positions(tmp_path, scaling):
-    # Both round frequencies and angles to float32, which shows from some thousand tokens on.
+def test_logits_at_far_positions(tmp_path, scaling):
+    # Frequencies and angles are rounded to float32, which matters beyond some thousand tokens.
     config = dataclasses.replace(random_config(3), head_dim=64, rope_scaling=scaling)
     params = random_params(config, 3)
     save_hf(params, config, tmp_path / "hf")
@@ -218,5 +217,5 @@ def test_far_positions(tmp_path, scaling):
     positions = torch.arange(3000, 3040)[None]
     with torch.no_grad():
         out = torch_model(tmp_path / "hf")(torch.tensor(token_ids), position_ids=positions)
-    got = logits_of(params, config, jnp.asarray(token_ids), offset=3000)
+    got = compute_logits(params, config, jnp.asarray(token_ids), offset=3000)
     np.testing.assert_allclose(got, out.logits.numpy(), atol=1e-4, rtol=0)

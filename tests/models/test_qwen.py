@@ -1,4 +1,4 @@
-"""Properties of the decoder on random parameters; `test_parity` has the numbers to agree with."""
+"""Properties of the decoder with random parameters; `test_parity` compares with transformers."""
 
 import dataclasses
 import re
@@ -11,21 +11,20 @@ import pytest
 
 from jaxrl.models import decoder, kv_cache
 from jaxrl.models.attention.reference import MASK_VALUE
-from jaxrl.models.layers import prepare_sampler_weights
 from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = tiny_params()
 WEIGHTS = TINY.weights_for_decoding(PARAMS, jnp.float32)
-GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
+GARBAGE = 1e3  # must not be read: large enough to show, finite as in a real cache
 
 hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
 read = jax.jit(partial(read_tokens, TINY))
 
 
 def full(token_ids, positions=None, segment_ids=None, *, remat="none", scan=True):
-    """Hidden states of up to three rows of up to 20 tokens, padded to that: one compilation."""
+    """Return hidden states of up to 3 rows of up to 20 tokens, padded to compile once."""
     R, T = token_ids.shape
     positions = np.arange(T) if positions is None else positions
     segment_ids = 1 if segment_ids is None else segment_ids
@@ -42,7 +41,7 @@ def assert_close(got, wanted):
     np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=0)
 
 
-def test_rows_at_different_places_read_and_decode_as_the_full_pass():
+def test_prefill_and_decode_at_different_positions_equal_the_full_pass():
     # Three rows: prompts of 3, 9 and 6 tokens, then 4, 2 and 5 tokens of an observation, then three
     # single tokens of two of them. Padding and stale pages are garbage.
     token_ids = random_ids(3, 17)
@@ -52,9 +51,9 @@ def test_rows_at_different_places_read_and_decode_as_the_full_pass():
     tables = jnp.asarray(np.random.default_rng(3).permutation(15).reshape(3, 5))
     start = np.zeros(3, np.int32)
 
-    def go_on(rows, lengths, width):
+    def append(rows, lengths, width):
         nonlocal cache
-        chunk = np.full((len(rows), width), 7, np.int32)  # the padding is a token like any other
+        chunk = np.full((len(rows), width), 7, np.int32)  # padding is an ordinary token
         for index, row in enumerate(rows):
             chunk[index, : lengths[index]] = token_ids[
                 row, start[row] : start[row] + lengths[index]
@@ -66,14 +65,13 @@ def test_rows_at_different_places_read_and_decode_as_the_full_pass():
             assert_close(hidden[index, : lengths[index]], wanted[row, start[row] : end])
         start[rows] += lengths
 
-    everyone, some = np.arange(3), np.array([2, 0])
-    go_on(everyone, np.array([3, 9, 6]), 10)
-    go_on(everyone, np.array([4, 2, 5]), 6)
+    append(np.arange(3), np.array([3, 9, 6]), 10)
+    append(np.arange(3), np.array([4, 2, 5]), 6)
     for _ in range(3):
-        go_on(some, np.ones(2, int), 1)
+        append(np.array([2, 0]), np.ones(2, int), 1)
 
 
-def test_a_token_reads_what_is_before_it_in_its_segment_and_nothing_else():
+def test_a_token_reads_only_earlier_tokens_of_its_segment():
     token_ids = random_ids(1, 12)
     alone = full(token_ids)
     changed = token_ids.copy()
@@ -82,77 +80,62 @@ def test_a_token_reads_what_is_before_it_in_its_segment_and_nothing_else():
     np.testing.assert_array_equal(got[0, :8], alone[0, :8])
     assert (np.abs(got[0, 8:] - alone[0, 8:]).max(axis=-1) > 1e-3).all()
 
-    # Behind another sequence and before padding.
-    other = random_ids(1, 5, seed=1)
-    row = np.concatenate([other, token_ids, np.zeros((1, 3), np.int32)], axis=1)
+    # After another sequence and before padding.
+    before = random_ids(1, 5, seed=1)
+    row = np.concatenate([before, token_ids, np.zeros((1, 3), np.int32)], axis=1)
     positions = np.concatenate([np.arange(5), np.arange(12), np.zeros(3, int)])[None]
     segment_ids = np.repeat([2, 1, 0], [5, 12, 3])[None]
     packed = full(row, positions, segment_ids)
     assert_close(packed[:, 5:17], alone)
-    assert_close(packed[:, :5], full(other))
+    assert_close(packed[:, :5], full(before))
     assert np.isfinite(packed).all()
 
 
-def test_only_distances_between_positions_count():
-    token_ids = random_ids(2, 12)
-    positions = np.broadcast_to(np.arange(12), (2, 12))
-    assert_close(full(token_ids, positions + 40), full(token_ids))
-    apart = full(token_ids, positions * 3)
-    assert np.abs(apart - full(token_ids)).max() > 1e-2
-
-
-def gradient_and_kept(remat, scan):
-    """The gradient of all parameters, and how many values the backward pass is handed."""
+def gradient_and_residuals(remat, scan):
+    """Return the gradient of all parameters and the number of values saved for it."""
     T = 48
     row = jnp.asarray(random_ids(1, T)), jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
     loss = lambda p: (full_pass(TINY, p, *row, remat=remat, scan=scan) ** 3).sum()  # noqa: E731
-    kept = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], PARAMS)
-    return jax.jit(jax.grad(loss))(PARAMS), sum(leaf.size for leaf in jax.tree.leaves(kept))
+    residuals = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], PARAMS)
+    size = sum(leaf.size for leaf in jax.tree.leaves(residuals))
+    return jax.jit(jax.grad(loss))(PARAMS), size
 
 
-@pytest.fixture(scope="module")
-def nothing_recomputed():
-    return gradient_and_kept("none", True)
-
-
-def test_what_is_computed_again_changes_no_gradient(nothing_recomputed):
-    wanted, most = nothing_recomputed
-    kept = {"none": most}
+def test_remat_and_unrolled_layers_change_no_gradient():
+    wanted, size = gradient_and_residuals("none", True)
+    sizes = {"none": size}
     for remat in ("dots", "names", "full", "offload"):
-        found, kept[remat] = gradient_and_kept(remat, True)
-        assert relative_distance(found, wanted) < 1e-6
-    # Of 2 layers and 48 tokens: q, k, v and o and the MLP's inner products, and of `dots` the last
-    # one, of `names` attention's result.
-    layers = {name: (size - kept["full"]) / 2 / 48 for name, size in kept.items()}
+        gradient, sizes[remat] = gradient_and_residuals(remat, True)
+        assert relative_distance(gradient, wanted) < 1e-6
+    for remat in ("none", "names", "offload"):
+        gradient, _ = gradient_and_residuals(remat, False)
+        assert relative_distance(gradient, wanted) < 1e-6
+    # Per layer and token: q, k, v, o and the MLP's inner products; `names` adds attention's result
+    # and its log-sum-exp.
+    layers = {name: (size - sizes["full"]) / 2 / 48 for name, size in sizes.items()}
     shared = 64 + 2 * 32 + 64 + 2 * 96
-    assert layers["names"] == pytest.approx(shared + 64 + 4, rel=0.01)  # and its log-sum-exp
+    assert layers["names"] == pytest.approx(shared + 64 + 4, rel=0.01)
     assert layers["dots"] == pytest.approx(shared, rel=0.01)
     assert layers["none"] > layers["names"] + 4 * 48
-    assert layers["offload"] == 64 + 4  # attention's result, beside the layer's input
-
-
-def test_layers_one_by_one_are_the_loop(nothing_recomputed):
-    for remat in ("none", "names", "full", "offload"):
-        found, _ = gradient_and_kept(remat, False)
-        assert relative_distance(found, nothing_recomputed[0]) < 1e-6
+    assert layers["offload"] == 64 + 4  # besides the layer's input
 
 
 @pytest.mark.parametrize(("scan", "times"), [(True, 1), (False, 2)])
-def test_what_is_offloaded_crosses_to_the_host_and_back(scan, times):
-    # A layer's input, attention's result and the log-sum-exp of its scores, of two layers.
+def test_offloaded_values_move_to_the_host_and_back(scan, times):
+    # The layer's input, attention's result and its log-sum-exp, for two layers.
     row = jnp.zeros((1, 48), jnp.int32), jnp.arange(48)[None], jnp.ones((1, 48), jnp.int32)
 
-    def places(remat):
+    def placements(remat):
         loss = lambda p: full_pass(TINY, p, *row, remat=remat, scan=scan).sum()  # noqa: E731
         program = jax.jit(jax.grad(loss)).trace(PARAMS).lower(lowering_platforms=("cuda",))
         return sorted(re.findall(r'_xla_buffer_placement = "(\w+)"', program.as_text()))
 
-    assert places("offload") == ["device"] * 3 * times + ["pinned_host"] * 3 * times
-    assert places("full") == []
+    assert placements("offload") == ["device"] * 3 * times + ["pinned_host"] * 3 * times
+    assert placements("full") == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
+def test_ids_beyond_the_tokenizer_get_the_lowest_logit(tied):
     config = dataclasses.replace(TINY, tie_embeddings=tied)
     params = tiny_params(config)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, TINY.width)), jnp.float32)
@@ -167,24 +150,10 @@ def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
     assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
 
 
-def test_logits_are_float32_whatever_the_weights_are():
-    weights = TINY.weights_for_decoding(PARAMS, jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
-    token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
-    pages = kv_cache.allocate(TINY, 4, 4, jnp.bfloat16)
-    tables = jnp.arange(4).reshape(2, 2)
-    hidden, cache = read(weights, pages, tables, zero, jnp.full(2, 5), token_ids)
-    assert hidden.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
-    assert TINY.unembed(weights, hidden, num_tokens=250).dtype == jnp.float32
-
-
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"tie_embeddings": True},
-        {"qk_norm": False},
+        {"tie_embeddings": True, "qk_norm": False},
         {"qkv_bias": False, "output_bias": True, "num_layers": 3},
     ],
 )
@@ -208,16 +177,6 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = prepare_sampler_weights(config.weights_for_decoding(params, jnp.float32), scan=False)[
-        "blocks"
-    ]
-    assert len(layers) == config.num_layers
-    for index, layer in enumerate(layers):
-        jax.tree.map(
-            lambda got, stacked, index=index: np.testing.assert_array_equal(got, stacked[index]),
-            layer,
-            params["blocks"],
-        )
 
 
 def test_rms_norm_by_hand():
@@ -225,14 +184,14 @@ def test_rms_norm_by_hand():
     x = jnp.array([3.0, 4.0])
     got = decoder.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
     np.testing.assert_allclose(got, np.array([3.0, 8.0]) / np.sqrt(12.5), rtol=1e-6)
-    # In bfloat16 the square of 300 and the sum would lose digits; the norm is taken in float32.
+    # In bfloat16 the square of 300 and the sum would lose digits; the norm is computed in float32.
     half = jnp.full(256, 300.0, jnp.bfloat16)
     assert decoder.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6).dtype == jnp.bfloat16
     np.testing.assert_array_equal(decoder.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6), 1.0)
 
 
 def test_rope_by_hand():
-    # One pair of dimensions at base 1 turns by one radian a position.
+    # One pair of dimensions at base 1 rotates by one radian per position.
     config = dataclasses.replace(TINY, head_dim=2, rope_theta=1.0)
     positions = jnp.arange(3)
     turned = decoder.rope(

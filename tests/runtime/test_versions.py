@@ -1,4 +1,4 @@
-"""What a run was made with."""
+"""The record of versions, machine and code of each start of a run."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import jax
@@ -26,7 +25,7 @@ def parts(tiny_world):
     return build(debug_tiny.get_config(str(tiny_world)))
 
 
-def test_every_start_is_kept(tmp_path, parts):
+def test_every_start_is_recorded(tmp_path, parts):
     path = tmp_path / "environment.json"
     write_environment(path, 0, parts)
     write_environment(path, 40, parts)
@@ -44,24 +43,12 @@ def test_every_start_is_kept(tmp_path, parts):
     assert parameters == model.vocab_size * width + model.num_layers * block + width
 
 
-def test_folders_of_the_users_modules_are_kept(tmp_path, parts, monkeypatch):
-    (folder := tmp_path / "mine").mkdir()
-    installed = [path for path in sys.path if "site-packages" in path]
-    assert installed
-    monkeypatch.setattr(sys, "path", ["", *installed, str(tmp_path / "missing"), str(folder)])
-    monkeypatch.chdir(tmp_path)
-    write_environment(tmp_path / "environment.json", 0, parts)
-    [start] = json.loads((tmp_path / "environment.json").read_text())
-    assert start["code_folders"] == [str(tmp_path), str(folder)]
-
-
-@pytest.mark.parametrize("damage", ['[{"step": 0, ', "[1]", "\xff"])
-def test_a_damaged_or_lost_file_is_reported(tmp_path, parts, damage):
-    path, lines = tmp_path / "environment.json", []
-    path.write_text(damage, encoding="latin-1")
+def test_a_damaged_or_lost_file_is_reported(tmp_path, parts):
+    path, lines, damage = tmp_path / "environment.json", [], '[{"step": 0, '
+    path.write_text(damage)
     write_environment(path, 3, parts, lines.append)
     assert [start["step"] for start in json.loads(path.read_text())] == [3]
-    assert (tmp_path / "environment.json.damaged").read_text(encoding="latin-1") == damage
+    assert (tmp_path / "environment.json.damaged").read_text() == damage
     assert str(path) in lines[0]
     assert lines[0].endswith("renamed to environment.json.damaged")
     path.unlink()
@@ -75,7 +62,7 @@ def git(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_commit_of_the_code(tmp_path):
+def test_find_commit_marks_uncommitted_changes(tmp_path):
     code = tmp_path / "package"
     code.mkdir()
     (code / "__init__.py").write_text("")
@@ -90,39 +77,32 @@ def test_the_commit_of_the_code(tmp_path):
     assert find_commit(code) == head + "+"
 
 
-@pytest.fixture
-def world(tiny_world, tmp_path):
-    return shutil.copytree(tiny_world, tmp_path / "world")
-
-
-NIGHT = datetime(2024, 2, 29, 23, 59)
 DATED = (
     "{% for m in messages %}{{ m.role ~ strftime_now(' on %d %b %Y: ') ~ m.content }}{% endfor %}"
 )
 
 
-def test_a_run_keeps_the_time_of_its_first_prompts(world, tmp_path, monkeypatch):
-    config = debug_tiny.get_config(str(world))
+def test_a_restart_keeps_the_time_in_prompts(tiny_world, parts, tmp_path, monkeypatch):
+    config = debug_tiny.get_config(str(shutil.copytree(tiny_world, tmp_path / "world")))
     file = Path(config.model.path) / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": DATED}))
-    first = build(config, now=NIGHT)
-    write_environment(tmp_path / "environment.json", 0, first)
-    later = dataclasses.replace(first, prompt_time="2030-01-01T00:00:00")
-    write_environment(tmp_path / "environment.json", 1, later)
-    made, said = [], []
+    for step, time in enumerate(("2024-02-29T23:59:00", "2030-01-01T00:00:00")):
+        start = dataclasses.replace(parts, prompt_time=time)
+        write_environment(tmp_path / "environment.json", step, start)
+    built, messages = [], []
     original = components.build
 
-    def spy(*arguments, **settings):
-        made.append(original(*arguments, **settings))
-        return made[-1]
+    def record_build(*arguments, **settings):
+        built.append(original(*arguments, **settings))
+        return built[-1]
 
-    monkeypatch.setattr("jaxrl.builders.components.build", spy)
+    monkeypatch.setattr("jaxrl.builders.components.build", record_build)
     display = Display()
-    display.log = said.append
+    display.log = messages.append
     with contextlib.ExitStack() as stack:
         prepare_run(resolve_names(config), tmp_path, display, stack)
-    tokenizer = made[0].tokenizer
+    tokenizer = built[0].tokenizer
     prompt = tokenizer.render_prompt([{"role": "user", "content": "Where?"}])
     assert tokenizer.decode(prompt) == "user on 29 Feb 2024: Where?"
-    assert [line for line in said if "2024-02-29 23:59" in line]
-    assert made[0].prompt_time == "2024-02-29T23:59:00"
+    assert [line for line in messages if "2024-02-29 23:59" in line]
+    assert built[0].prompt_time == "2024-02-29T23:59:00"

@@ -1,4 +1,4 @@
-"""The host's side of the sampler: reports, lengths of chunks, and what a device waits for."""
+"""The host side of the sampler: reports of chunks, trajectories, and threads."""
 
 import threading
 import time
@@ -10,22 +10,8 @@ import pytest
 
 from jaxrl.envs.base import Outcome
 from jaxrl.sampling import decode
-from jaxrl.sampling.episodes import ReplySchedule
-from jaxrl.sampling.trajectory import Sample, TokenSpan, to_trajectory
+from jaxrl.sampling.trajectory import Sample, to_trajectory
 from jaxrl.utils.concurrency import ThreadPool
-from tests.helpers import tiny_params
-from tests.sampling.slow import SlowEnv
-from tests.toys import SMALL, Player, toy_tokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-STOPS = tuple("abcdefghijklmnop")
-PARAMS = tiny_params(SMALL, seed=11)
-
-
-@pytest.fixture(scope="module")
-def player():
-    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=4)
 
 
 def test_a_report_reaches_the_host_bit_for_bit():
@@ -48,73 +34,32 @@ def test_a_report_reaches_the_host_bit_for_bit():
     assert (got.status.tolist(), got.stop_state.tolist()) == ([2, 0], [3, 4])
 
 
-def test_a_trajectory_is_made_of_spans():
-    episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
-    sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1, 2], prompt_length=2)
-    sample.begin_first_turn()
-    sample.append([3, 4], np.float32([-1, -2]), np.float32([0.5, 0.25]), 7)
-    sample.append([], np.float32([]), np.float32([]), 7)
-    sample.append_observation([5])
-    sample.append([6, 7], np.float32([-3, -4]), np.float32([0.1, 0.2]), [8, 9])
-    assert [type(one) for one in sample.sampled] == [TokenSpan, TokenSpan]
-    got = to_trajectory(sample, {})
-    assert got.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert got.loss_mask.tolist() == [False, False, True, True, False, True, True]
-    assert got.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -3, -4]
-    np.testing.assert_array_equal(got.rollout_entropies, np.float32([0, 0, 0.5, 0.25, 0, 0.1, 0.2]))
-    assert got.policy_versions.tolist() == [-1, -1, 7, 7, -1, 8, 9]
-    assert sample.num_sampled == 4
-
-
-def test_a_span_goes_on_where_the_same_weights_sample_on():
+def test_a_trajectory_is_made_of_spans_of_one_policy_version():
     episode = SimpleNamespace(task=None, opener="", turns=[], outcome=Outcome.ANSWERED)
     sample = Sample(episode=episode, sample_index=0, attempt=0, token_ids=[1], prompt_length=1)
     sample.begin_first_turn()
-    own = [5, 6]
-    for number, versions in enumerate((3, 3, own, own, 4)):
-        numbers = np.float32([number, number + 0.5])
+
+    def append(first_number, versions):
+        numbers = np.float32([first_number, first_number + 0.5])
         sample.append([7, 8], numbers, -numbers, versions)
-    assert [(one.start, one.end) for one in sample.sampled] == [(1, 5), (5, 7), (7, 9), (9, 11)]
+
+    append(1, 3)
+    append(2, 3)  # the same weights: the span grows
+    sample.append([], np.float32([]), np.float32([]), 3)
+    append(3, [5, 6])
+    sample.append_observation([9])
+    append(4, 4)
+    assert [(span.start, span.end) for span in sample.sampled] == [(1, 5), (5, 7), (8, 10)]
     got = to_trajectory(sample, {})
-    assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, 5, 6, 4, 4]
-    assert got.rollout_logprobs.tolist() == [0, 0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5]
+    assert got.token_ids.tolist() == [1, 7, 8, 7, 8, 7, 8, 9, 7, 8]
+    assert got.loss_mask.tolist() == [False, *[True] * 6, False, True, True]
+    assert got.policy_versions.tolist() == [-1, 3, 3, 3, 3, 5, 6, -1, 4, 4]
+    assert got.rollout_logprobs.tolist() == [0, 1, 1.5, 2, 2.5, 3, 3.5, 0, 4, 4.5]
     np.testing.assert_array_equal(got.rollout_entropies, -got.rollout_logprobs)
+    assert sample.num_sampled == 8
 
 
-def slow(latency_s=0.0):
-    """An observation and the end; each call takes a while."""
-    return SlowEnv(STOPS, latency_s, least_s=latency_s, num_notes=1)
-
-
-def play(player, env, questions, **settings):
-    player.engine.set_weights(PARAMS)
-    return player.play(env, questions, **settings)
-
-
-def test_chunks_of_another_length_draw_the_same(player):
-    wanted = play(player, slow(), ["where?", "when"], group_size=3)
-    other = Player(SMALL, toy_tokenizer(), STOPS, num_rows=4, chunk_tokens=2)
-    got = play(other, slow(), ["where?", "when"], group_size=3)
-    assert [t.token_ids.tolist() for t in got] == [t.token_ids.tolist() for t in wanted]
-
-
-def test_waits_are_counted_by_why(player):
-    engine = player.engine
-    engine.wait_s.clear()
-    # A single episode waits alone, for each of its two calls.
-    play(player, slow(0.1), ["where?"], schedule=ReplySchedule(lag_chunks=1))
-    assert engine.wait_s.keys() <= {"tasks"}
-    assert 0.2 <= engine.wait_s["tasks"] < 1.0
-    engine.wait_s.clear()
-    # Of twelve, others could be decoded while the first wait: replies are due too early.
-    play(player, slow(0.1), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=1))
-    assert engine.wait_s["lag"] >= 0.1
-    engine.wait_s.clear()
-    play(player, slow(), ["where?"] * 4, group_size=3, schedule=ReplySchedule(lag_chunks=3))
-    assert sum(engine.wait_s.values()) < 0.1
-
-
-def test_threads_are_taken_again_and_end():
+def test_threads_are_reused_and_end():
     threads, go = ThreadPool(), threading.Event()
     names = [threads.start(threading.get_ident).result() for _ in range(5)]
     hanging = threads.start(go.wait)
@@ -122,11 +67,11 @@ def test_threads_are_taken_again_and_end():
     with pytest.raises(ZeroDivisionError):
         failing.result()
     time.sleep(0.05)
-    alive = [one for one in threading.enumerate() if one.name == "env"]
-    assert 2 <= len({*names, *(one.ident for one in alive)}) <= 3
+    alive = [thread for thread in threading.enumerate() if thread.name == "env"]
+    assert 2 <= len({*names, *(thread.ident for thread in alive)}) <= 3
     threads.close()
-    left = [one for one in alive if one.is_alive()]
-    assert len(left) == 1  # nobody waits for it
+    left = [thread for thread in alive if thread.is_alive()]
+    assert len(left) == 1  # close does not wait for it
     assert not hanging.done()
     go.set()
     left[0].join(5)

@@ -18,7 +18,7 @@ from jaxrl.envs.base import (
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
-from jaxrl.envs.search.base import EmptySearch, SearchEngine
+from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling.observations import encode_observation
 from jaxrl.sampling.rollout import Rollout
@@ -37,7 +37,7 @@ from tests.toys import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# Wide enough for an output layer that tells every place of a conversation from the others.
+# Wide enough for an output layer that distinguishes every position of a conversation.
 CONFIG = dataclasses.replace(SMALL, width=128, head_dim=32)
 PARAMS = tiny_params(CONFIG)
 SHORT = [*chain("<information>"), *chain("the tower")]
@@ -55,11 +55,13 @@ SPLIT = [
 ]
 FOUND = "at Paris"
 END = "<|im_end|>"
+FIRST, LAST = "<search>the tower</search>", "<answer>Paris</answer>"
+OBSERVATION = SEARCH_R1.render_observation(FOUND)
 
 
 @pytest.fixture(scope="module")
 def players():
-    """By whether the tags are one token each, or several that also hold what is around them."""
+    """Players by tokenizer: tags are one token each, or several that include their neighbors."""
     return {
         name: Player(CONFIG, toy_tokenizer(*merges), SEARCH_R1.stop_strings, num_rows=1)
         for name, merges in {"whole": WHOLE, "split": SPLIT}.items()
@@ -71,20 +73,16 @@ def player(players):
     return players["split"]
 
 
-def search_env(engine=None, **settings):
-    settings = {
-        "prompt": Prompt(system="", template="{question}"),
-        "max_turns": 2,
-        **settings,
-    }
-    return SearchEnv(engine or KeywordSearch({"tower": FOUND}), **settings)
+def search_env(engine=None):
+    prompt = Prompt(system="", template="{question}")
+    return SearchEnv(engine or KeywordSearch({"tower": FOUND}), prompt=prompt, max_turns=2)
 
 
 def teach(player, *parts, question="Where?"):
-    """Makes the policy write the strings among `parts`; observations stand between them.
+    """Make the policy write the strings among `parts`, with the observations between them.
 
     Returns:
-        The ids of the whole conversation, and which of them the policy writes.
+        Ids of the whole conversation, and which of them the policy writes.
     """
     tokenizer = player.tokenizer
     ids = tokenizer.render_prompt([{"role": "user", "content": question}])
@@ -107,7 +105,7 @@ def play_one(player, env, question="Where?", **settings):
     return trajectory
 
 
-def test_the_two_tokenizers_differ_as_meant(players):
+def test_the_two_tokenizers_split_tags_differently(players):
     def pieces(name, text):
         tokenizer = players[name].tokenizer
         return [tokenizer.decode([token]) for token in tokenizer.encode(text)]
@@ -118,35 +116,35 @@ def test_the_two_tokenizers_differ_as_meant(players):
     assert pieces("split", "</search></") == ["</", "search", "></"]
 
 
-@pytest.mark.parametrize("query", ["the tower", "the tower?"])
-@pytest.mark.parametrize("ends", [("", ""), ("\n\n", "."), (".", "\n\n")])
-def test_stops_are_found_however_they_are_tokenized(players, query, ends):
+@pytest.mark.parametrize(
+    ("query", "ends"), [("the tower", ("", "")), ("the tower?", ("\n\n", "."))]
+)
+def test_stop_strings_end_turns_however_they_are_tokenized(players, query, ends):
     first = f"hm <search>{query}</search>"
     last = "<answer>Paris</answer>"
-    found = SEARCH_R1.render_observation(FOUND)
     for name, player in players.items():
-        # What follows a tag is in the same token where tags are split, else it is never written.
+        # The text after a tag is only written if it is in the same token.
         after = ends if name == "split" else ("", "")
-        ids, mask = teach(player, first + after[0], found, last + after[1])
+        ids, mask = teach(player, first + after[0], OBSERVATION, last + after[1])
         pay = RewardCombiner(weights={"format": 1.0, "answer": 1.0})
         got = play_one(player, search_env(), pay=pay)
 
         assert [turn.text for turn in got.turns] == [first, last]
         assert [turn.tool_call for turn in got.turns] == [query, None]
-        assert [turn.observation for turn in got.turns] == [found.text, None]
+        assert [turn.observation for turn in got.turns] == [OBSERVATION.text, None]
         assert got.outcome == Outcome.ANSWERED
         assert got.final_answer == "Paris"
-        # `format` asks for a think block right before the answer; the answer itself is right.
+        # `format` requires a think block right before the answer; the answer itself is right.
         assert got.reward == 0.5 + 2.0
         assert got.reward_parts["exact_match"] == 1.0
-        # The ids are the policy's own: all of the last token, though the text ends inside it.
+        # The ids include all of the last token, though the text ends inside it.
         assert got.token_ids.tolist() == ids
         assert got.loss_mask.tolist() == mask
-        assert got.generated_text == first + found.text + last
+        assert got.generated_text == first + OBSERVATION.text + last
 
 
-def test_each_turn_starts_afresh(player):
-    # Neither what follows a stop in its token nor the end of an observation begins a tag.
+def test_stop_strings_do_not_span_turns(player):
+    # Neither the text after a stop in its token nor the end of an observation begins a tag.
     half = Observation(prefix="\n", body="so", suffix="</")
     env = ScriptedEnv(
         SEARCH_R1.stop_strings,
@@ -159,17 +157,6 @@ def test_each_turn_starts_afresh(player):
 
 
 def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
-    ids, mask = teach(player, f"hello{END}")
-    got = play_one(player, search_env())
-    assert [turn.text for turn in got.turns] == ["hello"]
-    assert got.outcome == Outcome.MALFORMED
-    assert got.token_ids.tolist() == ids
-    assert ids[-1] == player.tokenizer.eos_ids[0]
-    assert got.loss_mask.tolist() == mask
-    assert got.loss_mask[-1]
-
-
-def test_an_environment_may_go_on_after_an_end_of_turn_id(player):
     more = Observation(prefix="\n", body="go on", suffix="\n")
     env = ScriptedEnv(
         SEARCH_R1.stop_strings,
@@ -178,12 +165,13 @@ def test_an_environment_may_go_on_after_an_end_of_turn_id(player):
     ids, mask = teach(player, f"hello{END}", more, f"bye{END}")
     got = play_one(player, env)
     assert env.texts == ["hello", "bye"]
+    assert ids[-1] == player.tokenizer.eos_ids[0]
     assert got.token_ids.tolist() == ids
     assert got.loss_mask.tolist() == mask
 
 
-def test_a_turn_without_observation_goes_on_where_it_stopped(player):
-    # A search that was never opened earns no observation; nothing is read before it goes on.
+def test_a_turn_without_observation_prefills_nothing(player):
+    # A search that was never opened earns no observation.
     ids, mask = teach(player, "oh</search>", "so <answer>Paris</answer>")
     before = player.engine.counts.prefilled_resume
     got = play_one(player, search_env())
@@ -194,57 +182,51 @@ def test_a_turn_without_observation_goes_on_where_it_stopped(player):
     assert player.engine.counts.prefilled_resume == before
 
 
-FIRST, LAST = "<search>the tower</search>", "<answer>Paris</answer>"
-
-
-def by_turns(turns, answers):
+def turn_reward(turns, answers):
     return [1.0 if turn.tool_call else 0.25 for turn in turns]
 
 
-def seen(completions, completion_ids, **kwargs):
+def count_tokens(completions, completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
 @pytest.mark.parametrize("first", [FIRST, "oh</search>"], ids=["observation", "none"])
-def test_turns_have_their_tokens_and_what_they_earned(player, first):
-    found = [SEARCH_R1.render_observation(FOUND)] if first == FIRST else []
-    ids, mask = teach(player, first, *found, LAST)
+def test_turns_have_their_tokens_and_rewards(player, first):
+    observations = [OBSERVATION] if first == FIRST else []
+    ids, mask = teach(player, first, *observations, LAST)
     parts = {
         f.__name__: RewardFunction(name=f.__name__, function=f, kind=detect_kind(f))
-        for f in (by_turns, seen)
+        for f in (turn_reward, count_tokens)
     }
-    pay = RewardCombiner(
-        weights={"exact_match": 1.0, "by_turns": 2.0, "seen": 0.0}, custom_parts=parts
-    )
+    weights = {"exact_match": 1.0, "turn_reward": 2.0, "count_tokens": 0.0}
+    pay = RewardCombiner(weights=weights, custom_parts=parts)
     got = play_one(player, search_env(), pay=pay)
     assert [got.token_ids[start] for start in got.turn_starts] == [
         player.tokenizer.encode(text)[0] for text in (first, LAST)
     ]
-    of_first = player.tokenizer.encode(first)
-    assert got.token_turns[got.loss_mask].tolist() == [
-        *[0] * len(of_first), *[1] * (sum(mask) - len(of_first))
-    ]  # fmt: skip
-    by_first = 2.0 if first == FIRST else 0.5
-    assert (got.turn_rewards, got.rest_reward) == ((by_first, 0.5), 1.0)
-    assert got.reward == by_first + 1.5
-    assert got.reward_parts["by_turns"] == (by_first + 0.5) / 2
-    assert got.reward_parts["seen"] == len(ids) - got.prompt_length
+    num_first = len(player.tokenizer.encode(first))
+    wanted_turns = [*[0] * num_first, *[1] * (sum(mask) - num_first)]
+    assert got.token_turns[got.loss_mask].tolist() == wanted_turns
+    first_reward = 2.0 if first == FIRST else 0.5
+    assert (got.turn_rewards, got.rest_reward) == ((first_reward, 0.5), 1.0)
+    assert got.reward == first_reward + 1.5
+    assert got.reward_parts["turn_reward"] == (first_reward + 0.5) / 2
+    assert got.reward_parts["count_tokens"] == len(ids) - got.prompt_length
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_what_judges_took_stays_with_the_trajectory_also_where_they_failed(player, has_failed):
-    def pay(groups):
-        [[finished]] = groups
-        finished.records.append(CallRecord(call="\ud800 good?", tool="helpful", attempts=3))
-        return [[ArithmeticError("no score") if has_failed else finished.reward]]
+def test_records_of_a_failed_judge_stay_with_the_trajectory(player):
+    def fail(groups):
+        [[episode]] = groups
+        episode.records.append(CallRecord(call="\ud800 good?", tool="helpful", attempts=3))
+        return [[ArithmeticError("no score")]]
 
     teach(player, LAST)
-    got = play_one(player, search_env(), pay=pay)
-    assert got.is_scored != has_failed
+    got = play_one(player, search_env(), pay=fail)
+    assert not got.is_scored
     [record] = got.reward_records
     assert (record.tool, record.attempts) == ("helpful", 3)
-    assert record.call.encode().endswith(b" good?")  # such as a file can hold
-    assert got.call_records == []  # those of its tools
+    assert record.call.encode().endswith(b" good?")  # valid in a file
+    assert got.call_records == []  # only its tools' records
 
 
 def with_limits(**limits):
@@ -252,7 +234,7 @@ def with_limits(**limits):
 
 
 def test_the_response_budget_counts_sampled_tokens_only(player):
-    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    ids, mask = teach(player, FIRST, OBSERVATION, LAST)
     num_sampled = sum(mask)
     # The last token completes the answer and spends the budget: the stop counts.
     whole = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_sampled))
@@ -267,8 +249,8 @@ def test_the_response_budget_counts_sampled_tokens_only(player):
     assert short.reward_parts["answer"] > 0  # scored like any other: the partial answer is right
 
 
-def test_a_search_with_the_last_token_of_the_budget_is_not_read(player):
-    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_a_search_that_spends_the_budget_gets_no_observation(player):
+    ids, mask = teach(player, FIRST, OBSERVATION, LAST)
     num_first = len(player.tokenizer.encode(FIRST))
     got = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_first))
     assert got.outcome == Outcome.OUT_OF_BUDGET
@@ -278,7 +260,7 @@ def test_a_search_with_the_last_token_of_the_budget_is_not_read(player):
     assert got.token_ids.tolist() == ids[: mask.index(True) + num_first]
 
 
-@pytest.mark.parametrize("limit", [0, 1, 7])
+@pytest.mark.parametrize("limit", [0, 7])
 def test_an_observation_is_cut_inside_its_tags(player, limit):
     teach(player, FIRST)
     got = play_one(player, search_env(), limits=with_limits(max_observation_tokens=limit))
@@ -295,7 +277,7 @@ def test_an_observation_is_cut_inside_its_tags(player, limit):
     assert got.loss_mask[start + len(wanted)]
 
 
-def test_an_observation_is_cut_to_the_room_that_is_left(player):
+def test_an_observation_is_cut_to_the_remaining_tokens(player):
     ids, mask = teach(player, FIRST)
     num_tags = sum(
         len(player.tokenizer.encode(tag)) for tag in ("\n\n<information>", "</information>\n\n")
@@ -308,7 +290,7 @@ def test_an_observation_is_cut_to_the_room_that_is_left(player):
     assert len(got.token_ids) == limits.max_total_tokens
     assert got.num_sampled == sum(mask) + 1
 
-    # Room for the tags alone: nothing could be sampled after them, so they are left out.
+    # With room for the tags alone nothing could be sampled after them, so they are left out.
     limits = with_limits(max_total_tokens=len(ids) + num_tags)
     got = play_one(player, search_env(), limits=limits)
     assert got.outcome == Outcome.OUT_OF_BUDGET
@@ -316,20 +298,18 @@ def test_an_observation_is_cut_to_the_room_that_is_left(player):
     assert got.token_ids.tolist() == ids
 
 
-def test_a_prompt_that_is_too_long_is_refused_by_name(player):
+def test_a_prompt_that_is_too_long_is_refused(player):
     teach(player, LAST)
     long = "x" * ROOMY.max_prompt_tokens
     with pytest.raises(ValueError, match=r"'task 1' has \d+ tokens; expected 1 to 32.*config"):
         player.play(search_env(), ["Where?", long])
-    # Nothing was queued, and the engine plays on.
+    # Nothing was queued, and the engine can be used again.
     assert player.engine.is_idle
     assert play_one(player, search_env()).outcome == Outcome.ANSWERED
-    with pytest.raises(ValueError, match="expected 1 to 9"):
-        play_one(player, search_env(), limits=with_limits(max_total_tokens=10))
 
 
-def test_a_prompt_may_be_cut_from_the_left(player):
-    """As verl does for DAPO: the last tokens stay, and the question's end with them."""
+def test_truncate_left_keeps_the_end_of_the_prompt(player):
+    """As verl does for DAPO."""
     question = "In which of the many towns is the tower, where?"
     teach(player, LAST, question=question)
     limits = with_limits(max_prompt_tokens=12, overlong_prompts="truncate_left")
@@ -372,60 +352,29 @@ def test_search_results_cannot_forge_tokens_or_tags(player):
     assert not np.isin(inserted, tokenizer.encode(END)).any()
 
 
-def test_environment_errors_leave_their_group_alone(player):
-    # Two samples of one task; the environment fails on the second call's first row only.
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_a_failure_to_score_is_an_environment_error_of_that_sample_alone(player):
+    """After a failure, each sample of the group is scored alone."""
+    teach(player, FIRST, OBSERVATION, LAST)
+    wanted = player.play(search_env(), ["Where?"], group_size=3)
+    env, failing = search_env(), []
+    score = env.score
 
-    class Flaky(EmptySearch):
-        calls = 0
+    def score_all_but_the_first(group):
+        failing.append(failing[0] if failing else group[0])
+        if any(episode is failing[0] for episode in group):
+            raise ArithmeticError("no value")
+        return score(group)
 
-        def run_batch(self, queries):
-            raise ToolError("ask alone")
-
-        def run(self, query):
-            type(self).calls += 1
-            if self.calls == 1:
-                raise ToolError("once")
-            return FOUND
-
-    got = player.play(search_env(Flaky()), ["Where?"], group_size=2)
-    assert {t.outcome for t in got} == {Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED}
-    assert {t.task.id for t in got} == {"task 0"}
-    assert [t.sample_index for t in got] == [0, 1]
-    for trajectory in got:
-        answered = trajectory.outcome == Outcome.ANSWERED
-        assert bool(trajectory.reward_parts) == answered
-
-
-@pytest.mark.parametrize("num_bad", [1, 3])
-def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, num_bad):
-    """A scorer that fails takes only the samples with it that it fails for alone too."""
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-
-    class Picky(SearchEnv):
-        bad = ()
-
-        def score(self, group):
-            self.bad = self.bad or tuple(map(id, group[:num_bad]))
-            if any(id(episode) in self.bad for episode in group):
-                raise ArithmeticError("no value")
-            return super().score(group)
-
-    plain = search_env()
-    env = Picky(
-        KeywordSearch({"tower": FOUND}),
-        prompt=Prompt(system="", template="{question}"),
-        max_turns=2,
-    )
-    wanted = player.play(plain, ["Where?"], group_size=3)
+    env.score = score_all_but_the_first
     got = player.play(env, ["Where?"], group_size=3)
-    assert [t.outcome == Outcome.ENVIRONMENT_ERROR for t in got] == [i < num_bad for i in range(3)]
+    assert [t.is_scored for t in got] == [False, True, True]
     for trajectory, scored in zip(got, wanted, strict=True):
         assert trajectory.token_ids.tolist() == scored.token_ids.tolist()
         if trajectory.is_scored:
             assert trajectory.reward_parts == scored.reward_parts
             assert all(turn.error is None for turn in trajectory.turns)
         else:
+            assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
             assert (trajectory.reward, trajectory.reward_parts) == (0.0, {})
             first, *frames = trajectory.turns[-1].error.splitlines()
             assert first == "score: ArithmeticError: no value"
@@ -433,7 +382,7 @@ def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, n
             assert trajectory.turns[-1].text == scored.turns[-1].text
 
 
-def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
+def test_a_long_observation_is_cut_between_tokens():
     tokenizer = toy_tokenizer()
     observation = Observation(prefix="<", body="aé", suffix=">")  # é is two bytes, two tokens
     ids, text = encode_observation(tokenizer, observation, max_body_tokens=3)
@@ -459,15 +408,11 @@ STEPS = [
     (raising(SystemExit(0)), "SystemExit: 0"),
     (lambda *_: [], "ValueError: SearchEnv.step returned 0 results for 1 episodes"),
     (lambda *_: [None], "step returned NoneType; expected StepResult"),
-    (lambda *_: [StepResult(observation="text")], "StepResult.observation is 'text'; expected"),
     (
         lambda *_: [StepResult(observation=Observation(prefix="", body=None, suffix=""))],
         "Observation.body is None; expected str",
     ),
     (lambda *_: [StepResult(latency_s=np.nan)], "StepResult.latency_s is nan; expected a finite"),
-    (lambda *_: [StepResult(latency_s=10**400)], "int too large to convert to float"),
-    (lambda *_: [StepResult(records=("q",))], "step returned str; expected CallRecord"),
-    (lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR)], "the environment gave no reason"),
     (
         lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error="half \ud800")],
         "half \N{REPLACEMENT CHARACTER}",
@@ -475,20 +420,20 @@ STEPS = [
 ]
 
 
-def test_a_step_that_goes_wrong_is_an_environment_error(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_a_failed_step_is_an_environment_error(player):
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
-    for step, told in STEPS:
+    for step, error in STEPS:
         env.step = step
         got = play_one(player, env)
         assert got.outcome == Outcome.ENVIRONMENT_ERROR
-        assert got.turns[-1].error.startswith(told)
+        assert got.turns[-1].error.startswith(error)
         assert got.turns[-1].text == FIRST.removesuffix("\n\n")
         assert player.engine.is_idle
 
 
 class Down(SearchEngine):
-    """Has answered nobody for too long."""
+    """Search engine in an outage."""
 
     def __init__(self, fallback):
         self._fallback = fallback
@@ -498,28 +443,22 @@ class Down(SearchEngine):
 
 
 def test_an_outage_ends_the_rollout(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    teach(player, FIRST, OBSERVATION, LAST)
     with pytest.raises(OutageError, match="nobody is there"):
         play_one(player, search_env(Down(None)))
     assert player.engine.is_idle
     assert play_one(player, search_env()).outcome == Outcome.ANSWERED  # it can be used again
 
 
-def test_with_a_fallback_an_episode_goes_on_and_ends_as_an_environment_error(player):
-    _, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    scored = []
-
-    class Scored(SearchEnv):
-        def score(self, group):
-            scored.extend(group)
-            return super().score(group)
-
-    env = Scored(Down(FOUND), prompt=Prompt(system="", template="{question}"), max_turns=2)
+def test_an_outage_with_a_fallback_ends_as_an_unscored_environment_error(player):
+    _, mask = teach(player, FIRST, OBSERVATION, LAST)
+    env, scored = search_env(Down(FOUND)), []
+    env.score = scored.append
     got = play_one(player, env)
     assert got.outcome == Outcome.ENVIRONMENT_ERROR
     assert (got.error, got.reward, got.reward_parts, scored) == ("nobody is there", 0.0, {}, [])
     first, last = got.turns
-    assert first.observation == SEARCH_R1.render_observation(FOUND).text
+    assert first.observation == OBSERVATION.text
     assert last.text == LAST.removesuffix(".")
     assert got.loss_mask.tolist() == mask[: len(got.loss_mask)]
     assert first.records == (
@@ -528,10 +467,8 @@ def test_with_a_fallback_an_episode_goes_on_and_ends_as_an_environment_error(pla
 
 
 @pytest.mark.parametrize("method", ["step", "score"])
-def test_an_outage_that_an_environment_lets_pass_costs_its_episode_where_the_run_goes_on(
-    player, method
-):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_an_outage_raised_by_an_environment_is_never_scored(player, method):
+    teach(player, FIRST, OBSERVATION, LAST)
     for fallback in ("", None):
         env = search_env()
         setattr(env, method, raising(OutageError("nobody is there", fallback=fallback)))
@@ -544,60 +481,47 @@ def test_an_outage_that_an_environment_lets_pass_costs_its_episode_where_the_run
             assert "OutageError: nobody is there" in got.error
 
 
-SCORES = [
-    (raising(SystemExit(0)), "score: SystemExit: 0"),
-    (lambda _: [], "score: ValueError: SearchEnv.score returned 0 results for 1 episodes"),
-    (lambda _: [None], "score: TypeError: score returned NoneType; expected Reward"),
-    (
-        lambda _: [Reward(total=float("nan"), parts={}, final_answer="")],
-        "score: ValueError: the reward's 'total' is nan; expected a finite number",
-    ),
-]
-
-
-def test_a_score_that_goes_wrong_is_an_environment_error(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_a_score_that_is_not_a_number_is_an_environment_error(player):
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
-    for score, told in SCORES:
-        env.score = score
-        got = play_one(player, env)
-        assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
-        assert got.turns[-1].error.startswith(told)
+    env.score = lambda _: [Reward(total=float("nan"), parts={}, final_answer="")]
+    got = play_one(player, env)
+    assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
+    assert got.turns[-1].error.startswith("score: ValueError: the reward's 'total' is nan")
 
 
-def test_an_interrupt_in_an_environment_interrupts(player):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    for method in ("step", "score", "start"):
-        env = search_env()
-        setattr(env, method, raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            play_one(player, env)
-        assert player.engine.is_idle
+@pytest.mark.parametrize("method", ["step", "score", "start"])
+def test_an_interrupt_in_an_environment_interrupts_the_rollout(player, method):
+    teach(player, FIRST, OBSERVATION, LAST)
+    env = search_env()
+    setattr(env, method, raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        play_one(player, env)
+    assert player.engine.is_idle
 
 
-@pytest.mark.parametrize("bad", [SystemExit(0), None])
-def test_a_task_that_the_environment_cannot_open_is_an_environment_error(player, bad):
-    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+def test_a_task_that_cannot_start_is_an_environment_error(player):
+    teach(player, FIRST, OBSERVATION, LAST)
     env = search_env()
     start = env.start
 
-    def picky(tasks):
-        if tasks[0].question != "Bad?":
-            return start(tasks)
-        return raising(bad)() if bad else bad
+    def start_all_but_one(tasks):
+        if tasks[0].question == "Bad?":
+            raise SystemExit(0)
+        return start(tasks)
 
-    env.start = picky
-    told = f"SearchEnv.start of task 'task 0': {'SystemExit: 0' if bad else 'TypeError: '}"
+    env.start = start_all_but_one
     for questions in (["Bad?", "Where?"], ["Bad?"]):
         *failed, last = got = player.play(env, questions, group_size=2)
         assert len(got) == 2 * len(questions)
         assert (last.outcome == Outcome.ANSWERED) == (len(questions) == 2)
         for trajectory in failed[:2]:
             assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
-            assert trajectory.turns[-1].error.startswith(told)
+            error = trajectory.turns[-1].error
+            assert error.startswith("SearchEnv.start of task 'task 0': SystemExit: 0")
             assert len(trajectory.token_ids) == 0
             assert from_json(to_json(trajectory)).turns == trajectory.turns
-    # Before any step, a task of the data is refused for it, like one that is too long.
+    # Before the first step such a task is refused, like one that is too long.
     rollout = Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY)
     with pytest.raises(ValueError, match=r"SearchEnv\.start of task 'x': "):
         rollout.prompt_fits(Task(id="x", question="Bad?"))

@@ -1,7 +1,8 @@
-"""When the environment's replies enter, and how a rollout ends before its time."""
+"""When the environment's replies enter, and rollouts that are interrupted or continued."""
 
 import dataclasses
 import gc
+import random
 import threading
 import time
 
@@ -9,30 +10,48 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Outcome
+from jaxrl.envs.base import Observation, Outcome, StepResult, Task
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling import rollout
-from jaxrl.sampling.engine import Request
 from jaxrl.sampling.episodes import ReplySchedule
-from jaxrl.sampling.sample_keys import derive_sample_keys
+from jaxrl.sampling.interfaces import SamplingConfig, Seeds
+from jaxrl.types import Draw, flatten_groups
 from tests.helpers import tiny_params
-from tests.sampling.slow import SlowEnv
-from tests.toys import SMALL, Player, toy_tokenizer
+from tests.toys import ROOMY, SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
 QUESTIONS = ["where?", "who was it?", "when"]
 PARAMS = tiny_params(SMALL, seed=11)  # some of the first rows stop in their first chunk
-LAGS = [1, 2, 3]
 ARRIVAL = ReplySchedule(deterministic=False)
+SCHEDULES = [ReplySchedule(lag_chunks=1), ReplySchedule(lag_chunks=3), ARRIVAL]
 NUM_ROWS = 4
+NOTE = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+
+
+class SlowEnv(ScriptedEnv):
+    """Environment with two observations and the end, whose calls take random times."""
+
+    def __init__(self, stops, longest_s=0.0, seed=0):
+        super().__init__(stops, script(NOTE, NOTE, StepResult(outcome=Outcome.ANSWERED)))
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def step(self, episodes, texts):
+        time.sleep(self._random.uniform(0, self._longest_s))
+        return super().step(episodes, texts)
+
+
+def build_player(chunk_tokens):
+    """Build a player with fewer rows than samples; a continued trajectory is a prompt."""
+    sizes = {"num_rows": NUM_ROWS, "max_prompt_tokens": ROOMY.max_total_tokens}
+    return Player(SMALL, toy_tokenizer(), STOPS, chunk_tokens=chunk_tokens, **sizes)
 
 
 @pytest.fixture(scope="module")
 def player():
-    """More samples than rows."""
-    return Player(SMALL, toy_tokenizer(), STOPS, num_rows=NUM_ROWS, chunk_tokens=4)
+    return build_player(chunk_tokens=4)
 
 
 def play(player, env, **settings):
@@ -42,7 +61,7 @@ def play(player, env, **settings):
 
 @pytest.fixture(scope="module")
 def wanted(player):
-    """The samples, as one schedule draws them."""
+    """The samples of one schedule."""
     got = play(player, SlowEnv(STOPS), schedule=ReplySchedule(lag_chunks=1))
     assert max(len(trajectory.turns) for trajectory in got) == 3
     return got
@@ -55,15 +74,18 @@ def assert_same(got, wanted, *, tolerance):
         np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", [*(ReplySchedule(lag_chunks=lag) for lag in LAGS), ARRIVAL])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
-    for seed in range(2):
-        got = play(player, SlowEnv(STOPS, 0.02, seed), schedule=schedule)
-        assert_same(got, wanted, tolerance=5e-5)
+    got = play(player, SlowEnv(STOPS, 0.02), schedule=schedule)
+    assert_same(got, wanted, tolerance=5e-5)
 
 
-@pytest.mark.parametrize("lag", LAGS)
-def test_nothing_depends_on_the_clock(player, lag):
+def test_samples_do_not_depend_on_the_length_of_chunks(wanted):
+    assert_same(play(build_player(chunk_tokens=2), SlowEnv(STOPS)), wanted, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_deterministic_schedule_does_not_depend_on_the_clock(player, lag):
     counts, samples = [], []
     for longest_s in (0.0, 0.03):
         before = vars(player.engine.counts).copy()
@@ -76,41 +98,7 @@ def test_nothing_depends_on_the_clock(player, lag):
     assert_same(*samples, tolerance=0)
 
 
-class Recorder:
-    """What happened to the engine, in order: chunks dispatched, rows that stopped or went on."""
-
-    def __init__(self, engine, monkeypatch):
-        self.engine, self.stopped, self.waits = engine, {}, []
-        self.in_flight = []  # chunks, at each call of the environment
-        step, resume = engine.step, engine.resume
-
-        def recorded_step(**settings):
-            events = step(**settings)
-            self.stopped |= {event.request: event.chunk for event in events if event.status}
-            return events
-
-        def recorded_resume(resumed, images):
-            for request, *_ in resumed:
-                waited = engine.counts.chunks - self.stopped[request]
-                self.waits.append((waited, engine.is_stalled))
-            resume(resumed, images)
-
-        monkeypatch.setattr(engine, "step", recorded_step)
-        monkeypatch.setattr(engine, "resume", recorded_resume)
-
-
-@pytest.mark.parametrize("lag", LAGS)
-def test_replies_enter_after_the_lag(player, monkeypatch, lag):
-    recorder = Recorder(player.engine, monkeypatch)
-    play(player, SlowEnv(STOPS, 0.01), schedule=ReplySchedule(lag_chunks=lag))
-    assert len(recorder.waits) > 10
-    # Earlier only where there was nothing else to decode.
-    assert {waited for waited, is_stalled in recorder.waits if not is_stalled} == {lag}
-    assert all(waited <= lag for waited, _ in recorder.waits)
-
-
-@pytest.mark.parametrize("overlaps", [False, True], ids=["cpu", "accelerator"])
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize(("lag", "overlaps"), [(1, True), (3, True), (3, False)])
 def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag, overlaps):
     env, in_flight = SlowEnv(STOPS), []
     assert not player.engine.overlaps
@@ -126,7 +114,7 @@ def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch,
     assert max(in_flight) == (1 if overlaps and lag > 1 else 0)
 
 
-@pytest.mark.parametrize("schedule", [ReplySchedule(lag_chunks=3), ARRIVAL])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
     # The first call returns when a second one has begun.
     second = threading.Event()
@@ -144,68 +132,12 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
     assert_same(play(player, Waiting(STOPS), schedule=schedule), wanted, tolerance=5e-5)
 
 
-def requests(budgets):
-    count = np.arange(len(budgets), dtype=np.int32)
-    keys = derive_sample_keys(0, 0, 0, count, count, count)
-    return [
-        Request(prompt_ids=(1, 2, 3), sample_key=key, budget=budget)
-        for key, budget in zip(keys, budgets, strict=True)
-    ]
-
-
-def test_the_oldest_rows_are_decoded_and_those_that_wait_keep_their_pages(player):
-    engine = player.engine
-    engine.set_weights(PARAMS)
-    numbers = engine.submit(requests([20] * 8))
-    events = engine.step()
-    assert [event.request for event in events] == numbers[:NUM_ROWS]
-    stopped = {event.request for event in events if event.status}
-    assert 0 < len(stopped) < NUM_ROWS
-    waiting = sum(len(engine._rows[number].pages) for number in stopped)
-    running = [number for number in numbers if number not in stopped]
-    assert [event.request for event in engine.step()] == running[:NUM_ROWS]
-    assert sum(len(engine._rows[number].pages) for number in stopped) == waiting > 0
-    # Those that go on displace the youngest, which go on later.
-    engine.resume([(number, [1], 8) for number in stopped])
-    going_on = sorted(
-        {*running[:NUM_ROWS], *stopped}
-        - {number for number, row in engine._rows.items() if row.is_waiting}
-    )
-    assert [event.request for event in engine.step()] == going_on[:NUM_ROWS]
-    engine.clear()
-    assert engine.is_idle
-
-
-def test_no_chunk_is_spent_on_rows_whose_budget_has_ended(player):
-    engine = player.engine
-    engine.set_weights(PARAMS)
-    before = engine.counts.chunks
-    engine.submit(requests([1, 4, 3]))  # a chunk has four tokens
-    while not engine.is_idle:
-        for event in engine.step(ahead=1):
-            assert event.status
-            engine.finish(event.request)
-    assert engine.counts.chunks - before == 1
-
-
-def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
-    recorder, sizes = Recorder(player.engine, monkeypatch), []
-    env = SlowEnv(STOPS)
-    step = env.step
-    monkeypatch.setattr(env, "step", lambda e, texts: sizes.append(len(texts)) or step(e, texts))
-    play(player, env)
-    assert max(sizes) > 1
-    assert sum(sizes) == len(env.texts)
-    assert len(sizes) <= player.engine.counts.chunks
-    assert len(recorder.stopped) == 9
-
-
 def env_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("env")]
 
 
 def assert_clean(player, wanted):
-    """No request, no thread and no cache is left, and the next rollout is as if nothing was."""
+    """Check that no request, thread or cache is left and that the next rollout is unaffected."""
     assert player.engine.is_idle
     assert player.engine.num_running == 0
     assert env_threads() == []
@@ -213,20 +145,18 @@ def assert_clean(player, wanted):
     assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
 
 
-ALL = [ReplySchedule(lag_chunks=1), ReplySchedule(lag_chunks=3), ARRIVAL]
-
-
-@pytest.mark.parametrize("schedule", ALL)
-@pytest.mark.parametrize("num_asked", [1, 4])
-def test_a_rollout_can_be_interrupted(player, wanted, schedule, num_asked):
-    answers = iter([False] * (num_asked - 1) + [True])
+@pytest.mark.parametrize(
+    ("schedule", "num_calls"), [(SCHEDULES[0], 1), (SCHEDULES[1], 4), (ARRIVAL, 4)]
+)
+def test_a_rollout_can_be_interrupted(player, wanted, schedule, num_calls):
+    answers = iter([False] * (num_calls - 1) + [True])
     with pytest.raises(Interrupted):
         play(player, SlowEnv(STOPS, 0.01), schedule=schedule, should_stop=lambda: next(answers))
     assert_clean(player, wanted)
 
 
 class Broken(SlowEnv):
-    """Fails at its third call."""
+    """Environment that fails at its third call."""
 
     num_calls = 0
 
@@ -237,14 +167,14 @@ class Broken(SlowEnv):
         return super().step(episodes, texts)
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_a_call_that_fails_is_made_again_for_each_episode_alone(player, wanted, schedule):
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_a_failed_call_is_repeated_for_each_episode_alone(player, wanted, schedule):
     assert_same(play(player, Broken(STOPS, 0.01), schedule=schedule), wanted, tolerance=5e-5)
     assert player.engine.is_idle
 
 
 class Hanging(SlowEnv):
-    """Does not return from its second call, until it is let go."""
+    """Environment whose second call does not return until `go` is set."""
 
     num_calls = 0
 
@@ -261,18 +191,18 @@ class Hanging(SlowEnv):
         return super().step(episodes, texts)
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_a_call_that_hangs_is_given_up_and_the_others_go_on(player, wanted, schedule):
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_a_call_that_hangs_costs_only_its_own_episodes(player, wanted, schedule):
     env = Hanging()
     got = play(player, env, schedule=dataclasses.replace(schedule, deadline_s=0.3))
     lost = [t for t in got if t.outcome == Outcome.ENVIRONMENT_ERROR]
     assert len(lost) == len(env.hung) > 0
-    told = "Hanging.step: no reply within 0.3 s (config.env.step_deadline_s)"
-    assert [t.turns[-1].error for t in lost] == [told] * len(lost)
+    error = "Hanging.step: no reply within 0.3 s (config.env.step_deadline_s)"
+    assert [t.turns[-1].error for t in lost] == [error] * len(lost)
     for trajectory, whole in zip(got, wanted, strict=True):
         if trajectory.is_scored:
             assert trajectory.token_ids.tolist() == whole.token_ids.tolist()
-    assert [thread.daemon for thread in env_threads()] == [True]  # nobody waits for it
+    assert [thread.daemon for thread in env_threads()] == [True]  # the process can exit
     env.go.set()
     assert player.engine.is_idle
     assert_same(play(player, SlowEnv(STOPS)), wanted, tolerance=5e-5)
@@ -322,7 +252,7 @@ def test_who_holds_memory_in_each_phase(player):
     engine = player.engine
     engine.clear()
     engine.release()
-    # Else each look below would go through all that the tests before this one have left: seconds.
+    # Otherwise each collection below would go through the objects of all earlier tests.
     gc.collect()
     gc.freeze()
     params = jax.tree.map(jax.numpy.array, PARAMS)
@@ -333,7 +263,7 @@ def test_who_holds_memory_in_each_phase(player):
     weights = live_bytes() - before
     assert weights == 4 * num_params  # untied: exactly one copy
     engine.set_weights(params)
-    assert live_bytes() - before == weights  # the old ones are gone
+    assert live_bytes() - before == weights  # the old weights are freed
 
     played = play(player, SlowEnv(STOPS))
     shape = NUM_ROWS * SMALL.num_kv_heads * 64 * SMALL.head_dim
@@ -343,20 +273,120 @@ def test_who_holds_memory_in_each_phase(player):
 
     engine.release()
     assert live_bytes() == before
-    # The trainer's own are untouched, though they are float32 already and on one device.
+    # The trainer's own weights are untouched, though they are float32 and on one device too.
     jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
     with pytest.raises(RuntimeError, match="no weights; call set_weights"):
-        play_without_weights(player)
+        player.play(SlowEnv(STOPS), QUESTIONS)
     assert_same(play(player, SlowEnv(STOPS)), played, tolerance=0)
     gc.unfreeze()
 
 
-def play_without_weights(player):
-    player.play(SlowEnv(STOPS), QUESTIONS)
+DRAWS = [
+    Draw(task=Task(id=f"task {index}", question=q, answers=("x",)), stream_index=index)
+    for index, q in enumerate(
+        ["where?", "who was it?", "when", "why is it so", "how", "which of them", "what", "is it?"]
+    )
+]
+LATER = tiny_params(SMALL, seed=12)
 
 
-def test_memory_is_not_taken_from_running_requests(player):
-    engine = player.engine
-    with pytest.raises(RuntimeError, match="still has requests"):
-        play(player, SlowEnv(STOPS), should_stop=engine.release)
-    assert engine.is_idle
+def build_rollout(player, env, schedule):
+    return rollout.Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY, schedule)
+
+
+def sampling(version=0, max_unfinished=0, stage=0):
+    return SamplingConfig(
+        group_size=2,
+        temperature=1.0,
+        top_p=1.0,
+        seeds=Seeds(seed=0, stage=stage, step=0),
+        policy_version=version,
+        max_unfinished=max_unfinished,
+    )
+
+
+def play_in_steps(player, env, schedule, *, max_unfinished, params=(PARAMS,)):
+    """Play rollouts that leave some groups open; return the groups and the number of rollouts."""
+    play_draws, finished, left, count = build_rollout(player, env, schedule), {}, list(DRAWS), 0
+    while left:
+        player.engine.set_weights(params[min(count, len(params) - 1)])
+        groups = play_draws(left, sampling(count, min(max_unfinished, len(left) - 1)))
+        assert player.engine.is_idle
+        finished |= {g.task_id: g for g in groups if g is not None}
+        assert sum(g is None for g in groups) == min(max_unfinished, len(left) - 1)
+        left = [draw for draw, g in zip(left, groups, strict=True) if g is None]
+        count += 1
+    return [finished[draw.task.id] for draw in DRAWS], count
+
+
+def play_at_once(player, schedule):
+    player.engine.set_weights(PARAMS)
+    return build_rollout(player, SlowEnv(STOPS), schedule)(DRAWS, sampling())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_continued_groups_have_the_tokens_of_an_undivided_rollout(player, schedule):
+    whole = flatten_groups(play_at_once(player, schedule))
+    assert max(len(t.turns) for t in whole) == 3
+    mixed = 0
+    for max_unfinished in (1, 4):
+        env = SlowEnv(STOPS, 0.01, seed=max_unfinished)
+        groups, count = play_in_steps(player, env, schedule, max_unfinished=max_unfinished)
+        assert count > 1
+        for a, b in zip(flatten_groups(groups), whole, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert [turn.text for turn in a.turns] == [turn.text for turn in b.turns]
+            assert a.outcome == b.outcome
+            np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=5e-5, rtol=0)
+            mixed += len(set(a.policy_versions[a.loss_mask].tolist())) > 1
+    assert mixed > 0  # some were interrupted in the middle
+
+
+def test_each_token_has_the_version_of_the_weights_that_drew_it(player):
+    """The tokens of version 0 are those of a rollout with these weights alone."""
+    schedule = ReplySchedule(lag_chunks=1)
+    params = (PARAMS, LATER, PARAMS, LATER)
+    groups, _ = play_in_steps(player, SlowEnv(STOPS), schedule, max_unfinished=4, params=params)
+    whole = flatten_groups(play_at_once(player, schedule))
+    num_mixed = 0
+    for got, alone in zip(flatten_groups(groups), whole, strict=True):
+        versions = got.policy_versions[got.loss_mask]
+        assert (np.diff(versions) >= 0).all()
+        old = np.flatnonzero(got.loss_mask)[versions == 0]
+        assert got.token_ids[old].tolist() == alone.token_ids[old].tolist()
+        np.testing.assert_allclose(
+            got.rollout_logprobs[old], alone.rollout_logprobs[old], atol=5e-5, rtol=0
+        )
+        num_mixed += 0 < len(old) < len(versions)
+    assert num_mixed
+
+
+def test_a_deterministic_rollout_leaves_the_same_groups_whatever_the_clock(player):
+    def play(longest_s, seed):
+        env = SlowEnv(STOPS, longest_s, seed)
+        groups, count = play_in_steps(player, env, ReplySchedule(lag_chunks=2), max_unfinished=2)
+        return count, [t.policy_versions.tolist() for t in flatten_groups(groups)]
+
+    assert play(0.0, 0) == play(0.03, 1)
+
+
+def test_unfinished_groups_survive_an_evaluation_but_not_a_rollback(player):
+    schedule = ReplySchedule(lag_chunks=2)
+    whole = play_at_once(player, schedule)
+    unfinished = build_rollout(player, SlowEnv(STOPS), schedule)
+    first = unfinished(DRAWS, sampling(0, 2))
+    left = [draw for draw, group in zip(DRAWS, first, strict=True) if group is None]
+    evaluated = unfinished(DRAWS[:1], sampling(stage=1))
+    assert [len(group.trajectories) for group in evaluated] == [2]
+    again = unfinished(left, sampling(1, 1))
+    finished = {g.task_id: g for g in [*first, *again] if g is not None}
+    assert len(finished) == len(DRAWS) - 1
+    for group in whole:
+        if group.task_id in finished:
+            got = finished[group.task_id].trajectories
+            ids = [t.token_ids.tolist() for t in group.trajectories]
+            assert [t.token_ids.tolist() for t in got] == ids
+    # After a rollback the stage has another number: nothing is continued, and nothing is left.
+    back = unfinished(DRAWS, sampling(0, 3, stage=5))
+    assert sum(group is None for group in back) == 3
+    assert all(stage == 5 for stage, *_ in unfinished._unfinished)

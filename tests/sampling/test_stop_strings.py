@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -8,8 +8,8 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 TAGS = ("</search>", "</answer>")
 
 
-def read(automaton, ids):
-    """Runs the automaton; the index of the token that hits first, or None."""
+def find_hit(automaton, ids):
+    """Run the automaton; return the index of the first token that hits, or None."""
     state = 0
     for index, token in enumerate(ids):
         if automaton.is_hit[state, token]:
@@ -19,7 +19,7 @@ def read(automaton, ids):
 
 
 def search(vocab, stops, ids):
-    """The same by plain search in everything read so far."""
+    """Do the same by plain search in everything read so far."""
     data = b""
     for index, token in enumerate(ids):
         data += vocab[token]
@@ -42,10 +42,10 @@ def search(vocab, stops, ids):
 )
 def test_a_tag_is_found_however_it_is_split(pieces, hit):
     automaton = StopAutomaton(pieces, TAGS)
-    assert read(automaton, range(len(pieces))) == hit
+    assert find_hit(automaton, range(len(pieces))) == hit
 
 
-def test_text_ends_at_the_stop_though_the_token_goes_on():
+def test_text_ends_at_the_stop_inside_a_token():
     automaton = StopAutomaton([b""], TAGS)
     assert automaton.truncate([b"a</answer", b">\n\n<search>b</search>"]) == b"a</answer>"
     assert automaton.truncate([b"no ", b"tag"]) == b"no tag"
@@ -56,52 +56,24 @@ def test_text_ends_at_the_stop_though_the_token_goes_on():
 def test_many_states_take_sixteen_bits():
     automaton = StopAutomaton([b"a", b"b"], ["a" * 200])
     assert automaton.next_state.dtype == np.int16
-    assert read(automaton, [1] + [0] * 250) == 200
+    assert find_hit(automaton, [1] + [0] * 250) == 200
 
 
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        StopAutomaton([b"a"], ["</search>", ""])
+ODD_TOKENS = [b"</", b"search", b">\n\n", b"?</", b"</search>", b"</search", b"answer></", b""]
 
 
-ODD_TOKENS = [
-    b"</",
-    b"search",
-    b">\n\n",
-    b">.",
-    b"?</",
-    b"</search>",
-    b"</search",
-    b"answer></",
-    b"",
-]
-
-
+@settings(max_examples=100)
 @given(
-    vocab=st.lists(
-        st.sampled_from(ODD_TOKENS) | st.text("<>/aesrch?", max_size=4).map(str.encode),
-        min_size=1,
-        max_size=12,
-    ),
-    draws=st.lists(st.integers(0, 2**16), max_size=40),
-)
-def test_agrees_with_plain_search_on_tags(vocab, draws):
-    automaton = StopAutomaton(vocab, TAGS)
-    ids = [draw % len(vocab) for draw in draws]
-    assert read(automaton, ids) == search(vocab, TAGS, ids)
-
-
-@given(
-    vocab=st.lists(st.binary(max_size=2) | st.text("ab", max_size=3).map(str.encode), min_size=1),
-    stops=st.lists(st.text("abé", min_size=1, max_size=5), max_size=4),
+    vocab=st.lists(st.sampled_from(ODD_TOKENS) | st.binary(max_size=2), min_size=1),
+    stops=st.lists(st.sampled_from(TAGS) | st.text("<>/é", min_size=1, max_size=5), max_size=4),
     draws=st.lists(st.integers(0, 2**16), max_size=30),
 )
-def test_agrees_with_plain_search_on_any_stop_strings(vocab, stops, draws):
+def test_automaton_agrees_with_plain_search(vocab, stops, draws):
     automaton = StopAutomaton(vocab, stops)
     assert automaton.next_state.min() >= 0
     assert automaton.next_state.max() < len(automaton.next_state)
     ids = [draw % len(vocab) for draw in draws]
-    hit = read(automaton, ids)
+    hit = find_hit(automaton, ids)
     assert hit == search(vocab, stops, ids)
 
     # The text ends inside the token that hit, at the first byte where a stop string is complete.

@@ -1,4 +1,4 @@
-"""The sampler's weights, out of parameters that are kept and out of those that are given up."""
+"""Conversion of parameters to the sampler's weights, with and without donation."""
 
 from dataclasses import replace
 
@@ -19,32 +19,31 @@ TIED = replace(TINY, tie_embeddings=True)
 ADAPTED = Adapter(model=TIED, rank=4, alpha=8.0, targets=find_targets(TIED, ["all-linear"]))
 
 
-def of_policy(policy, dtype, mesh):
+def build_converter(policy, dtype):
     def prepare(params):
         return prepare_sampler_weights(policy.weights_for_decoding(params, dtype), scan=False)
 
+    mesh = make_mesh(data=1, fsdp=1, tensor=1)
     return WeightConverter(prepare, policy, mesh=mesh, train_mesh=mesh, scan_layers=False)
 
 
-def test_parts_share_no_input():
-    def made(a, b, c, d):
+def test_program_parts_share_no_input():
+    def program(a, b, c, d):
         return a + 1, b * c, d, c[0], jnp.zeros(3)
 
-    # The second and the fourth need c; nothing is needed for the last.
-    found = partition_program(jax.make_jaxpr(made)(*[jnp.ones(2)] * 4))
-    assert sorted(found) == [([], [4]), ([0], [0]), ([1, 2], [1, 3]), ([3], [2])]
+    # The second and the fourth need c; the last needs nothing.
+    parts = partition_program(jax.make_jaxpr(program)(*[jnp.ones(2)] * 4))
+    assert sorted(parts) == [([], [4]), ([0], [0]), ([1, 2], [1, 3]), ([3], [2])]
 
 
 @pytest.mark.parametrize(
     ("policy", "dtype"), [(TIED, "float32"), (ADAPTED, "bfloat16")], ids=["model", "adapter"]
 )
-def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
-    mesh = make_mesh(data=1, fsdp=1, tensor=1)
+def test_donated_parameters_are_never_all_in_memory(policy, dtype):
     params = tiny_params(policy)
-    kept = of_policy(policy, jnp.dtype(dtype), mesh)
-    own = jax.device_put(params, jax.devices()[0])
-    wanted = jax.device_get(kept.convert(own))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+    on_device = jax.device_put(params, jax.devices()[0])
+    wanted = jax.device_get(build_converter(policy, jnp.dtype(dtype)).convert(on_device))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
 
     read, sizes = [], []
 
@@ -56,24 +55,22 @@ def test_parameters_that_are_given_up_are_never_all_there(policy, dtype):
 
         return load
 
-    freed = of_policy(policy, jnp.dtype(dtype), mesh)
-    made = freed.convert(jax.tree.map(on_disk, params))
-    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(one, other)
+    converter = build_converter(policy, jnp.dtype(dtype))
+    weights = converter.convert(jax.tree.map(on_disk, params))
+    jax.tree.map(np.testing.assert_array_equal, weights, wanted)
     assert len(read) == len(jax.tree.leaves(params))
-    # What is not deleted is a weight as it is; another parameter waits for those made with it.
-    weights = {id(leaf) for leaf in jax.tree.leaves(made)}
-    assert all(array.is_deleted() or id(array) in weights for array in read)
+    # A parameter that is not deleted is itself a weight.
+    weight_ids = {id(leaf) for leaf in jax.tree.leaves(weights)}
+    assert all(array.is_deleted() or id(array) in weight_ids for array in read)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    as_they_are = sum(array.nbytes for array in read if not array.is_deleted())
-    assert max(sizes) <= as_they_are + (policy is ADAPTED) * largest
-    freed.free()
+    unconverted = sum(array.nbytes for array in read if not array.is_deleted())
+    assert max(sizes) <= unconverted + (policy is ADAPTED) * largest
+    converter.free()
     assert all(array.is_deleted() for array in read)
 
 
-def test_parameters_in_memory_are_freed_once_given_up():
-    mesh = make_mesh(data=1, fsdp=1, tensor=1)
-    own = jax.device_put(tiny_params(TIED), jax.devices()[0])
-    made = of_policy(TIED, jnp.dtype("bfloat16"), mesh).convert(donate(own))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(made))
+def test_donated_parameters_in_memory_are_freed():
+    on_device = jax.device_put(tiny_params(TIED), jax.devices()[0])
+    weights = build_converter(TIED, jnp.dtype("bfloat16")).convert(donate(on_device))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(on_device))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))

@@ -1,4 +1,4 @@
-"""Packed rows and pages at random, and attention over them by brute force in float64."""
+"""Random packed rows and pages, and attention over them by brute force in float64."""
 
 import itertools
 
@@ -7,10 +7,7 @@ import numpy as np
 
 
 def random_segments(rng, num_rows, row_tokens):
-    """Segment ids `[R, T]`: runs of random lengths, of one token too, then padding; a row is empty.
-
-    Where there is one row only, it is not empty.
-    """
+    """Return segment ids `[R, T]` of random lengths, then padding; the last of several is empty."""
     out = np.zeros((num_rows, row_tokens), np.int32)
     for row in range(num_rows - (num_rows > 1)):
         filled = row_tokens if row == 0 else rng.integers(1, row_tokens + 1)
@@ -23,11 +20,10 @@ def random_segments(rng, num_rows, row_tokens):
 
 
 def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
-    """Segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
+    """Return segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
 
-    Of `random_segments` some continue the last one before them that began at 0, all of these by the
-    same number of its tokens. Where nothing is shared, none does. Some have the id of the segment
-    before them, as contexts of one trajectory have.
+    With `shares_prompts`, some segments continue the first tokens of an earlier one. Some have the
+    id of the segment before them, as contexts of one trajectory do.
     """
     segment_ids = random_segments(rng, num_rows, row_tokens)
     positions = np.zeros_like(segment_ids)
@@ -38,32 +34,32 @@ def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
         for start, end in itertools.pairwise(cuts):
             if ids[start] == 0:
                 continue
-            own = range(0)
+            prefix = range(0)
             if shares_prompts and len(shared) and rng.random() < 0.7:
-                own = shared
+                prefix = shared
             else:
                 shared = range(start, rng.integers(start, end))
-            positions[row, start:end] = len(own) + np.arange(end - start)
+            positions[row, start:end] = len(prefix) + np.arange(end - start)
             for token in range(start, end):
-                reads[row, token, [*own, *range(start, token + 1)]] = True
-            goes_on = start > 0 and positions[row, start] == positions[row, start - 1] + 1
-            if start > 0 and not goes_on and rng.random() < 0.4:
+                reads[row, token, [*prefix, *range(start, token + 1)]] = True
+            continues = start > 0 and positions[row, start] == positions[row, start - 1] + 1
+            if start > 0 and not continues and rng.random() < 0.4:
                 segment_ids[row, start:end] = segment_ids[row, start - 1]
     return segment_ids, positions, reads
 
 
 def random_inputs(rng, shape, num_kv_heads):
-    """Queries `[R, T, N, H]`, keys, values, and a gradient of the outputs, all float32."""
+    """Return queries `[R, T, N, H]`, keys, values and a gradient of the outputs, all float32."""
     R, T, _, H = shape
     kv = (R, T, num_kv_heads, H)
-    return [rng.normal(size=one).astype(np.float32) for one in (shape, kv, kv, shape)]
+    return [rng.normal(size=size).astype(np.float32) for size in (shape, kv, kv, shape)]
 
 
 def brute_force(q, k, v, gradient, reads):
-    """Outputs and gradients of queries, keys and values, float64; those of padding are 0.
+    """Return outputs and gradients of queries, keys and values in float64; 0 for padding.
 
-    `reads[r, t]` are the tokens of its row that token t reads, of padding none. The gradient of the
-    outputs must be 0 there.
+    `reads[r, t]` are the tokens of its row that token t reads, none for padding. The gradient of
+    the outputs must be 0 there.
     """
     q, k, v, gradient = (np.asarray(x, np.float64) for x in (q, k, v, gradient))
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
@@ -76,16 +72,16 @@ def brute_force(q, k, v, gradient, reads):
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
         out[row, :, head] = weights @ v[row, :, kv]
         dv[row, :, kv] += weights.T @ gradient[row, :, head]
-        of_weights = gradient[row, :, head] @ v[row, :, kv].T
-        mean = (weights * of_weights).sum(axis=1, keepdims=True)
-        of_scores = weights * (of_weights - mean) * scale
-        dq[row, :, head] = of_scores @ k[row, :, kv]
-        dk[row, :, kv] += of_scores.T @ q[row, :, head]
+        weights_gradient = gradient[row, :, head] @ v[row, :, kv].T
+        mean = (weights * weights_gradient).sum(axis=1, keepdims=True)
+        scores_gradient = weights * (weights_gradient - mean) * scale
+        dq[row, :, head] = scores_gradient @ k[row, :, kv]
+        dk[row, :, kv] += scores_gradient.T @ q[row, :, head]
     return out, dq, dk, dv
 
 
 def random_pages(rng, B, Q, N, K, H, page, M):
-    """Queries, more pages than tables name, tables, and limits of which one is 0."""
+    """Return queries, more pages than tables use, tables, and limits of which one is 0."""
     num_pages = B * M + 3
     q = rng.normal(size=(B, Q, N, H)).astype(np.float32)
     keys, values = rng.normal(size=(2, num_pages, K, page, H)).astype(np.float32)
@@ -93,13 +89,13 @@ def random_pages(rng, B, Q, N, K, H, page, M):
     limits = rng.integers(0, M * page + 1, (B, Q)).astype(np.int32)
     limits[0, 0] = 0
     limits[-1, -1] = M * page
-    for b in range(B):  # behind the last page that is read stands "no page"
+    for b in range(B):  # "no page" after the last page that is read
         tables[b, -(-limits[b].max() // page) :] = num_pages
     return q, keys, values, tables, limits
 
 
 def brute_force_pages(q, keys, values, tables, limits):
-    """Outputs and log-sum-exp in float64; of a query that reads nothing 0 and minus infinity."""
+    """Return outputs and log-sum-exp in float64; 0 and minus infinity if a query reads nothing."""
     groups = q.shape[2] // keys.shape[1]
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for b, i, n in np.ndindex(q.shape[:3]):
@@ -116,7 +112,7 @@ def brute_force_pages(q, keys, values, tables, limits):
 
 
 def assert_agrees(got, wanted, tolerance=2e-6):
-    """Compares outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
+    """Compare outputs and log-sum-exp of a kernel with those of `brute_force_pages`."""
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     assert out.dtype == lse.dtype == jnp.float32
     assert np.isfinite(out).all()
