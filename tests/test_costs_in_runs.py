@@ -206,15 +206,15 @@ def test_an_endless_step_ends_at_the_budget_and_its_cost_is_counted(
 
 
 class InterruptedUpdate:
-    """An update that is interrupted at its second call."""
+    """An update whose second optimizer step is interrupted."""
 
     def __init__(self, update):
         self._update, self._calls = update, iter(range(9))
 
-    def __call__(self, *arguments):
+    def apply_sums(self, *arguments):
         if next(self._calls) == 1:
             raise Interrupted("the run was asked to stop")
-        return self._update(*arguments)
+        return self._update.apply_sums(*arguments)
 
     def __getattr__(self, name):
         return getattr(self._update, name)
