@@ -523,6 +523,7 @@ def build_stages(c: ResolvedConfig, model: Model, method: Method) -> dict[str, S
                     model,
                     supervised_loss,
                     optimizer,
+                    balance_coef=method.balance_coef,
                     offload=settings.offload,
                     shares_programs=not settings.schedule.is_user_code,
                 )
