@@ -48,6 +48,7 @@ from tests.helpers import (
     UPDATE_PROGRAMS,
     Sequence,
     compilations,
+    dense_table,
     gather,
     pack_all,
     policy_loss,
@@ -223,6 +224,24 @@ def check_sampled_logprobs(score, params, mesh, samples, bound):
     ]
     check_below(bound, logprob_gap=np.concatenate(gaps).max())
     assert sum(sequence.loss_mask.sum() for sequence in samples) > 200
+
+
+def check_draws(params, samples):
+    """Check that every uniform lies within its token's interval as one device computes it."""
+    token_ids = np.zeros((len(samples), 64), np.int32)
+    for row, sequence in zip(token_ids, samples, strict=True):
+        row[: len(sequence.token_ids)] = sequence.token_ids
+    tables = jax.jit(jax.vmap(lambda ids: dense_table(params, TINY, ids)))(token_ids)
+    probabilities = np.exp(np.asarray(tables, np.float64))
+    for index, (sequence, request) in enumerate(zip(samples, make_requests(), strict=True)):
+        places = np.flatnonzero(sequence.loss_mask)
+        keys = np.broadcast_to(request.sample_key, (64, 2))
+        uniforms = np.asarray(next_token.sample_uniforms(keys, jnp.arange(64)), np.float64)[places]
+        drawn = probabilities[index, places - 1]
+        sampled = (np.arange(len(places)), token_ids[index, places])
+        end = np.cumsum(drawn, axis=-1)[sampled]
+        check_below(1e-5, beyond_end=(uniforms - end).max())
+        check_below(1e-5, before_start=(end - drawn[sampled] - uniforms).max())
 
 
 def check_cache_layout(engine, sizes):
@@ -467,10 +486,15 @@ def check_sharded_kernel(mesh):
 
 
 def check_meshes(meshes):
-    """Check sampler and update on meshes of eight devices against one device."""
+    """Check sampler and update on meshes of eight devices against one device.
+
+    Returns:
+        The program that adds gradients on the last mesh, as text.
+    """
     params, one_device = tiny_params(), mesh_of(complete())
     on_one = jax.device_put(params, param_shardings(one_device, TINY))
     one_samples = sample(start_engine(one_device, TINY, on_one))
+    check_draws(on_one, one_samples)
     one_result, _, _ = train(one_device, on_one)
     one_adapter = adapt(one_device, params)
     score = ScoreStep(Model(TINY, one_device, XLA, num_tokens=NUM_TOKENS), temperature=1.0)
@@ -487,7 +511,8 @@ def check_meshes(meshes):
         check_equal(num_programs, {"append": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0})
         check_cache_layout(engine, sizes)
         check_sampler_moves_no_cache(engine, sizes)
-        # Rounding may decide a draw; after it the text differs.
+        # Samples may differ only where rounding decides a draw; after it the text differs.
+        check_draws(on_one, samples)
         is_same = [
             np.array_equal(x.token_ids, y.token_ids)
             for x, y in zip(samples, one_samples, strict=True)
@@ -502,14 +527,11 @@ def check_meshes(meshes):
         gap = relative_distance(adapt(mesh, params), one_adapter)
         check_below(1e-5, adapter_gradient_distance=float(gap))
         check_sharded_kernel(mesh)
+    return text
 
 
 def check_rows():
-    check_meshes([complete(data=2, fsdp=2, tensor=2)])
-    sizes = complete(fsdp=8)
-    mesh = mesh_of(sizes)
-    _, text, _ = train(mesh, jax.device_put(tiny_params(), param_shardings(mesh, TINY)))
-    check_update_moves_weights_not_activations(sizes, text)
+    text = check_meshes([complete(data=2, fsdp=2, tensor=2), complete(fsdp=8)])
     check_embedding_gradient_is_split(text)
 
 
@@ -517,13 +539,12 @@ def check_context():
     check_meshes([complete(data=2, context=4), complete(fsdp=2, context=2, tensor=2)])
 
 
-IMAGE_MESHES = (
-    complete(fsdp=8),
-    complete(data=4, tensor=2),
-    complete(data=2, context=4),
-    complete(fsdp=2, context=2, tensor=2),
-    complete(context=8),
-)
+IMAGE_MESHES = [
+    complete(data=data, fsdp=fsdp, context=context, tensor=tensor)
+    for data, fsdp, context, tensor in itertools.product((1, 2, 4, 8), repeat=4)
+    if data * fsdp * context * tensor == 8 and tensor <= 2
+]
+"""All meshes of eight devices without experts; the model has two heads to split."""
 
 
 def check_images(meshes=IMAGE_MESHES):
@@ -626,11 +647,50 @@ def check_gradient(sizes, config):
     check_below(5e-5, logprob_gap=float(np.abs(logprobs - wanted_logprobs).max()))
 
 
+def compute_with_float32_head(config, sizes):
+    """Return the sampler's table and logits, and the trainer's logprobs and gradients."""
+    mesh, params = mesh_of(sizes), tiny_params(config)
+    # Layers add nothing, since two devices round their sums in bfloat16 differently.
+    for layer in (params["blocks"]["attention"]["o"], params["blocks"]["mlp"]["down"]):
+        layer["kernel"] *= 0
+    params = jax.device_put(params, param_shardings(mesh, config))
+    prepare = partial(config.weights_for_decoding, dtype=jnp.bfloat16)
+    converter = WeightConverter(prepare, config, mesh=mesh, train_mesh=mesh, scan_layers=True)
+    weights = converter.convert(params)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(5, TINY.width)), jnp.bfloat16)
+    logits = jax.jit(partial(config.unembed, num_tokens=NUM_TOKENS))(weights, hidden)
+    model = build_model(
+        mesh, config, dtype=jnp.bfloat16, remat="none", logits_chunk_tokens=CHUNK_TOKENS
+    )
+    shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=44)
+    packed = pack_all(random_sequences([13, 44, 24]), shape)
+    batch = put_batch(mesh, packed.batch)
+    logprobs = ScoreStep(model, temperature=1.0)(params, batch, packed)
+    sums = GradientStep(model, policy_loss())(params, batch, packed)
+    results = jax.device_get((logits[..., :NUM_TOKENS], logprobs, sums.gradients))
+    return weights["lm_head"]["kernel"], *results
+
+
+def check_float32_head():
+    """Check a float32 output layer of a bfloat16 model on two devices against one."""
+    for is_tied in (True, False):
+        config = replace(TINY, tie_embeddings=is_tied).with_head_dtype("float32")
+        _, logits, logprobs, gradients = compute_with_float32_head(config, complete())
+        for axis, part in (("tensor", (64, 127)), ("fsdp", (64, 254))):
+            table, *got = compute_with_float32_head(config, complete(**{axis: 2}))
+            check_equal(table.dtype, jnp.dtype("float32"))
+            check_equal(table.sharding.shard_shape(table.shape), part)
+            check_below(2e-5, logits_gap=float(np.abs(got[0] - logits).max()))
+            check_below(2e-5, logprob_gap=float(np.abs(got[1] - logprobs).max()))
+            check_below(1e-5, gradient_distance=float(relative_distance(got[2], gradients)))
+
+
 def check_two_devices():
     """Check on two devices a part of what the other checks do on eight."""
     check_gradient(complete(context=2), TINY)
     check_gradient(complete(expert=2), TINY_MOE)
     check_images([complete(context=2)])
+    check_float32_head()
 
     # One device trains and the other only samples.
     mesh = mesh_of(complete())

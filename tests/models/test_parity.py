@@ -60,7 +60,7 @@ def test_packed_embeddings_first_layer_and_logits(name):
     np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_yarn", "llama3_biased"])
+@pytest.mark.parametrize("name", NAMES)
 def test_prefill_in_two_chunks_then_decode(name):
     # 7 tokens, 5 more (padded to 8), and the last 8 one by one, over shuffled pages.
     config, params, wanted = load_golden(name)
