@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import launch
 from jaxrl.builders import validation
-from jaxrl.builders.components import FrozenModel, load_frozen_model
+from jaxrl.builders.components import FrozenModel, load_frozen_model, select_sampling_kinds
 from jaxrl.builders.probe import probe_loss
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Message, Task
@@ -54,6 +54,7 @@ from jaxrl.runtime.preemption import Interrupted
 from jaxrl.runtime.resume import add_code_folders
 from jaxrl.runtime.watchdog import watchdog
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
+from jaxrl.sampling.next_token import FULL, TOP_P, select_kind
 from jaxrl.train import Learner
 from jaxrl.training.collect import FATAL_ERRORS
 from jaxrl.training.reference_kl import compute_logprobs
@@ -425,16 +426,29 @@ class Trainer:
                 which is the default.
             temperature: Sampling temperature; 0 is greedy. Default: `rollout.temperature`.
             top_p: Nucleus sampling probability. Default: `rollout.top_p`.
+
+        Raises:
+            ValueError: The sampler has no program for `temperature` and `top_p`.
         """
         learner, settings = self._open_learner, self._prepared.settings
         if isinstance(query, str):
             query = Task(id="generate", question=query)
         elif not isinstance(query, Task):
             query = Task(id="generate", messages=tuple(query))
+        temperature = learner.method.temperature if temperature is None else temperature
+        top_p = learner.method.top_p if top_p is None else top_p
+        kinds = select_sampling_kinds(self._config)
+        kind = select_kind(temperature, top_p)
+        if kind not in kinds and not (kind == FULL and TOP_P in kinds):
+            raise ValueError(
+                f"generate received temperature={temperature} and top_p={top_p}, which sample by "
+                f"{kind!r}; the sampler was built for {', '.join(kinds)}. For 'greedy', add it to "
+                "config.eval.final_suites; for 'top_p', set config.eval.top_p below 1."
+            )
         sampling = SamplingConfig(
             group_size=1,
-            temperature=learner.method.temperature if temperature is None else temperature,
-            top_p=learner.method.top_p if top_p is None else top_p,
+            temperature=temperature,
+            top_p=top_p,
             seeds=Seeds(seed=settings.seed, stage=GENERATE_STAGE, step=self._num_generated),
         )
         self._num_generated += 1

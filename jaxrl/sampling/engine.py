@@ -180,8 +180,7 @@ class Engine:
             train_mesh: Mesh of the parameters passed to `set_weights`; `mesh` by default.
             max_units: Maximum number of attachment tokens in a trajectory; 0 for as many as fit.
             scan_layers: See `decode.Programs`.
-            kinds: Sampling methods in `next_token.KINDS` that `compile` prepares. Others compile on
-                first use.
+            kinds: Sampling methods in `next_token.KINDS` that `submit` may use.
 
         Raises:
             ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the pages
@@ -268,7 +267,7 @@ class Engine:
         self._decode = define_program(
             programs.decode_packed,
             name="decode",
-            variants=self._decode_variants(next_token.KINDS),
+            variants=self._decode_variants(),
             donate_argnums=(1,),
             static_argnums=(7, 8),
         )
@@ -381,7 +380,7 @@ class Engine:
                     weights, cache, blocks, attachment_embeds, variant=size
                 )
             )
-        for variant in self._decode_variants(self.kinds):
+        for variant in self._decode_variants():
             rows, *static_args = variant
             chunk, _ = self._build_rows(no_rows, rows)
             sampling_params = self._get_sampling_params(no_rows, rows)
@@ -390,14 +389,14 @@ class Engine:
         total = len(jobs)
         compile_all(jobs, lambda count: show(f"compiling the sampler, {count} of {total} programs"))
 
-    def _decode_variants(self, kinds: Sequence[str]) -> list[tuple[int, str, int]]:
+    def _decode_variants(self) -> list[tuple[int, str, int]]:
         """Return (rows per shard, method, pages of the past) for each decoding program."""
-        sizes = [(rows, kind) for kind in kinds for rows in self._select_row_sizes(kind)]
+        sizes = [(rows, kind) for kind in self.kinds for rows in self._select_row_sizes(kind)]
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _select_row_sizes(self, kind: str) -> list[int]:
         """Return the row buckets of a method: the largest, and others as `MAX_PROGRAMS` allows."""
-        others = max(len({*self.kinds, kind}) - 1, 1)  # `kind` may be used without being declared
+        others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.prefill_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
         count = min(len(self.row_sizes), room - others)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -79,15 +80,16 @@ def test_the_thread_of_a_canceled_call_is_used_again():
     thread = threads.get(timeout=10)
     call.cancel()
     may_end.set()
-    barrier = threading.Barrier(2)
 
-    def meet_another_thread():
+    def wait_for_others(barrier):
         barrier.wait(10)
         return threading.current_thread()
 
-    for _ in range(200):
-        pair = [pool.start(meet_another_thread) for _ in range(2)]
-        used = {started.result(10) for started in pair}
+    # Each round needs one thread more, so that it takes every idle one.
+    for count in range(1, 20):
+        barrier = threading.Barrier(count)
+        calls = [pool.start(partial(wait_for_others, barrier)) for _ in range(count)]
+        used = {started.result(10) for started in calls}
         if thread in used:
             break
         time.sleep(0.01)
