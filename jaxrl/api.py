@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import html
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ from jaxrl.training.collect import FATAL_ERRORS
 from jaxrl.training.reference_kl import compute_logprobs
 from jaxrl.training.run_state import RunState
 from jaxrl.training.update import ScoreStep
+from jaxrl.training.usage import UsageStats
 from jaxrl.training.watch import Rollback, UnsoundError
 from jaxrl.types import (
     Draw,
@@ -314,6 +316,10 @@ class Trainer:
             Exception: See `train`.
         """
         config, self._workdir = config.copy_and_resolve_references(), Path(workdir)
+        if self._workdir.resolve() in _open_workdirs:
+            raise ValueError(
+                f"another Trainer of this process has {workdir} open; call its close() first."
+            )
         config.stages = ("train", "evaluate")
         add_code_folders(self._workdir)
         self._config = validation.validate(config)
@@ -338,8 +344,10 @@ class Trainer:
             self._checkpointer = stack.enter_context(contextlib.closing(checkpointer))
             with self._handle_stops():
                 self._restore(self._prepared.record_start)
+            _open_workdirs.add(self._workdir.resolve())
+            stack.callback(_open_workdirs.discard, self._workdir.resolve())
             self._resources = stack.pop_all()
-        atexit.register(self.close)
+        atexit.register(self._warn_if_unsaved)
 
     def _restore(self, record_start: Callable[[], None] | None) -> None:
         """Restore the newest checkpoint, or start the stage."""
@@ -353,6 +361,7 @@ class Trainer:
             should_stop=lambda: self._should_stop(),
             contents=prepared.contents,
             record_start=record_start,
+            restores_finished_stage=True,
         )
         params = load_initial_params(run_state)
         run_state.begin_stage("train")
@@ -370,22 +379,54 @@ class Trainer:
                 yield
                 is_interrupted = self._should_stop()
             except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
-                if self._run_state is not None:
-                    self._run_state.save_progress()
+                self._save()
                 if not isinstance(error, Interrupted):
                     raise
                 is_interrupted = True
             finally:
                 self._should_stop = lambda: False
+            if is_interrupted:
+                self._save()
         # Raised here because a notebook keeps an error's frames alive, and so the weights.
         if is_interrupted:
             raise KeyboardInterrupt(f"the steps done are saved in {self._workdir}")
+
+    def _save(self) -> None:
+        """Save the completed steps, unless the newest checkpoint has them."""
+        run_state, learner = self._run_state, self._learner
+        if run_state is None or learner is None or learner.is_partial:
+            return
+        if run_state.progress.stage_step > 0 and run_state.progress != run_state.saved:
+            run_state.save()
+        self._checkpointer.wait()
+
+    def _warn_if_unsaved(self) -> None:
+        """Warn at the end of the program; JAX can no longer save anything then."""
+        learner = self._learner
+        if learner is not None and learner.run_state.progress != learner.run_state.saved:
+            print(
+                f"warning: the Trainer of {self._workdir} was not closed: steps after its newest "
+                "checkpoint are lost. Use it in a with block, or call close().",
+                file=sys.stderr,
+            )
 
     @property
     def _open_learner(self) -> Learner:
         if self._learner is None:
             raise ValueError("the trainer is closed; create another one for the same workdir.")
+        if self._learner.is_partial:
+            raise ValueError(
+                "an error ended an update halfway; close this trainer, and create another one, "
+                "which resumes from the newest checkpoint."
+            )
         return self._learner
+
+    def _begin_step(self) -> Learner:
+        """Finish the last step if the caller did not; return the learner."""
+        learner = self._open_learner
+        if learner.run_state.progress.record is not None:
+            self._finish(learner.finish_step)
+        return self._open_learner
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -428,7 +469,7 @@ class Trainer:
             top_p: Nucleus sampling probability. Default: `rollout.top_p`.
 
         Raises:
-            ValueError: The sampler has no program for `temperature` and `top_p`.
+            ValueError: A setting is invalid, or the sampler has no program for it.
         """
         learner, settings = self._open_learner, self._prepared.settings
         if isinstance(query, str):
@@ -437,6 +478,11 @@ class Trainer:
             query = Task(id="generate", messages=tuple(query))
         temperature = learner.method.temperature if temperature is None else temperature
         top_p = learner.method.top_p if top_p is None else top_p
+        if temperature < 0 or not 0 < top_p <= 1:
+            raise ValueError(
+                f"generate received temperature={temperature} and top_p={top_p}; expected a "
+                "temperature of at least 0, and top_p in (0, 1]."
+            )
         kinds = select_sampling_kinds(self._config)
         kind = select_kind(temperature, top_p)
         if kind not in kinds and not (kind == FULL and TOP_P in kinds):
@@ -487,12 +533,12 @@ class Trainer:
             group_size: Trajectories per task; 0 for `rollout.group_size`.
         """
         with self._handle_stops():
-            return self._open_learner.rollout(tasks, group_size)
+            return self._begin_step().rollout(tasks, group_size)
 
     def collect(self) -> list[Group]:
         """Sample the groups of a step as `train` does: next tasks, filter, resampling, prefetch."""
         with self._handle_stops():
-            return self._open_learner.collect()
+            return self._begin_step().collect()
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the advantages of the configured estimator.
@@ -501,7 +547,7 @@ class Trainer:
         To set other advantages, call `set_advantages` instead, or on the result.
         """
         with self._handle_stops():
-            return self._open_learner.compute_advantages(groups)
+            return self._begin_step().compute_advantages(groups)
 
     def compute_logprobs(
         self, groups: Sequence[Group], *, use_reference: bool = False
@@ -553,7 +599,7 @@ class Trainer:
         if loss is not None:
             probe_loss(loss)
         with self._handle_stops():
-            return _add_short_names(self._open_learner.update(groups, loss))
+            return _add_short_names(self._begin_step().update(groups, loss))
 
     def accumulate_gradients(
         self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
@@ -566,7 +612,7 @@ class Trainer:
         if loss is not None:
             probe_loss(loss)
         with self._handle_stops():
-            self._open_learner.accumulate_gradients(groups, loss)
+            self._begin_step().accumulate_gradients(groups, loss)
 
     def apply_gradients(self) -> dict[str, Any]:
         """Take one optimizer step with the accumulated gradient; return metrics as `update` does.
@@ -591,8 +637,8 @@ class Trainer:
         Args:
             tasks: Tasks to train on; None for the next ones of the stream, as in `train`.
         """
-        learner = self._open_learner
         with self._handle_stops():
+            learner = self._begin_step()
             learner.run_state.check_budget()
             groups = learner.collect() if tasks is None else learner.rollout(tasks)
             learner.update(learner.compute_advantages(groups))
@@ -618,15 +664,27 @@ class Trainer:
 
         Args:
             suites: Suites to run; empty for `eval.suites`.
+
+        Raises:
+            ValueError: A suite is unknown.
         """
-        learner = self._open_learner
+        learner, components = self._open_learner, self._prepared.components
+        known = ("sampled", "greedy", *components.controls)
+        suites = tuple(suites) or tuple(self._prepared.settings.evaluation.suites)
+        unknown = [suite for suite in suites if suite not in known]
+        if unknown:
+            raise ValueError(
+                f"evaluate received the suite {unknown[0]!r}; expected some of {', '.join(known)}. "
+                "Name others in config.eval.final_suites."
+            )
         with self._handle_stops():
-            return learner.evaluate(suites or self._prepared.settings.evaluation.suites)
+            return learner.evaluate(suites)
 
     def save(self) -> None:
         """Save a checkpoint of the completed steps, and wait until it is on disk."""
         with self._handle_stops():
-            self._open_learner.run_state.save_progress()
+            _ = self._open_learner  # raises if closed
+            self._save()
 
     def export(self, folder: str | Path) -> Path:
         """Write the policy in Hugging Face format to `<folder>/export` and return that path.
@@ -640,13 +698,16 @@ class Trainer:
 
     def close(self) -> None:
         """Save unsaved steps, write the report, and free the devices and the workdir's lock."""
-        atexit.unregister(self.close)
-        if self._learner is None:
+        atexit.unregister(self._warn_if_unsaved)
+        learner, run_state = self._learner, self._run_state
+        if learner is None or run_state is None:
             return
-        run_state, self._learner = self._open_learner.run_state, None
         with self._resources, contextlib.closing(run_state.metrics_log):
+            run_state.add_discarded_cost(run_state.pending_usage)
+            run_state.pending_usage = UsageStats()
+            self._save()
+            self._learner = None
             if run_state.metrics_log.num_records:
-                run_state.save_progress()
                 write_report(run_state, self._prepared.display.log)
             run_state.components.engine.release()
             run_state.state = run_state.ref_params = None
@@ -671,6 +732,8 @@ class Scorer:
         trajectories, shape = flatten_groups(groups), self._learner.stage.shape
         return compute_logprobs(score, self._model.params, trajectories, shape)
 
+
+_open_workdirs: set[Path] = set()
 
 GENERATE_STAGE = 2**30
 """Stage in the sampling seeds of `Trainer.generate`, which no stage of a run has."""

@@ -272,12 +272,19 @@ def load_run_state(
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
     record_start: Callable[[], None] | None,
+    restores_finished_stage: bool = False,
 ) -> RunState:
-    """Restore the run state from the latest checkpoint, or create it. For arguments, see `run`."""
+    """Restore the run state from the latest checkpoint, or create it.
+
+    With `restores_finished_stage`, restore optimizer and reference also if all steps of the stage
+    are done. For the other arguments, see `run`.
+    """
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
     rollbacks = discard_rolled_back_output(workdir, checkpointer)
-    checkpoint = checkpointer.restore(lambda saved: build_restore_targets(components, saved))
+    checkpoint = checkpointer.restore(
+        lambda saved: build_restore_targets(components, saved, restores_finished_stage)
+    )
     position, restored = checkpoint or ({}, {})
     progress = Progress.from_json(position, components.method) if checkpoint else Progress()
     if rollbacks:
@@ -429,13 +436,21 @@ REPORT = "jaxrl.extras.view.report:write_report_or_warn"
 """Function that writes a run's report; missing if the extra was deleted."""
 
 
-def build_restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return abstract arrays for the items to restore from a checkpoint with progress `saved`."""
+def build_restore_targets(
+    components: Components, saved: dict[str, Any], restores_finished_stage: bool = False
+) -> dict[str, Any]:
+    """Return abstract arrays for the items to restore from a checkpoint with progress `saved`.
+
+    They include optimizer and reference in the middle of a stage, or if `restores_finished_stage`.
+    """
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()
     params = make_restore_target(shapes, param_shardings(mesh, trained))
-    if not progress.is_mid_stage(components.num_steps):
+    is_finished = progress.stage in components.stages and progress.stage_step > 0
+    if not (
+        progress.is_mid_stage(components.num_steps) or (restores_finished_stage and is_finished)
+    ):
         return {"params": params}
     optimizer = components.stages[progress.stage].optimizer
     fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)

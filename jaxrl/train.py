@@ -113,6 +113,7 @@ class Learner:
         )
         self._custom_losses: dict[Callable[..., Any], tuple[Method, UpdateStep]] = {}
         self._has_weights = False  # True if the sampler holds the current weights
+        self.is_partial = False  # True if an error ended an update after its first optimizer step
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -122,6 +123,7 @@ class Learner:
         self._is_streamed = False  # True if `collect` took the tasks
         # Controllers for this step's loss, and for the next step; None before the first is needed.
         self._controllers: tuple[Controllers, Controllers] | None = None
+        self._advanced_groups: list[Group] = []  # groups that the controllers have seen
         self._accumulated: AccumulatedGradients | None = None
         self._accumulated_groups: list[Group] = []
         self._accumulated_pieces: list[Piece] = []
@@ -184,6 +186,11 @@ class Learner:
         Rewards are shaped (training/rewards.py), and groups without a learning signal are dropped
         (objectives/filters.py, selected by filter.name).
         """
+        if self._collected is not None:
+            raise ValueError(
+                "this step has sampled groups already; update on them first, or call "
+                "rollout(next_tasks()) for more."
+            )
         if self.run_state.progress.prefetched is None:
             self._load_weights()
         with self._clock.sampling():
@@ -213,6 +220,11 @@ class Learner:
             tasks: Tasks of any source. A task may occur several times.
             group_size: Trajectories per task; 0 for `rollout.group_size`.
         """
+        if not tasks or group_size < 0:
+            raise ValueError(
+                f"rollout received {len(tasks)} tasks and group_size={group_size}; expected at "
+                "least one task, and a group size of at least 0."
+            )
         self._load_weights()
         progress, before = self.run_state.progress, self._collected
         with self._clock.sampling():
@@ -280,7 +292,15 @@ class Learner:
 
         Advantages belong to a trajectory or a turn (objectives/advantages.py, selected by
         advantage.name).
+
+        Raises:
+            ValueError: A trajectory has an advantage already. Rewards would be adjusted twice.
         """
+        if any(t.advantage is not None for t in flatten_groups(groups)):
+            raise ValueError(
+                "a trajectory has an advantage already; call compute_advantages once, on groups as "
+                "they were sampled."
+            )
         progress = self.run_state.progress
         controllers, groups = self._advance_controllers(groups)
         groups = rewards.apply_kl_penalty(groups, controllers, self.method)
@@ -292,9 +312,11 @@ class Learner:
         progress, collected = self.run_state.progress, self._collected
         with interruptible(self.run_state.should_stop):
             groups = self.add_divergences(groups)
-        advanced, groups = update_controllers(
+        # A step may advance them several times: each time from its start, by all groups so far.
+        self._advanced_groups = [*self._advanced_groups, *groups]
+        advanced, advanced_groups = update_controllers(
             progress.controllers,
-            groups,
+            self._advanced_groups,
             collected.sampled_stats if collected else (),
             self.method,
             self.run_state.components.is_trigger,
@@ -302,7 +324,7 @@ class Learner:
         # The KL state lags one step: otherwise a step's divergence would set its own penalty.
         used = dataclasses.replace(advanced, kl=progress.controllers.kl)
         self._controllers = used, advanced
-        return used, groups
+        return used, advanced_groups[-len(groups) :]
 
     def update(
         self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
@@ -320,6 +342,8 @@ class Learner:
         """
         run_state, stage = self.run_state, self.stage
         policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
+        if self._accumulated is not None:
+            raise ValueError("there are accumulated gradients; call apply_gradients first.")
         method, update = self._select_loss(loss)
         groups, minibatches = self._prepare_update(groups, method)
         finish_token_log = None
@@ -346,6 +370,7 @@ class Learner:
                 may_stop = run_state.should_stop if not update_metrics else lambda: False
                 with interruptible(may_stop):
                     gradients = self._compute_gradients(pieces, update, method)
+                    self.is_partial = True
                     run_state.state, metrics = update.apply_sums(
                         self.state, gradients.sums, lr_scale
                     )
@@ -390,6 +415,7 @@ class Learner:
         if accumulated is None:
             raise ValueError("there are no gradients; call accumulate_gradients first.")
         policy_version, scale = int(self.state.num_updates), progress.watched.lr_scale
+        self._accumulated, self.is_partial = None, True
         self.run_state.state, metrics = self.stage.update.apply_sums(
             self.state, accumulated.sums, None if scale == 1 else scale
         )
@@ -413,8 +439,7 @@ class Learner:
         if loss is None:
             return self.method, self.stage.update
         if loss not in self._custom_losses:
-            name = f"{loss.__module__}.{loss.__qualname__}"
-            named = NamedFunction(key="loss.name", name=name, function=loss, settings={})
+            named = NamedFunction.from_callable("loss.name", loss)
             method = dataclasses.replace(
                 self.method, loss=dataclasses.replace(self.method.loss, policy_loss=named)
             )
@@ -440,7 +465,11 @@ class Learner:
                     f"a trajectory of task {trajectory.task_id!r} has no advantage; call "
                     "compute_advantages or set_advantages before the update."
                 )
-        if self._controllers is None:  # the advantages are the caller's own
+        # With advantages of the caller, some may not have passed `compute_advantages`.
+        seen = {id(t.token_ids) for t in flatten_groups(self._advanced_groups)}
+        if self._controllers is None or not all(
+            id(t.token_ids) in seen for t in flatten_groups(groups)
+        ):
             _, groups = self._advance_controllers(groups)
         assert self._controllers is not None
         self._free_sampler()
@@ -499,6 +528,8 @@ class Learner:
             progress.in_flight_tasks = collected.in_flight_tasks
             progress.items_taken = collected.num_tasks_taken
             progress.ledger += collected.ledger
+        if not self._is_streamed:
+            progress.discard_prefetched()
         progress.prefetched = prefetched
         run_state.pending_usage = UsageStats()
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
@@ -555,20 +586,27 @@ class Learner:
             notes = finish_token_log(self.state.params)
             fields = [a | b for a, b in zip(fields, notes, strict=True)]
         log_trajectories(run_state, trajectories, fields)
+        self.is_partial = False
         return dict(progress.record)
 
     def finish_step(self) -> dict[str, Any]:
-        """Evaluate if due, write the step's record and return it, and save a checkpoint if due."""
-        # Evaluate if due. Greedy accuracy moves the stage gate.
+        """Evaluate if due, write the step's record and return it, and save a checkpoint if due.
+
+        Raises:
+            ValueError: There is no update to finish.
+        """
         run_state, progress = self.run_state, self.run_state.progress
+        unfinished_record = progress.record
+        if unfinished_record is None:
+            raise ValueError("there is no update to finish; call update first.")
+        # Evaluate if due. Greedy accuracy moves the stage gate.
         settings, is_last = run_state.settings.evaluation, run_state.is_stage_done
         every, eval_metrics = settings.every_steps, dict[str, float]()
         if is_last or (every and progress.stage_step % every == 0):
             eval_metrics = run_state.evaluate(settings.suites)
         update_gate(run_state, eval_metrics)
         # Complete the record. A checkpoint without a record has no evaluation left to do.
-        assert progress.record is not None
-        record = progress.record | eval_metrics | progress.controllers.metrics()
+        record = unfinished_record | eval_metrics | progress.controllers.metrics()
         record |= progress.ledger.metrics()
         progress.record = None
         show_step(run_state, record)

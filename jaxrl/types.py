@@ -388,6 +388,11 @@ def set_advantages(
         ValueError: An advantage is not finite, or the number of values is wrong.
     """
     trajectories, means, tokens = flatten_groups(groups), [], []
+    if len(advantages) != len(trajectories):
+        raise ValueError(
+            f"set_advantages received {len(advantages)} advantages for {len(trajectories)} "
+            "trajectories; expected one for each."
+        )
     for trajectory, value in zip(trajectories, advantages, strict=True):
         array = np.asarray(value, np.float32)
         if array.shape not in ((), trajectory.token_ids.shape) or not np.isfinite(array).all():

@@ -21,7 +21,15 @@ from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import GradientStep, put_batch
 from jaxrl.types import flatten_groups
 from jaxrl.utils.callables import NamedFunction
-from tests.runs import base_config, evaluation, free_port, lasting, trajectories, without_usage
+from tests.runs import (
+    base_config,
+    evaluation,
+    free_port,
+    lasting,
+    trajectories,
+    warm_start,
+    without_usage,
+)
 
 pytestmark = [
     pytest.mark.minutes,
@@ -131,6 +139,80 @@ def test_steps_with_prefetched_groups_repeat_train(tiny_world, tmp_path, changes
     rewards = [record["critic/rewards/mean"] for record in lasting(expected)[1:]]
     assert [record["critic/rewards/mean"] for record in records] == rewards
     assert lasting(tmp_path / "steps") == lasting(expected)
+
+
+def test_a_finished_run_continues_as_if_it_had_not_ended(config, trained, tmp_path):
+    shorter = with_changes(config.copy_and_resolve_references(), {"num_steps": 2})
+    with api.Trainer(shorter, tmp_path) as trainer:
+        step_through(trainer)
+        step_through(trainer)
+        assert trainer.is_done
+    with api.Trainer(shorter, tmp_path) as trainer:  # only looks
+        trainer.generate("who is the mentor of Soren Dumont?")
+    with api.Trainer(config, tmp_path) as trainer:
+        step_through(trainer)
+        trainer.export(tmp_path)
+    check_same_run(tmp_path, trained)
+
+
+def test_half_an_update_is_not_saved(config, trained, tmp_path, monkeypatch):
+    """The update fails in the third of its four optimizer steps."""
+    trainer = api.Trainer(config, tmp_path)
+    step_through(trainer)
+    update = trainer._learner.stage.update
+    apply_sums, calls = update.apply_sums, iter(range(4))
+
+    def fail(*arguments):
+        if next(calls) == 2:
+            raise RuntimeError("device lost")
+        return apply_sums(*arguments)
+
+    groups = trainer.compute_advantages(trainer.rollout(trainer.next_tasks()))
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "apply_sums", fail)
+        with pytest.raises(RuntimeError, match="device lost"):
+            trainer.update(groups)
+    with pytest.raises(ValueError, match="halfway"):
+        trainer.save()
+    trainer.close()
+    assert list_steps(tmp_path / "checkpoints") == [1]
+    with api.Trainer(config, tmp_path) as trainer:
+        while not trainer.is_done:
+            step_through(trainer)
+        trainer.export(tmp_path)
+    check_same_run(tmp_path, trained)
+
+
+def test_divergences_are_measured_in_every_accumulating_call(config, tmp_path):
+    with api.Trainer(config, tmp_path) as trainer:
+        groups = trainer.rollout(trainer.next_tasks())
+        for part in (groups[:1], groups[1:]):
+            count = len(flatten_groups(part))
+            trainer.accumulate_gradients(api.set_advantages(part, [1.0] * count))
+        metrics = trainer.apply_gradients()
+        assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+        with pytest.raises(ValueError, match="accumulate_gradients first"):
+            trainer.apply_gradients()
+
+
+def test_usage_counts_once_however_often_a_step_is_saved(config, tiny_world, tmp_path):
+    """With a model that searches."""
+    path = warm_start(tiny_world, tmp_path)
+    config = with_changes(
+        config.copy_and_resolve_references(), {"model.path": path, "eval.suites": ()}
+    )
+    with api.Trainer(config, tmp_path / "run") as trainer:
+        groups = trainer.rollout(trainer.next_tasks())
+        trainer.update(trainer.compute_advantages(groups))
+        first = trainer.finish_step()["perf/ledger/total/attempts/search"]
+        groups = trainer.rollout(trainer.next_tasks())
+        num_searches = sum(r.attempts for t in flatten_groups(groups) for r in t.call_records)
+        for _ in range(2):
+            trainer.save()
+        trainer.update(trainer.compute_advantages(groups))
+        record = trainer.finish_step()
+        assert num_searches > 0
+        assert record["perf/ledger/total/attempts/search"] == first + num_searches
 
 
 def test_two_processes_repeat_train_in_two_processes(tiny_world, tmp_path, quick_compilation):
@@ -264,6 +346,16 @@ def test_generation_is_limited_and_repeats(trainer):
     assert len(set(sampled)) > 1
 
 
+def test_the_next_update_finishes_the_last_step(trainer):
+    first = trainer.num_steps_done
+    for _ in range(2):
+        groups = trainer.rollout(trainer.next_tasks(1))
+        trainer.update(api.set_advantages(groups, [1.0, 0.0, 0.0, -1.0]))
+    trainer.finish_step()
+    written = lasting(trainer._workdir)
+    assert [record["step"] for record in written][-2:] == [first + 1, first + 2]
+
+
 def test_wrong_calls_are_refused_and_change_nothing(trainer):
     num_done = trainer.num_steps_done
     groups = trainer.rollout(trainer.next_tasks(1))
@@ -273,6 +365,22 @@ def test_wrong_calls_are_refused_and_change_nothing(trainer):
         trainer.update([])
     with pytest.raises(ValueError, match="accumulate_gradients first"):
         trainer.apply_gradients()
+    with pytest.raises(ValueError, match="no update to finish"):
+        trainer.finish_step()
+    with pytest.raises(ValueError, match="sampled groups already"):
+        trainer.collect()
+    with pytest.raises(ValueError, match="already; call compute_advantages once"):
+        trainer.compute_advantages(trainer.compute_advantages(groups))
+    with pytest.raises(ValueError, match="at least one task"):
+        trainer.rollout([])
+    with pytest.raises(ValueError, match="'nonsense'; expected some of sampled"):
+        trainer.evaluate(("nonsense",))
+    with pytest.raises(ValueError, match="another Trainer of this process"):
+        api.Trainer(trainer._config.config, trainer._workdir)
+    with pytest.raises(ValueError, match="takes everything; expected arrays among logprobs"):
+        trainer.update(groups, loss=lambda everything: everything)
+    with pytest.raises(ValueError, match="1 advantages for 4"):
+        api.set_advantages(groups, [1.0])
     with pytest.raises(ValueError, match="finite number"):
         api.set_advantages(groups, [float("nan")] * 4)
     with pytest.raises(ValueError, match="PolicyLoss"):

@@ -18,6 +18,7 @@ from jaxrl.envs.rewards.functions import RewardFunction
 from jaxrl.envs.tools.base import CallError, Tool
 from jaxrl.envs.tools.functions import FunctionTool
 from jaxrl.objectives.aggregation import token_weights
+from jaxrl.objectives.losses import ARRAYS as LOSS_ARRAYS
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.training.method import Method, OptimizerSettings
 from jaxrl.training.optimizer import make_schedule
@@ -127,9 +128,18 @@ def probe_method(method: Method, max_response_tokens: int) -> None:
 
 
 def probe_loss(loss: Callable[..., Any]) -> None:
-    """Trace a policy loss that is passed to `api.Trainer`; see `probe_method`."""
-    name = f"{loss.__module__}.{loss.__qualname__}"
-    function = NamedFunction(key="loss.name", name=name, function=loss, settings={})
+    """Trace a policy loss that is passed to `api.Trainer`; see `probe_method`.
+
+    Raises:
+        UserCodeError: The loss takes an unknown array, raised, or returned a wrong value.
+    """
+    function = NamedFunction.from_callable("loss.name", loss)
+    unknown = [name for name in function.arguments if name not in LOSS_ARRAYS]
+    if unknown:
+        raise UserCodeError(
+            f"the loss {function.name!r} takes {', '.join(unknown)}; expected arrays among "
+            f"{', '.join(LOSS_ARRAYS)}, and settings as keyword-only parameters with a default."
+        )
     _probe_loss(function, is_filter=False)
 
 

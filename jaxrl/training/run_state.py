@@ -255,7 +255,7 @@ class RunState:
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
         if progress.stage == stage:
-            return self.is_mid_stage
+            return progress.is_mid_stage(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers, progress.buffered_groups = (
@@ -277,7 +277,7 @@ class RunState:
 
     def init_or_restore_state(self, params: Params) -> TrainState:
         """Create the training state at the start of a stage, or else restore it."""
-        if self.is_mid_stage:
+        if "optimizer" in self.restored:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
             components = self.components
@@ -290,7 +290,7 @@ class RunState:
         """Return the reference, a copy of the stage's initial policy; None if it is not needed."""
         if not self.components.method.has_reference:
             return None
-        if self.is_mid_stage:
+        if "ref_params" in self.restored:
             return self.restored.pop("ref_params")
         return jax.tree.map(jax.numpy.copy, params)
 
@@ -322,11 +322,6 @@ class RunState:
     def add_discarded_cost(self, spent: UsageStats) -> None:
         """Add the cost of discarded groups, which will be resampled."""
         self.progress.ledger += UsageStats(usage=spent.usage)
-
-    @property
-    def is_mid_stage(self) -> bool:
-        """True if the checkpoint has the optimizer state and the reference of its stage."""
-        return self.progress.is_mid_stage(self.components.num_steps)
 
     @property
     def is_stage_done(self) -> bool:

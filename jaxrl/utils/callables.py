@@ -36,6 +36,13 @@ class NamedFunction:
     function: Callable[..., Any] = field(hash=False)  # may be unhashable, like `settings`
     settings: Mapping[str, Any] = field(hash=False)
 
+    @classmethod
+    def from_callable(cls, key: str, function: Callable[..., Any]) -> NamedFunction:
+        """Name a function that is passed in the place of config key `key`."""
+        owner = function if hasattr(function, "__qualname__") else type(function)
+        name = f"{owner.__module__}.{owner.__qualname__}"
+        return cls(key=key, name=name, function=function, settings={})
+
     @property
     def arguments(self) -> list[str]:
         """Names of the function's array arguments."""
