@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             metrics = trainer.apply_gradients()
             print(f"reward {metrics['reward']:.3f}, {metrics['actor/positive_share']:.0%} positive")
             trainer.finish_step()
+        trainer.export(args.workdir)
 
 
 if __name__ == "__main__":
