@@ -43,6 +43,7 @@ PER_PROCESS_METRICS = (*VOLATILE_METRICS, "perf/")
 OLD_KEYS = {
     "rollout.async_level": "rollout.ahead",
     "rollout.max_num_seqs": "rollout.num_rows",
+    "filter.key": "filter.varied.metric",
     "kl.apply_to": "kl.place",
     "loss.token_filter": "loss.gate",
     "shaping.centered_gain": "shaping.centred_gain",
@@ -192,7 +193,7 @@ CASES = {
         ),
         "kl.estimator=k1",
         *("kl.adaptive.horizon=16", "checkpoint.every_steps=1", "filter.name=varied"),
-        *("filter.varied.metric=score", "filter.carry_over=True", "advantage.name=rloo"),
+        *("filter.key=score", "filter.carry_over=True", "advantage.name=rloo"),
     ),
     # Stopped after two steps and resumed; also compared with an uninterrupted run, which evaluates
     # at the step at which the first run stops.

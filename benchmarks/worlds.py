@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common import format_table
 from benchmarks.jobs import ROOT, Job, read_duration_s, read_steps, run_jobs
 from jaxrl.logs.statistics import bootstrap_means, compute_percentile_interval
-from jaxrl.training.controllers import BUCKETS
+from jaxrl.objectives.shaping import BUCKETS
 
 Figures = dict[str, float]
 """Figures of a run by column title; NaN if missing."""

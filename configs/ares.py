@@ -31,9 +31,9 @@ def set_method(config: ConfigDict) -> None:
     """Set GRPO with ARES's entropy reward, KL budgets, and a weaker KL term at high entropy."""
     config.rollout.temperature = 1.0
     config.rollout.top_p = 0.99
-    config.filter.name = "accuracy_range"
-    config.filter.accuracy_range.low = 0.01
-    config.filter.accuracy_range.high = 0.99
+    config.filter.name = "range"
+    config.filter.range.low = 0.01
+    config.filter.range.high = 0.99
     config.filter.max_batches = 20
     config.shaping.entropy_reward = True
     config.shaping.entropy_window = 4

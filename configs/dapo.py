@@ -51,7 +51,7 @@ def set_method(config: ConfigDict) -> None:
     """Set clip-higher, dynamic sampling, token-level loss and overlong shaping, without KL."""
     config.rollout.temperature = 1.0
     config.filter.name = "varied"
-    config.filter.varied.metric = "acc"
+    config.filter.key = "acc"
     config.filter.max_batches = 10
     config.advantage.name = "grpo"
     config.loss.clip_low = 0.2

@@ -47,7 +47,7 @@ IN_REWARD = {
     "kl.low_factor": 1.0,
     "kl.second_chance": False,
 }
-FINAL_REWARD = {**IN_REWARD, "filter.name": "varied", "filter.varied.metric": "seq_final_reward"}
+FINAL_REWARD = {**IN_REWARD, "filter.name": "varied", "filter.key": "seq_final_reward"}
 NO_SHAPING = {
     "shaping.overlong_buffer": 0,
     "shaping.boundary_aware": False,
@@ -91,8 +91,8 @@ DIMENSIONS = [
     options("kl.controller", KL_CONTROLLERS),
     options("kl.low_factor", (1.0, 0.5)),
     options("kl.second_chance", (False, True)),
-    options("filter.name", ("none", "varied", "accuracy_range")),
-    [*options("filter.varied.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
+    options("filter.name", ("none", "varied", "range")),
+    [*options("filter.key", ("acc", "score", "seq_reward")), FINAL_REWARD],
     options("filter.tasks_per_batch", (0, 3)),
     options("filter.carry_over", (False, True)),
     options("filter.resample_attempts", (0, 1)),

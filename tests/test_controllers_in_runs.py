@@ -11,9 +11,10 @@ from jaxrl.builders.validation import validate
 from jaxrl.data.serialization import to_json
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.run import run
 from jaxrl.runtime.preemption import Interrupted
-from jaxrl.training.controllers import BUCKETS, Controllers
+from jaxrl.training.controllers import Controllers
 from tests.helpers import build, settings_of, with_devices
 from tests.runs import (
     JOB_SETTINGS,
@@ -146,7 +147,7 @@ SHARED = {
     **{"num_steps": 2, "stages": ("train",), "eval.suites": (), "checkpoint.every_steps": 9},
     **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
     **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
-    **{"filter.name": "varied", "filter.varied.metric": "seq_reward", "filter.carry_over": True},
+    **{"filter.name": "varied", "filter.key": "seq_reward", "filter.carry_over": True},
     **{"filter.tasks_per_batch": 6, "filter.max_batches": 0},
 }
 

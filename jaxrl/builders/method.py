@@ -77,7 +77,6 @@ def build_method(c: ResolvedConfig) -> Method:
             c.filter,
             group_filter=c.group_filter,
             trajectory_filter=c.trajectory_filter,
-            metric=c.filter.varied.metric,
         ),
         shaping=build_from_section(ShapingSettings, c.shaping, overlong_limit=c.overlong_limit),
         balance_coef=c.model.balance_coef,

@@ -16,6 +16,7 @@ from jaxrl.config.schema import EXTRA_KEYS, KEYS, LOCAL_MODEL, SUITES, flatten
 from jaxrl.envs.rewards.combiner import REWARD_PARTS
 from jaxrl.envs.rewards.rules import check_weights
 from jaxrl.envs.search_env import SearchEnv, build_protocol, check_protocol
+from jaxrl.objectives.filters import KEYS as FILTER_KEYS
 from jaxrl.training.method import has_stage_gate, needs_buckets, needs_divergences, needs_windows
 from jaxrl.utils.callables import UserCodeError, format_failure, is_dotted_path
 
@@ -128,7 +129,7 @@ def _check_tools(c: ResolvedConfig) -> None:
 
 
 def _check_rewards(c: ResolvedConfig) -> None:
-    """Reject weights of unknown reward parts, and an invalid `reward.correct`."""
+    """Reject weights of unknown reward parts, and an invalid `reward.correct` or `filter.key`."""
     if not c.stages:
         return  # inference only: no rewards
     measured = (*c.environment_parts, *c.reward_parts)
@@ -139,6 +140,8 @@ def _check_rewards(c: ResolvedConfig) -> None:
     choices = [part for part in measured if part != "format"]
     if c.reward.correct not in choices:
         reject_value("reward.correct", c.reward.correct, f"one of {', '.join(choices)}")
+    if c.filter.key not in (*FILTER_KEYS, *measured):
+        reject_value("filter.key", c.filter.key, f"one of {', '.join((*FILTER_KEYS, *measured))}")
 
 
 def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
@@ -159,6 +162,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
         ("kl.controller", has_kl_term, "kl.coef is above 0"),
         ("kl.low_factor", has_kl_term, "kl.coef is above 0"),
         ("kl.second_chance", has_kl_term, "kl.coef is above 0"),
+        ("filter.key", filters, "filter.name is set"),
         ("filter.carry_over", filters, "filter.name is set"),
         ("filter.tasks_per_batch", filters, "filter.name is set"),
         (
@@ -309,26 +313,27 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             "at least rollout.tasks_per_step * rollout.group_size: otherwise a step moves the "
             "coefficient by more than a fifth",
         )
-    if kl.controller == "log" and not 1e-4 <= kl.coef <= 100:
-        yield "kl.coef", "1e-4 to 100 with kl.controller='log'"
+    if kl.controller == "log" and not kl.log.min_coef <= kl.coef <= 100:
+        yield "kl.coef", "kl.log.min_coef to 100 with kl.controller='log'"
 
 
 def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     """Yield conflicts between settings of filters and reward shaping."""
     # Filters.
     rollout, kl, filter, shaping = c.rollout, c.kl, c.filter, c.shaping
-    size, bounds = rollout.group_size, filter.accuracy_range
-    passes = any(bounds.low < count / size < bounds.high for count in range(size + 1))
-    if filter.name == "accuracy_range" and not passes:
+    size, bounds = rollout.group_size, filter.range
+    passes = bounds.low < bounds.high
+    if filter.key == "acc":
+        passes = any(bounds.low < count / size < bounds.high for count in range(size + 1))
+    if filter.name == "range" and not passes:
         yield (
-            "filter.accuracy_range.low",
-            "bounds between which the accuracy of a group of rollout.group_size can lie, exclusive",
+            "filter.range.low",
+            "bounds between which the mean of a group of rollout.group_size can lie, exclusive",
         )
-    metric = filter.varied.metric if filter.name == "varied" else ""
     has_kl_reward = kl.coef != 0 and kl.apply_to == "reward" and rollout.async_level == 0
-    if metric == "seq_final_reward" and not has_kl_reward:
+    if filter.key == "seq_final_reward" and not has_kl_reward:
         yield (
-            "filter.varied.metric",
+            "filter.key",
             "'seq_reward', unless kl.apply_to='reward' and rollout.async_level=0: groups are "
             "filtered without a KL term otherwise",
         )
@@ -338,11 +343,12 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             "filter.max_batches",
             "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0",
         )
-    drops_failures = filter.name == "accuracy_range" or metric in ("acc", "score")
+    reads_rewards = filter.key in ("seq_reward", "seq_final_reward")
+    drops_failures = filter.name == "range" or (filter.name == "varied" and not reads_rewards)
     if shaping.boundary_aware and drops_failures:
         yield (
             "filter.name",
-            "'none', or 'varied' with filter.varied.metric='seq_reward', with "
+            "'none', or 'varied' with filter.key='seq_reward', with "
             "shaping.boundary_aware: other filters drop the groups whose abstentions it rewards",
         )
     if filter.unfinished_tasks > 0 and (c.model.replay or filter.resample_attempts > 0):

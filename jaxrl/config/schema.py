@@ -92,6 +92,13 @@ def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
     return is_increasing and all(k >= 1 for _, k in pairs)
 
 
+def _are_positive(values: tuple[Any, ...], count: int) -> bool:
+    return len(values) == count and all(is_finite(value) and value > 0 for value in values)
+
+
+_BY_DIFFICULTY = "three positive numbers, for easy, medium and hard tasks"
+
+
 # Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
 def _optimizer_keys(section: str) -> dict[str, Key]:
@@ -362,6 +369,16 @@ _ENTRIES: dict[str, Key] = {
     "shaping.alpha_step": Key(0.05, "Change of the coefficient per token of distance from the "
         "target.", at_least=0),
     "shaping.alpha_max": Key(2.0, "Upper bound of the coefficient.", at_least=0),
+    "shaping.min_accuracies": Key((2 / 3, 1 / 3), "Lowest accuracies of easy and medium tasks.",
+        is_valid=lambda v: _are_positive(v, 2) and v[0] > v[1],
+        expected="two positive numbers, the first the larger"),
+    "shaping.margins": Key((0.15, 0.25, 0.35), "Fraction of the target around it without "
+        "penalty, for easy, medium and hard tasks.",
+        is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
+    "shaping.huber_knees": Key((2.0, 3.0, 4.0), "Tokens from which each penalty is linear.",
+        is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
+    "shaping.sigmoid_temperatures": Key((2.0, 2.5, 3.0), "Temperature of each gain, in tokens.",
+        is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
     "shaping.bootstrap_tasks": Key(0, "Tasks rolled out before the first step to initialize "
         "these states. -1: all.", at_least=-1, expected="-1 (all) or more"),
     # -------------------------------------------------------------------------- rollout
@@ -426,14 +443,14 @@ _ENTRIES: dict[str, Key] = {
         "never.", at_least=0, restart=FREE),
     # --------------------------------------------------------------------------- filter
     "filter.name": Key("none", "`none`; `varied`: groups whose metric differs (dynamic "
-        "sampling); `accuracy_range`: groups whose mean accuracy is in a range (online "
-        "filtering); or a dotted name.", names_code=True),
+        "sampling); `range`: groups whose mean metric is in a range (online filtering); or a "
+        "dotted name.", names_code=True),
     "filter.settings": Key({}, "Keyword arguments of your filter.", example=1),
-    "filter.varied.metric": Key("acc", "`acc`: correctness; `score`: reward before shaping; "
-        "`seq_reward`: reward after shaping; `seq_final_reward`: minus the KL term.",
-        one_of=("acc", "score", "seq_reward", "seq_final_reward")),
-    "filter.accuracy_range.low": Key(0.01, "Lower bound, exclusive.", at_least=0, at_most=1),
-    "filter.accuracy_range.high": Key(0.99, "Upper bound, exclusive.", at_least=0, at_most=1),
+    "filter.key": Key("acc", "Metric of the filter: `acc`, correctness; `score`, reward before "
+        "shaping; `seq_reward`, after shaping; `seq_final_reward`, minus the KL term; "
+        "`response_length` or `mean_entropy`; or a reward part."),
+    "filter.range.low": Key(0.01, "Lower bound, exclusive."),
+    "filter.range.high": Key(0.99, "Upper bound, exclusive."),
     "filter.trajectories": Key("none", "Trajectories with a loss: `void_turns` removes those "
         "with a turn that neither calls nor answers; or the dotted name of a function. Removed "
         "ones still count in group statistics.",
@@ -528,6 +545,7 @@ _ENTRIES: dict[str, Key] = {
     "kl.adaptive.target": Key(0.1, "Target in nats per token.", above=0),
     "kl.adaptive.horizon": Key(10_000, "Trajectories over which the coefficient moves.", above=0),
     "kl.log.target": Key(0.1, "Target in nats per token; ARES's code has 0.01.", above=0),
+    "kl.log.min_coef": Key(1e-4, "Lower bound of the coefficient.", above=0, at_most=100),
     "kl.budget.budgets.easy": Key(0.05, "Budget of easy tasks, nats per token.", above=0),
     "kl.budget.budgets.medium": Key(0.1, "Budget of medium tasks, nats per token.", above=0),
     "kl.budget.budgets.hard": Key(0.2, "Budget of hard tasks, nats per token.", above=0),

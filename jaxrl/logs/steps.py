@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
+from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.runtime import distributed
 from jaxrl.sampling.interfaces import WAIT_REASONS, EngineCounts, Sampler
-from jaxrl.training.controllers import BUCKETS, Controllers, compute_mean_divergences
+from jaxrl.training.controllers import Controllers, compute_mean_divergences
 from jaxrl.training.method import KLSettings
 from jaxrl.training.packing import PackedBatch
 from jaxrl.types import Group, Trajectory, flatten_groups

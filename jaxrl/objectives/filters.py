@@ -46,28 +46,28 @@ def keep_informative(
     return mask
 
 
-def keep_in_accuracy_range(
-    is_correct: Bool[Array, " N"],
+def keep_in_range(
+    metric: Real[Array, " N"] | Bool[Array, " N"],
     group_ids: Int[Array, " N"],
     *,
     low: float,
     high: float,
 ) -> Bool[np.ndarray, " N"]:
-    """Keep groups with `low < mean accuracy < high` (online filtering).
+    """Keep groups with `low < mean metric < high` (online filtering).
 
-    ARES (https://arxiv.org/abs/2510.08457). Its released code filters by total reward, which lets
-    all-wrong groups pass; this function uses only correctness. A group of size 1 never passes.
+    ARES (https://arxiv.org/abs/2510.08457) filters by accuracy. Its released code filters by total
+    reward, which lets all-wrong groups pass.
 
     Args:
-        is_correct: True if the answer of the trajectory is correct.
+        metric: Value to average within groups. A group with a NaN does not pass.
         group_ids: See `keep_informative`.
-        low: Accuracy at or below which a group is too hard.
-        high: Accuracy at or above which a group is too easy.
+        low: Mean at or below which a group does not pass.
+        high: Mean at or above which a group does not pass.
     """
-    is_correct = np.asarray(is_correct)
-    mask = np.zeros(len(is_correct), bool)
+    metric = np.asarray(metric)
+    mask = np.zeros(len(metric), bool)
     for members in group_members(group_ids):
-        mask[members] = low < is_correct[members].mean() < high
+        mask[members] = low < metric[members].mean(dtype=np.float64) < high
     return mask
 
 
@@ -94,7 +94,7 @@ def needs_resampling(
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "varied": keep_informative,
-    "accuracy_range": keep_in_accuracy_range,
+    "range": keep_in_range,
 }
 """Group filters by `filter.name`, in addition to `none`. Arrays are bound by parameter name."""
 
@@ -106,5 +106,8 @@ TRAJECTORY_FILTERS: dict[str, str] = {
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
 """Arrays that a filter may request.
 
-`metric` is the column named by `filter.varied.metric`; `scores` are rewards before shaping.
+`metric` is the column named by `filter.key`; `scores` are rewards before shaping.
 """
+
+KEYS = ("acc", "score", "seq_reward", "seq_final_reward", "response_length", "mean_entropy")
+"""Metrics that `filter.key` may name, in addition to reward parts."""

@@ -1,5 +1,6 @@
 """Reward shaping by length, abstention and entropy. It runs on the host, in numpy."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -89,6 +90,10 @@ def boundary_aware_rewards(
     return rewards
 
 
+BUCKETS = ("easy", "medium", "hard")
+"""Difficulty buckets of tasks, under the current policy."""
+
+
 class _RewardParams(NamedTuple):
     """Parameters of the entropy reward for one difficulty; comments give ARES's symbols."""
 
@@ -99,11 +104,8 @@ class _RewardParams(NamedTuple):
     wrong: float  # maximum gain of a wrong answer, as a fraction of the coefficient
 
 
-_REWARD_PARAMS = {
-    "easy": _RewardParams(0.15, 2.0, 2.0, 1.0, 0.6),
-    "medium": _RewardParams(0.25, 3.0, 2.5, 1.0, 0.8),
-    "hard": _RewardParams(0.35, 4.0, 3.0, 1.2, 1.0),
-}
+_SCALES = (1.0, 1.0, 1.2)
+_WRONG_SHARES = (0.6, 0.8, 1.0)
 
 
 def entropy_reward(
@@ -113,6 +115,9 @@ def entropy_reward(
     *,
     targets: Mapping[str, float],
     coefficients: Mapping[str, float],
+    margins: Sequence[float] = (0.15, 0.25, 0.35),
+    huber_knees: Sequence[float] = (2.0, 3.0, 4.0),
+    sigmoid_temperatures: Sequence[float] = (2.0, 2.5, 3.0),
     centered_gain: bool = False,
 ) -> Float[np.ndarray, " N"]:
     """Compute a reward for an amount of exploration that suits the difficulty of the task.
@@ -136,27 +141,36 @@ def entropy_reward(
         targets: Target count of each bucket. A bucket without a target is not calibrated yet; its
             trajectories get 0.
         coefficients: Coefficient of each bucket (alpha in ARES), in units of reward.
+        margins: Phi of easy, medium and hard tasks, as a fraction of the target.
+        huber_knees: Excess in tokens at which the penalty of each becomes linear.
+        sigmoid_temperatures: Temperature t of each, in tokens.
         centered_gain: True to compute gains as `2 * sigmoid - 1` instead of `sigmoid`.
     """
+    columns = zip(margins, huber_knees, sigmoid_temperatures, _SCALES, _WRONG_SHARES, strict=True)
+    params = dict(zip(BUCKETS, itertools.starmap(_RewardParams, columns), strict=True))
     rewards = np.zeros(len(counts), np.float32)
     for i, bucket in enumerate(buckets):
-        if bucket not in _REWARD_PARAMS:
-            raise ValueError(
-                f"unknown difficulty {bucket!r}; expected one of {', '.join(_REWARD_PARAMS)}."
-            )
+        if bucket not in params:
+            raise ValueError(f"unknown difficulty {bucket!r}; expected one of {', '.join(params)}.")
         if bucket not in targets:
             continue
         rewards[i] = _compute_entropy_reward(
-            bucket, int(counts[i]), bool(is_correct[i]), targets[bucket], coefficients[bucket],
-            centered_gain=centered_gain,
+            bucket, params[bucket], int(counts[i]), bool(is_correct[i]), targets[bucket],
+            coefficients[bucket], centered_gain=centered_gain,
         )  # fmt: skip
     return rewards
 
 
 def _compute_entropy_reward(
-    bucket: str, count: int, is_correct: bool, target: float, alpha: float, *, centered_gain: bool
+    bucket: str,
+    params: _RewardParams,
+    count: int,
+    is_correct: bool,
+    target: float,
+    alpha: float,
+    *,
+    centered_gain: bool,
 ) -> float:
-    params = _REWARD_PARAMS[bucket]
     delta = count - target
     margin = max(1.0, params.margin * max(target, 1.0))
     size = alpha * params.scale

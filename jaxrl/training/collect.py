@@ -352,17 +352,22 @@ def _filter_groups(
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
     if "metric" in group_filter.arguments:
-        # Values of `filter.varied.metric`, [N, K]. K is 1 unless rewards are by turn.
-        match method.filter.metric:
+        # Values of `filter.key`, [N, K]. K is 1 unless rewards are by turn.
+        match method.filter.key:
             case "acc":
                 values = columns.is_correct[:, None]
             case "score":
                 values = compute_returns(before, method.advantage)
             case "seq_reward":
                 values = compute_returns(columns, method.advantage)
-            case _:
+            case "seq_final_reward":
                 values = compute_returns(columns, method.advantage)
                 values = values - rewards.compute_kl_penalties(groups, kl_coef)[:, None]
+            case "response_length" | "mean_entropy" as key:
+                values = np.array([[getattr(t, key)] for t in flatten_groups(groups)])
+            case part:  # NaN where it does not apply
+                parts = [t.reward_parts for t in flatten_groups(groups)]
+                values = np.array([[scores.get(part, np.nan)] for scores in parts])
         metrics = values.astype(np.float32).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}

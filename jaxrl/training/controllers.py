@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
+from jaxrl.objectives.shaping import BUCKETS
 from jaxrl.training.method import (
     KLSettings,
     Method,
@@ -38,21 +39,20 @@ from jaxrl.types import (
     replace_fields,
 )
 
-BUCKETS = ("easy", "medium", "hard")
-"""Difficulty buckets of tasks, under the current policy."""
-
 KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 """Budgets of the KL divergence from the reference in ARES, in nats, by difficulty."""
 
 
-def grade_difficulty(num_correct: int, num_samples: int) -> str:
-    """Grade a task: easy if at least 2/3 of its samples are correct, medium from 1/3, else hard.
+def grade_difficulty(
+    num_correct: int, num_samples: int, *, min_accuracies: Sequence[float] = (2 / 3, 1 / 3)
+) -> str:
+    """Grade a task by its accuracy: easy or medium from `min_accuracies`, else hard.
 
-    ARES (https://arxiv.org/abs/2510.08457). Compares integers, so that 2 of 3 is exactly 2/3.
+    ARES (https://arxiv.org/abs/2510.08457). Division rounds correctly, so 2 of 3 reaches 2/3.
     """
-    if 3 * num_correct >= 2 * num_samples:
-        return "easy"
-    return "medium" if 3 * num_correct >= num_samples else "hard"
+    easy, medium = min_accuracies
+    accuracy = num_correct / num_samples
+    return "easy" if accuracy >= easy else "medium" if accuracy >= medium else "hard"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,22 @@ class DifficultyBuckets:
     buckets: dict[str, str] = field(default_factory=dict)  # by task id
 
     def update(
-        self, task_ids: Sequence[str], num_correct: Sequence[int], num_samples: Sequence[int]
+        self,
+        task_ids: Sequence[str],
+        num_correct: Sequence[int],
+        num_samples: Sequence[int],
+        *,
+        min_accuracies: Sequence[float] = (2 / 3, 1 / 3),
     ) -> DifficultyBuckets:
         """Update after one batch; groups of the same task are counted together."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
             counts[task_id] = before_right + int(right), before_total + int(total)
-        graded = {task_id: grade_difficulty(*count) for task_id, count in counts.items()}
+        graded = {
+            task_id: grade_difficulty(*count, min_accuracies=min_accuracies)
+            for task_id, count in counts.items()
+        }
         return DifficultyBuckets(self.buckets | graded)
 
 
@@ -436,6 +444,7 @@ def update_controllers(
             [group.task_id for group in scored],
             [group.num_correct for group in scored],
             [len(group.scored_trajectories) for group in scored],
+            min_accuracies=shaping.min_accuracies,
         )
     # Skip tasks that all samples solved with low entropy. Groups with environment errors do not
     # count: a single remaining sample could skip its task for good.

@@ -73,7 +73,7 @@ class FilterSettings:
     )  # from `objectives.filters.FILTERS`, or custom; None keeps all
     # From `objectives.filters.TRAJECTORY_FILTERS`, or custom; None for all trajectories.
     trajectory_filter: NamedFunction | None
-    metric: str  # metric that `varied` compares, `filter.varied.metric`
+    key: str  # metric or reward part that the filter reads
     tasks_per_batch: int
     max_batches: int
     carry_over: bool
@@ -85,9 +85,9 @@ class FilterSettings:
 
     @property
     def uses_kl_penalty(self) -> bool:
-        """True if the filter compares rewards after subtracting the KL penalty."""
-        is_varied = self.group_filter is not None and self.group_filter.name == "varied"
-        return is_varied and self.metric == "seq_final_reward"
+        """True if the filter reads rewards after subtracting the KL penalty."""
+        has_metric = self.group_filter is not None and "metric" in self.group_filter.arguments
+        return has_metric and self.key == "seq_final_reward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,11 @@ class ShapingSettings:
     alpha_init: float
     alpha_step: float
     alpha_max: float
+    # Of easy and medium tasks; the next three of easy, medium and hard ones.
+    min_accuracies: tuple[float, float]
+    margins: tuple[float, float, float]
+    huber_knees: tuple[float, float, float]
+    sigmoid_temperatures: tuple[float, float, float]
     bootstrap_tasks: int
 
 

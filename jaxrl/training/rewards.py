@@ -102,6 +102,9 @@ def add_entropy_reward(
             [controllers.bucket(trajectories[i].task_id) for i in scored],
             targets=controllers.coefficients.targets,
             coefficients=controllers.coefficients.alphas,
+            margins=shaping.margins,
+            huber_knees=shaping.huber_knees,
+            sigmoid_temperatures=shaping.sigmoid_temperatures,
             centered_gain=shaping.centered_gain,
         )
     return add_reward(groups, "entropy", amounts)

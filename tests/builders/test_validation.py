@@ -33,9 +33,9 @@ SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, ares_looking, pass
 def between(low, high):
     """Return a filter by accuracy, both ends excluded."""
     return {
-        "filter.name": "accuracy_range",
-        "filter.accuracy_range.low": low,
-        "filter.accuracy_range.high": high,
+        "filter.name": "range",
+        "filter.range.low": low,
+        "filter.range.high": high,
     }
 
 
@@ -55,7 +55,7 @@ FULL_SAMPLING = {"advantage.name": "pass_at_k_full_sampling"}
 K1_REWARD = {"kl.coef": 0.1, "kl.apply_to": "reward", "kl.estimator": "k1"}
 ADAPTIVE = {"kl.coef": 0.1, "kl.controller": "adaptive"}
 VARIED = {"filter.name": "varied"}
-FINAL_REWARD = VARIED | {"filter.varied.metric": "seq_final_reward"}
+FINAL_REWARD = VARIED | {"filter.key": "seq_final_reward"}
 UNFINISHED = {"filter.unfinished_tasks": 1, "loss.correction.level": "token"}
 AGENTS = {
     **{"env.name": "agents", "eval.final_suites": ("greedy",), "reward.weights": {"reward": 1.0}},
@@ -110,21 +110,25 @@ BROKEN = [
     ("filter.carry_over", {"filter.carry_over": True}),
     ("rollout.max_prompt_tokens", {"rollout.max_total_tokens": 512}),
     (
-        "filter.accuracy_range.low",
+        "filter.range.low",
         between(0.01, 0.99) | {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
     ),
-    ("filter.accuracy_range.low", between(0.99, 0.99)),
-    ("filter.accuracy_range.low", between(0.375, 0.5)),  # between 3 / 8 and 4 / 8
+    ("filter.range.low", between(0.99, 0.99)),
+    ("filter.range.low", between(0.375, 0.5)),  # between 3 / 8 and 4 / 8
     ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
-    ("filter.varied.metric", FINAL_REWARD),
+    ("filter.key", FINAL_REWARD),
+    ("filter.key", VARIED | {"filter.key": "exact_mach"}),
+    ("filter.key", {"filter.key": "f1"}),  # without a filter
+    ("filter.range.low", between(2.0, -1.0) | {"filter.key": "answer"}),
+    ("filter.name", GATED | VARIED | {"filter.key": "f1"}),
     (
-        "filter.varied.metric",
+        "filter.key",
         FINAL_REWARD | K1_REWARD | {"rollout.async_level": 1, "loss.correction.level": "token"},
     ),
     ("filter.max_batches", VARIED | {"filter.tasks_per_batch": 1, "filter.max_batches": 2}),
     ("sft.source", {"stages": ("sft",)}),
     ("filter.name", GATED | VARIED),
-    ("filter.name", GATED | {"filter.name": "accuracy_range"}),
+    ("filter.name", GATED | {"filter.name": "range"}),
     ("filter.unfinished_tasks", UNFINISHED | {"model.replay": True}),
     ("filter.unfinished_tasks", UNFINISHED | AGENTS),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
@@ -205,10 +209,12 @@ def test_a_small_config_keeps_the_method(module):
         | {"advantage.pass_at_k.k": 9, "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1))},
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
         K1_REWARD | {"kl.controller": "adaptive"},
-        GATED | VARIED | {"filter.varied.metric": "seq_reward"},
+        GATED | VARIED | {"filter.key": "seq_reward"},
         {"filter.resample_attempts": 1},
         GATED | {"filter.resample_attempts": 1, "filter.resample_early": True},
         between(0.37, 0.5),
+        between(-1.0, 2.5) | {"filter.key": "answer"},
+        VARIED | JUDGED | {"filter.key": "helpful"},
         ADAPTIVE | {"kl.adaptive.horizon": 128},
     ],
     ids=str,
@@ -244,7 +250,7 @@ PUBLISHED = {
         "optimizer.grad_clip": 1.0, "loss.entropy_coef": 0.0, "kl.coef": 0.0,
         "rollout.temperature": 1.0, "rollout.top_p": 1.0, "eval.top_p": 0.7, "eval.samples": 32,
         "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.clip.dual_clip": 10.0,
-        "loss.aggregation": "token-mean", "filter.varied.metric": "acc", "filter.max_batches": 10,
+        "loss.aggregation": "token-mean", "filter.key": "acc", "filter.max_batches": 10,
         "shaping.overlong_buffer": 4096, "shaping.overlong_factor": 1.0,
         "rollout.overlong_prompts": "truncate_left",
     },
@@ -270,7 +276,7 @@ PUBLISHED = {
         "eval.every_steps": 5, "checkpoint.every_steps": 5, "shaping.bootstrap_tasks": -1,
         "shaping.entropy_window": 4, "shaping.entropy_percentile": 95.0, "shaping.alpha_init": 0.5,
         "shaping.alpha_step": 0.05,
-        "filter.accuracy_range.low": 0.01, "filter.accuracy_range.high": 0.99,
+        "filter.range.low": 0.01, "filter.range.high": 0.99,
         "filter.max_batches": 20, "num_steps": "50 epochs",
     },
     passk: {

@@ -3,7 +3,7 @@ import pytest
 
 from jaxrl.objectives.filters import (
     group_members,
-    keep_in_accuracy_range,
+    keep_in_range,
     keep_informative,
     needs_resampling,
 )
@@ -42,13 +42,13 @@ def test_informative_by_hand():
 )
 def test_accuracy_limits_are_strict(num_correct, size, is_kept):
     is_correct = np.arange(size) < num_correct
-    got = keep_in_accuracy_range(is_correct, np.full(size, 4), **BOUNDS)
+    got = keep_in_range(is_correct, np.full(size, 4), **BOUNDS)
     np.testing.assert_array_equal(got, [is_kept] * size)
 
 
 def test_accuracy_is_that_of_the_group():
     is_correct = np.array([True, False, False, False, True])
-    got = keep_in_accuracy_range(is_correct, ids(1, 1, 1, 1, -1), low=0.2, high=0.3)
+    got = keep_in_range(is_correct, ids(1, 1, 1, 1, -1), low=0.2, high=0.3)
     assert got.tolist() == [True] * 4 + [False]
 
 

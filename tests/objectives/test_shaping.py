@@ -146,6 +146,20 @@ def test_the_margin_of_a_small_target_is_one_token():
     assert got == pytest.approx(0.6 / (1 + math.exp(-1)))  # three tokens beyond, temperature 3
 
 
+def test_entropy_reward_by_hand_with_other_settings():
+    # Two tokens beyond a margin of half of 10, past a knee of 1: 2 - 1 / 2, over 5 + 1.
+    settings = {
+        "margins": (0.5, 0.25, 0.1),
+        "huber_knees": (1.0, 3.0, 4.0),
+        "sigmoid_temperatures": (2.0, 2.5, 6.0),
+    }
+    [got] = entropy("easy", True, np.array([17]), **settings)
+    assert got == pytest.approx(-0.5 * 1.5 / 6)
+    # Three tokens beyond a margin of one: sigmoid(3 / 6).
+    [got] = entropy("hard", False, np.array([14]), **settings)
+    assert got == pytest.approx(0.6 / (1 + math.exp(-0.5)))
+
+
 def test_a_bucket_without_a_target_earns_nothing():
     got = entropy_reward(
         np.array([20, 20]),

@@ -155,9 +155,9 @@ def test_the_filter_gives_up_and_counts_what_the_groups_were():
 def test_online_filtering_is_strict_and_counts_scored_members_only():
     groups = [[1, 1, None, 0], [1, None, None, 1], [0, 0, 0, 1], [1, 0, 1, 1]]
     changes = {
-        "filter.name": "accuracy_range",
-        "filter.accuracy_range.low": 0.25,
-        "filter.accuracy_range.high": 0.75,
+        "filter.name": "range",
+        "filter.range.low": 0.25,
+        "filter.range.high": 0.75,
     }
     got = run(make_sampler(*groups, [1, 0, 0, 1]), **changes, **{"filter.tasks_per_batch": 5})
     # 2 of 3 and 2 of 4; 1/4 and 3/4 lie on the bounds.
@@ -172,12 +172,34 @@ def test_the_metric_says_what_a_group_is_compared_by(metric, task):
     other_answer = [make_member(1, reward=0.0), make_member(0, sample=1, reward=0.0)]
     table = Sampler([[same_but_long], [other_score], [other_answer]])
     changes = {
-        "filter.name": "varied", "filter.varied.metric": metric, "filter.tasks_per_batch": 3,
+        "filter.name": "varied", "filter.key": metric, "filter.tasks_per_batch": 3,
         "rollout.tasks_per_step": 1, "shaping.overlong_buffer": 4,
         "shaping.overlong_max_tokens": 10,
     }  # fmt: skip
     got = run(table, **changes)
     assert set(tasks_of(got.groups)) == {task}
+
+
+@pytest.mark.parametrize(
+    ("key", "low", "high", "tasks"),
+    [
+        ("f1", -0.5, 0.375, ["q0"]),  # 0.25 and 0.375; q2 has a member without it
+        ("f1", 0.25, 0.9, ["q1"]),
+        ("response_length", 9, 11, ["q2"]),
+    ],
+)
+def test_a_group_is_kept_by_the_mean_of_any_recorded_metric(key, low, high, tasks):
+    long = {"token_ids": np.ones(12, np.int32), "loss_mask": np.arange(12) >= 2}
+    rows = [
+        [make_member(1, reward_parts={"f1": f1}) for f1 in (0.0, 0.5)],
+        [make_member(0, reward_parts={"f1": f1}) for f1 in (0.0, 0.75)],
+        [make_member(1, reward_parts={"f1": 0.2}, **long), make_member(0, **long)],
+    ]
+    changes = {
+        "filter.name": "range", "filter.key": key, "filter.range.low": low,
+        "filter.range.high": high, "filter.tasks_per_batch": 3, "rollout.tasks_per_step": 1,
+    }  # fmt: skip
+    assert tasks_of(run(Sampler([[row] for row in rows]), **changes).groups) == [*tasks, *tasks]
 
 
 def test_by_turns_a_group_differs_where_a_member_earned_later():
@@ -187,7 +209,7 @@ def test_by_turns_a_group_differs_where_a_member_earned_later():
     # The same sums throughout; in the second group they are equal from the first turn on only.
     table = Sampler([[make_group((1.0, 0.0), (1.0, 0.0))], [make_group((1.0, 0.0), (0.0, 1.0))]])
     changes = {
-        "filter.name": "varied", "filter.varied.metric": "score", "filter.tasks_per_batch": 2,
+        "filter.name": "varied", "filter.key": "score", "filter.tasks_per_batch": 2,
         "rollout.tasks_per_step": 1, "filter.max_batches": 1,
     }  # fmt: skip
     got = run(table, **changes, **{"advantage.by_turn": True})
@@ -198,7 +220,7 @@ def test_by_turns_a_group_differs_where_a_member_earned_later():
 
 def test_the_final_reward_counts_the_kl_penalty():
     changes = {
-        "filter.name": "varied", "filter.varied.metric": "seq_final_reward",
+        "filter.name": "varied", "filter.key": "seq_final_reward",
         "rollout.tasks_per_step": 1,
         "kl.coef": 0.5, "kl.apply_to": "reward", "filter.max_batches": 1,
     }  # fmt: skip

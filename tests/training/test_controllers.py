@@ -44,6 +44,21 @@ def test_difficulty_has_bounds_at_one_and_two_thirds():
         assert {grade_difficulty(*count) for count in counts} == {bucket}
 
 
+def test_default_difficulties_are_those_of_integer_arithmetic():
+    for size in range(1, 200):
+        for right in range(size + 1):
+            easy, medium = 3 * right >= 2 * size, 3 * right >= size
+            expected = "easy" if easy else "medium" if medium else "hard"
+            assert grade_difficulty(right, size) == expected
+
+
+def test_difficulty_bounds_are_settings():
+    state = DifficultyBuckets().update(
+        ["a", "b", "c"], [7, 4, 3], [8, 8, 8], min_accuracies=(0.9, 0.5)
+    )
+    assert state.buckets == {"a": "medium", "b": "medium", "c": "hard"}
+
+
 def test_buckets_are_the_last_seen():
     state = DifficultyBuckets().update(["a", "b"], [8, 0], [8, 8])
     after = state.update(["b", "c"], [4, 3], [8, 3])
@@ -117,6 +132,7 @@ def test_log_kl_rests_in_the_dead_zone_and_keeps_its_range():
     assert LogKL(0.5).update(1.021, **keywords).coef == pytest.approx(0.5 * math.exp(2.1))
     assert LogKL(0.5).update(2.0, **keywords).coef == 100.0
     assert LogKL(0.5).update(0.0, **keywords).coef == 1e-4
+    assert LogKL(0.5).update(0.0, **keywords, min_coef=0.2).coef == 0.2
     assert LogKL(0.5).update(math.nan, **keywords) == LogKL(0.5)
 
 

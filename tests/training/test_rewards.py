@@ -140,3 +140,13 @@ def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
     assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
     plain = method_with()
     assert is_same(add_entropy_reward(groups, Controllers.init(plain), plain.shaping), groups)
+
+
+def test_the_entropy_reward_takes_its_sizes_from_the_configuration():
+    changes = ENTROPY | {
+        "shaping.margins": (0.5, 0.25, 0.35),
+        "shaping.sigmoid_temperatures": (10.0, 2.5, 3.0),
+    }
+    groups = with_windows([make_trajectory()], [wavering(20)])
+    [got] = flatten_groups(add_entropy_reward(groups, CALIBRATED, method_with(**changes).shaping))
+    assert got.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 5) / 10)))
