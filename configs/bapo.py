@@ -12,6 +12,8 @@ Hyperparameters are as published, except the abstention rate at which the stage 
 bonus: 0.1 instead of 0.05. Other differences:
 
 - Groups are resampled up to twice, as in the paper. The code's loop ends one attempt earlier.
+- Groups are resampled in both stages; the paper resamples in the late one (filter.resample_early
+  set to False).
 - Evaluations below the best are counted over the run, as in the code. The best starts at minus
   infinity, not 0.
 - The sample gate requires at least n/2 distinct answers; the paper says "more than 3 of 8".
@@ -70,6 +72,7 @@ def get_config() -> ConfigDict:
     config = default_config().lock()
     set_environment(config)
     set_method(config)
+    config.filter.resample_early = True
     config.num_steps = 156  # two epochs
     config.model.path = "models/Qwen2.5-7B-Instruct"
     config.model.dtype = "bfloat16"

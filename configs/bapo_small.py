@@ -1,6 +1,7 @@
 """The BAPO method of configs/bapo.py on questions, some without an answer, on a laptop CPU.
 
-Search is BM25. The late stage starts after more than two low evaluations instead of five.
+Search is BM25. The late stage starts after more than two low evaluations instead of five. Groups
+are resampled in the late stage only, as in the paper.
 
 python -m examples.bapo_world --out=data/bapo_small
 python -m jaxrl.launch --config=configs/bapo_small.py --workdir=runs/bapo_small

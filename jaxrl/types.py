@@ -123,6 +123,7 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()  # part of `reward` assigned to each turn; () if unused
     rest_reward: float = 0.0  # part of `reward` assigned to no turn, if there are turn_rewards
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_reason: str = ""  # why shaping changed the reward of an abstention
     reward_records: tuple[CallRecord, ...] = ()  # calls to judges, failed ones included
     final_answer: str = ""
     is_correct: bool = False  # this and the next two are the environment's verdicts

@@ -14,7 +14,7 @@ from jaxrl.types import Trajectory
 
 OPTIONAL_FIELDS = (
     *("turn_starts", "contexts", "turn_rewards", "rest_reward", "turn_advantages"),
-    *("is_abstention", "is_well_formed", "opener"),
+    *("reward_reason", "is_abstention", "is_well_formed", "opener"),
 )
 """Trajectory fields that are recorded only if they differ from their defaults."""
 

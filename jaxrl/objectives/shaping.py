@@ -35,6 +35,10 @@ def overlong_penalty(
     return (-factor * excess / buffer).astype(np.float32)
 
 
+ENCOURAGED, PENALIZED = "IDK encouraged", "IDK penalized"
+"""Reasons for which an abstention ("I don't know") has another reward than its score."""
+
+
 def boundary_aware_rewards(
     scores: Float[Array, " N"],
     is_abstention: Bool[Array, " N"],
@@ -46,7 +50,7 @@ def boundary_aware_rewards(
     sample_level: bool,
     bonus: float = 0.5,
     max_rate: float = 0.1,
-) -> Float[np.ndarray, " N"]:
+) -> tuple[Float[np.ndarray, " N"], list[str]]:
     """Reward abstentions, but only in groups without a positive score.
 
     BAPO (https://arxiv.org/abs/2601.11037). In a group without a positive score, each well-formed
@@ -70,14 +74,19 @@ def boundary_aware_rewards(
         sample_level: True to use the sample gate.
         bonus: Bonus for an abstention, in units of reward.
         max_rate: Abstention rate, from 0 to 1, at which the stage gate withholds the bonus.
+
+    Returns:
+        The rewards, and for each trajectory `ENCOURAGED` if it gained the bonus, `PENALIZED` if its
+        reward was set to 0, else "".
     """
     scores, is_abstention = np.asarray(scores), np.asarray(is_abstention)
     valid = np.asarray(group_ids) >= 0
     rewards = np.where(valid, scores, 0.0).astype(np.float32)
+    reasons = np.full(len(rewards), "", object)
     # Compare the quotient: 3 / 30 is 0.1, but 0.1 * 30 is more than 3.
     rate = is_abstention[valid].sum() / max(valid.sum(), 1)
     if not is_late and rate >= max_rate:
-        return rewards
+        return rewards, reasons.tolist()
     is_eligible = is_abstention & np.asarray(is_well_formed)
     for members in group_members(group_ids):
         eligible = members[is_eligible[members]]
@@ -85,9 +94,11 @@ def boundary_aware_rewards(
         explores = 2 * len(distinct) >= len(members)
         if (scores[members] > 0).any():
             rewards[eligible] = 0.0
+            reasons[eligible] = PENALIZED
         elif not (is_late and sample_level and explores):
             rewards[eligible] += bonus
-    return rewards
+            reasons[eligible] = ENCOURAGED
+    return rewards, reasons.tolist()
 
 
 BUCKETS = ("easy", "medium", "hard")

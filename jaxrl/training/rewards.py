@@ -43,7 +43,7 @@ def shape_rewards(
     shaped = list(groups)
     if shaping.boundary_aware:
         columns = Columns(shaped)
-        new_rewards = boundary_aware_rewards(
+        new_rewards, reasons = boundary_aware_rewards(
             columns.rewards,
             columns.is_abstention,
             columns.is_well_formed,
@@ -55,6 +55,7 @@ def shape_rewards(
             max_rate=shaping.abstention_rate,
         )
         shaped = add_reward(shaped, "abstention", new_rewards - columns.rewards)
+        shaped = replace_fields(shaped, reward_reason=reasons)
     if shaping.overlong_buffer:
         penalties = overlong_penalty(
             np.array([t.response_length for t in flatten_groups(shaped)]),

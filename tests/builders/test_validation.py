@@ -288,7 +288,7 @@ PUBLISHED = {
 DIFFERING = {
     search_r1: {"rollout.max_response_tokens"},
     dapo: {"optimizer.warmup_steps"},
-    bapo: {"shaping.abstention_rate"},
+    bapo: {"shaping.abstention_rate", "filter.resample_early"},
     ares: {"shaping.bootstrap_tasks", "num_steps"},
     passk: set(),
 }

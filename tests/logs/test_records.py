@@ -28,6 +28,7 @@ def test_optional_fields_are_recorded_where_they_differ_from_the_default():
     trajectory = dataclasses.replace(
         in_turns([0.1, -0.2], 0.25, lengths=[1, 2]),
         turn_advantages=(0.1, 0.7),
+        reward_reason="IDK penalized",
         is_abstention=True,
         is_well_formed=False,
         opener="<think>",
@@ -40,6 +41,7 @@ def test_optional_fields_are_recorded_where_they_differ_from_the_default():
         "turn_rewards": [0.1, -0.2],
         "rest_reward": 0.25,
         "turn_advantages": [0.1, 0.7],
+        "reward_reason": "IDK penalized",
         "is_abstention": True,
         "is_well_formed": False,
         "opener": "<think>",

@@ -28,10 +28,10 @@ def test_overlong_by_hand():
 SCORES = {"X": -1.0, "J": -1.0, "P": 1.0}
 
 
-def bapo(group, *others, is_late=True, sample_level=True, **settings):
+def bapo_with_reasons(group, *others, is_late=True, sample_level=True, **settings):
     rows = [(word, number) for number, words in enumerate([group, *others]) for word in words]
     words = [word for word, _ in rows]
-    got = boundary_aware_rewards(
+    got, reasons = boundary_aware_rewards(
         np.array([SCORES.get(word, 0.0) for word in words], np.float32),
         np.array([word in "IJ" for word in words]),
         np.array([word not in "XJ" for word in words]),
@@ -42,7 +42,11 @@ def bapo(group, *others, is_late=True, sample_level=True, **settings):
         **settings,
     )
     assert got.dtype == np.float32
-    return got.tolist()[: len(group)]
+    return got.tolist()[: len(group)], reasons[: len(group)]
+
+
+def bapo(*groups, **settings):
+    return bapo_with_reasons(*groups, **settings)[0]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,14 @@ def bapo(group, *others, is_late=True, sample_level=True, **settings):
 )
 def test_the_sample_gate_pays_abstentions_while_answers_agree(group, expected):
     assert bapo(group) == expected
+
+
+def test_each_changed_reward_has_its_reason():
+    encouraged, penalized = "IDK encouraged", "IDK penalized"
+    assert bapo_with_reasons("IJbbbbbX")[1] == [encouraged] + [""] * 7
+    assert bapo_with_reasons("IJPbbbbX")[1] == [penalized] + [""] * 7
+    assert bapo_with_reasons("IbcdbbbX")[1] == [""] * 8  # blocked by the sample gate
+    assert bapo_with_reasons("IbcdefgX", is_late=False)[1] == [""] * 8  # and by the stage gate
 
 
 def test_without_the_sample_gate_abstentions_are_paid_while_answers_differ():
@@ -83,16 +95,16 @@ def test_abstentions_of_an_early_batch_keep_their_scores():
     scores, ids = np.array([0.2, 1, 0.3], np.float32), np.array([1, 1, 1])
     flags = np.array([True, False, False]), np.array([True, True, True])
     answers = ["idk", "paris", "b"]
-    closed = boundary_aware_rewards(
+    closed, _ = boundary_aware_rewards(
         scores, *flags, answers, ids, is_late=False, sample_level=False, max_rate=0.1
     )
     np.testing.assert_array_equal(closed, scores)
-    late = boundary_aware_rewards(scores, *flags, answers, ids, is_late=True, sample_level=False)
+    late, _ = boundary_aware_rewards(scores, *flags, answers, ids, is_late=True, sample_level=False)
     np.testing.assert_allclose(late, [0, 1, 0.3], rtol=1e-6)
 
 
 def test_members_of_no_group_count_for_nothing():
-    got = boundary_aware_rewards(
+    got, _ = boundary_aware_rewards(
         np.array([0, 0, 7, 0], np.float32),
         np.array([True, False, False, True]),
         np.ones(4, bool),

@@ -754,7 +754,7 @@ async function trajectoryView(query, isCurrent) {
     facts([["run", overview.runs[run].name], ["step", shownStep(run, step)], ["outcome", words(record.outcome)],
       ["answer", [verdict(row?.correct), " ", record.final_answer || "nothing"]],
       ["accepted", [record.answers].flat().slice(0, 4).join(" | ")],
-      ["reward", number(record.reward)], ["advantage", number(record.advantage)]]),
+      ["reward", [number(record.reward), record.reward_reason && small(` ${record.reward_reason}`)]], ["advantage", number(record.advantage)]]),
     div("toolbar", small(`${same.length} trajectories of this question`), same.slice(0, 60).map(chip)),
     div("reading", div("", ...tokenView(answer, query).filter(Boolean)), div("",
       card("Reward", table(["part", "value"], parts)),

@@ -12,6 +12,8 @@ from tests.extras.view.workdirs import (
     make_hostile,
     make_run,
     served,
+    step_file,
+    trajectory,
     write_lines,
     write_trajectories,
 )
@@ -56,6 +58,7 @@ def values(browser, chart):
 def test_overview_of_a_run(tmp_path, open_page):
     run = make_run(tmp_path / "run")
     write_trajectories(run)
+    write_lines(step_file(run, 3), [trajectory(reward=0.5, reward_reason="IDK encouraged")])
     sign = {"sign": "entropy_rise", "text": "it rose", "action": "warn"}
     write_lines(run / "sentinel.jsonl", [{"step": 4, "stage": "train", **sign}])
     browser = open_page(run)
@@ -74,6 +77,8 @@ def test_overview_of_a_run(tmp_path, open_page):
     browser.evaluate("document.querySelector('.card td a, .card th a').click()")
     browser.wait("document.documentElement.dataset.ready === 'answers'")
     assert [text.startswith("Where is d?") for text in texts(browser, "summary")] == [True]
+    browser.go("trajectory", "run=0&step=3&line=0")
+    assert "reward0.5 IDK encouraged" in texts(browser, ".facts > span")
 
 
 @needs_chromium
