@@ -25,14 +25,16 @@ from jaxrl.envs.base import Observation, ToolResults
 from jaxrl.envs.images import attached_images
 from jaxrl.envs.rewards.qa import exact_match
 from jaxrl.envs.rewards.rules import (
-    answer_reward,
     compute_bapo_correctness,
     extract_boxed_answer,
     follows_bapo_format,
-    follows_search_r1_format,
     is_abstention,
-    is_close_answer,
     is_refusal,
+)
+from jaxrl.envs.rewards.search_r1 import (
+    check_answer_correctness,
+    check_format_correctness,
+    is_close_answer,
     remove_think_blocks,
 )
 
@@ -280,7 +282,7 @@ def _max_answer_reward(response: str, answers: Sequence[str], **amounts: float) 
     if is_abstention(response):
         return 0.0
     answer = extract_last_answer(response)
-    return max(answer_reward(answer, truth, **amounts) for truth in answers)
+    return max(check_answer_correctness(answer, truth, **amounts) for truth in answers)
 
 
 def search_r1(
@@ -300,10 +302,10 @@ def search_r1(
         format_failure: Reward for a malformed response.
         answer_reward: Reward for an answer close to the truth.
         exact_match_bonus: Reward for an exact match, instead of `answer_reward`.
-        not_found: Reward for the answer `rules.NOT_FOUND`.
+        not_found: Reward for the answer `search_r1.NOT_FOUND`.
     """
     tools = ("search", *tools)
-    is_well_formed = partial(follows_search_r1_format, tools=tools)
+    is_well_formed = partial(check_format_correctness, tools=tools)
 
     def is_correct(response: str, answers: Sequence[str]) -> bool:
         answer = extract_last_answer(response)
