@@ -1,4 +1,3 @@
-
 import pytest
 
 from jaxrl.envs.rewards.rules import (
