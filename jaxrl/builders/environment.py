@@ -6,6 +6,7 @@ import collections
 import functools
 import pkgutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl.builders.recording import open_recording
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.config.registry import instantiate
 from jaxrl.envs.base import Env, Prompt
+from jaxrl.envs.prompt_file import PromptFile
 from jaxrl.envs.rewards.combiner import RewardCombiner
 from jaxrl.envs.search.base import DocumentSearch, EmptySearch
 from jaxrl.envs.search.corpus import (
@@ -51,6 +53,14 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
     return tools
 
 
+def build_prompt(c: ResolvedConfig) -> Prompt:
+    """Create the prompt template, and read its file if there is one."""
+    prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
+    if not c.prompt.template_file:
+        return prompt
+    return replace(prompt, render=PromptFile(c.prompt.template_file).render)
+
+
 def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[Tool]) -> Env:
     """Instantiate the environment, injecting the objects that its constructor accepts.
 
@@ -58,14 +68,13 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
         ValueError: `reward.weights` names a part that nothing computes, or `ledger.prices` names an
             unknown tool.
     """
-    prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
     env: Env = instantiate(
         "env.settings",
         c.env_class,
         c.env.settings,
         engine=engine,
         tools=tools,
-        prompt=prompt,
+        prompt=build_prompt(c),
         protocol=c.protocol,
         **({"agents": c.env.agents.to_dict()} if "agents" in c.env else {}),
         max_turns=c.rollout.max_turns,

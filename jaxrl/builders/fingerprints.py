@@ -45,6 +45,8 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         digests["sft.source"] = _hash_data(demonstrations)
+    if (template := Path(config.prompt.template_file)).is_file():
+        digests["prompt.template_file"] = _hash_file(template)
     # The tasks that the configured stages read.
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     kinds = [kind for kind, stages in readers.items() if stages & set(config.stages)]

@@ -157,6 +157,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
         c.filter.name != "none",
     )
     for key, is_read, condition in (
+        ("prompt.template", not c.prompt.template_file, "prompt.template_file is empty"),
         ("advantage.turn_discount", c.advantage.by_turn, "advantage.by_turn is True"),
         ("kl.apply_to", has_kl_term, "kl.coef is above 0"),
         ("kl.controller", has_kl_term, "kl.coef is above 0"),

@@ -223,6 +223,8 @@ _ENTRIES: dict[str, Key] = {
     "prompt.system": Key("", "System message. Empty: none, not even the template's own."),
     "prompt.template": Key("{question}", "User message around the question.",
         is_valid=lambda v: "{question}" in v, expected="text that contains {question}"),
+    "prompt.template_file": Key("", "Jinja file instead of `template`, rendered with "
+        "`question` and the task's metadata."),
     "prompt.examples": Key((), "Messages (`{'role', 'content'}`) between the two, as worked "
         "examples.", is_valid=_are_messages, expected="messages with 'role' and 'content'"),
     "prompt.chat_template_kwargs": Key({}, "Variables of the model's chat template, such as "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,11 +83,13 @@ class Prompt:
         system: System message; "" for none.
         template: User message that contains `{question}`. Other braces are literal.
         examples: Few-shot messages between the system and user messages.
+        render: Function from a task to its user message, instead of `template`.
     """
 
     system: str
     template: str
     examples: tuple[Message, ...] = ()
+    render: Callable[[Task], str] | None = None
 
     def __post_init__(self) -> None:
         if "{question}" not in self.template:
@@ -100,8 +102,13 @@ class Prompt:
         if task.messages is not None:
             return list(task.messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        content = self.template.replace("{question}", task.question or "")
-        return [*system, *self.examples, {"role": "user", "content": content}]
+        return [*system, *self.examples, {"role": "user", "content": self.user_message(task)}]
+
+    def user_message(self, task: Task) -> str:
+        """Return the user message around the task's question."""
+        if self.render is not None:
+            return self.render(task)
+        return self.template.replace("{question}", task.question or "")
 
 
 @dataclass(frozen=True, kw_only=True)

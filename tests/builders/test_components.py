@@ -101,6 +101,18 @@ def test_overlong_prompts_are_dropped_in_training_and_evaluation(tiny_world):
     assert evaluation.startswith("config.tasks.eval.source: 6 of 8 tasks have prompts of more than")
 
 
+def test_a_prompt_with_an_unknown_field_is_refused_before_the_run(tiny_world, tmp_path):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages = ("train",)
+    file = tmp_path / "prompt.jinja"
+    config.prompt.template_file = str(file)
+    file.write_text("Q: {{ question }}")
+    build(config)
+    file.write_text("{{ question }} {{ level }}")
+    with pytest.raises(ValueError, match=r"train.jsonl:1: .*template_file .*'level' is undefined"):
+        build(config)
+
+
 def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_path):
     """Demonstrations are many and take long; here the first one cannot be read."""
     config = debug_tiny.get_config(str(tiny_world))

@@ -39,9 +39,13 @@ def test_fingerprints_cover_the_files_that_the_stages_read(tiny_world, world):
     )
 
 
-@pytest.mark.parametrize("key", ["tasks.train.source", "search.local.corpus"])
+@pytest.mark.parametrize(
+    "key", ["tasks.train.source", "search.local.corpus", "prompt.template_file"]
+)
 def test_a_changed_file_has_another_fingerprint(world, key):
     config = debug_tiny.get_config(str(world))
+    config.prompt.template_file = str(world / "prompt.jinja")
+    (world / "prompt.jinja").write_text("{{ question }}")
     before = compute_fingerprints(resolve_names(config))
     path = Path(flatten(config)[key])
     path.write_bytes(path.read_bytes() + b"\n")

@@ -66,6 +66,7 @@ BROKEN = [
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
     ("model.replay", ENDPOINT | {"model.replay": True}),
     ("ledger.max_cost", {"ledger.max_cost": 1.0}),
+    ("prompt.template", {"prompt.template": "{question}!", "prompt.template_file": "a.jinja"}),
     ("model.head_dtype", {"model.head_dtype": "float32"}),
     ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
     ("model.lora.path", {"model.lora.path": "adapter"}),

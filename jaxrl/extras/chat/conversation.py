@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.builders.components import RunComponents
+from jaxrl.builders.environment import build_prompt
 from jaxrl.builders.resolved import ResolvedConfig
 from jaxrl.data.records import parse_task
-from jaxrl.envs.base import Message, Prompt
+from jaxrl.envs.base import Message, Task
 from jaxrl.sampling.interfaces import SamplingConfig, Seeds
 from jaxrl.types import Draw, Trajectory
 from jaxrl.utils.text import replace_surrogates
@@ -34,9 +35,7 @@ class Conversation:
         """
         self._components, self._config = components, config
         self._temperature = temperature
-        self._prompt = Prompt(
-            **{key: config.prompt[key] for key in ("system", "template", "examples")}
-        )
+        self._prompt = build_prompt(config)
         self._shows_tools = not config.protocol(()).in_template
         self._exchanges: list[tuple[str, str]] = []  # questions with the model's text
         self._num_questions = 0  # including failed ones
@@ -81,7 +80,7 @@ class Conversation:
         system_messages = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*system_messages, *self._prompt.examples]
         questions = [user_text for user_text, _ in self._exchanges] + [question]
-        questions[0] = self._prompt.template.replace("{question}", questions[0])
+        questions[0] = self._prompt.user_message(Task(id="", question=questions[0]))
         for user_text, answer in itertools.zip_longest(questions, [a for _, a in self._exchanges]):
             chat.append({"role": "user", "content": user_text})
             if answer is not None:
