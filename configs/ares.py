@@ -18,6 +18,7 @@ tasks (paper: all; released code: none). Other differences:
 - The reward's coefficient is updated with the previous batch's target. The code updates the target
   first.
 - Groups are filtered by accuracy. The code filters by reward, which lets all-wrong groups pass.
+- Entropies are those of the full distribution. The code estimates them from ten tokens.
 - Videos are not supported. The prompt's wording and the sampler's sizes are ours.
 """
 
