@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -20,6 +21,7 @@ from tests import key_tables
 from tests.helpers import BLOCK, blocks, readme_config, shown_config, text
 
 ROOT = Path(__file__).parents[1]
+BRIEFS = ROOT / "docs/research/briefs.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 KEY = re.compile(r"(?<![\w./])(?:--)?config\.([a-z]\w*(?:\.\w+)*)")
@@ -56,6 +58,11 @@ def test_configuration_keys_exist():
     known |= {"json", "py"}  # names of files
     for page in PAGES:
         assert {*KEY.findall(PAST.sub("", text(page)))} <= known, page.name
+
+
+def test_python_names_of_the_briefs_exist():
+    for name in re.findall(r"`((?:jaxrl|examples\.passk_estimator)\.[\w.]+)", text(BRIEFS)):
+        pkgutil.resolve_name(name)
 
 
 def test_named_files_modules_and_targets_exist():
