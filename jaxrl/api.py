@@ -71,6 +71,7 @@ from jaxrl.types import (
     flatten_groups,
     set_advantages,
 )
+from jaxrl.utils.hub import download_model
 from jaxrl.utils.secrets import redact_output
 
 __all__ = ["Run", "Scorer", "Trainer", "evaluate", "load_run", "set_advantages", "train"]
@@ -570,14 +571,15 @@ class Trainer:
         """Load another model with the same tokenizer, such as a larger teacher.
 
         Args:
-            folder: Model folder in Hugging Face format.
+            folder: Model folder in Hugging Face format, or `hf://org/name`.
 
         Raises:
             ValueError: The model has another tokenizer.
         """
         with self._handle_stops():
             learner = self._open_learner
-            return Scorer(load_frozen_model(self._config, str(folder), self.tokenizer), learner)
+            folder = str(download_model(folder, "folder"))
+            return Scorer(load_frozen_model(self._config, folder, self.tokenizer), learner)
 
     def update(
         self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None

@@ -155,6 +155,9 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         for name in ("absl", "jax._src.compilation_cache", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
+            from jaxrl.builders.hub import download_files
+
+            config = download_files(config, for_plan=True)
             show_plan = import_optional(SHOW_PLAN)
             if show_plan is None:
                 raise ValueError("--plan: jaxrl/extras/plan is missing; restore the folder.")
@@ -302,7 +305,8 @@ def prepare_run(
     """Check a run against its workdir, files and code, and build its components.
 
     Args:
-        config: Validated configuration. Micro-batch sizes of 0 are replaced in place.
+        config: Validated configuration. Micro-batch sizes of 0 and names on the Hub are replaced in
+            place.
         workdir: Folder of the run; created if missing.
         display: Progress display.
         stack: Exit stack that holds the lock of the workdir.
@@ -318,13 +322,16 @@ def prepare_run(
     from jaxrl.builders import validation
     from jaxrl.builders.components import build, build_run_settings
     from jaxrl.builders.fingerprints import check_processes_agree, compute_fingerprints
+    from jaxrl.builders.hub import download_files
     from jaxrl.logs.trackers import check_trackers
     from jaxrl.runtime import distributed, resume
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import trim_memory_after_compiling
 
     # Cheap checks first, so that nothing is written or compiled for a run that cannot start.
-    _check_workdir(config, workdir, accept_changes=accept_changes)
+    record = resume.read_record(workdir, accept_changes=accept_changes)
+    config = download_files(config, record.config if record else None)
+    _check_workdir(config.recorded, workdir, accept_changes=accept_changes)
     if step is not None:
         if config.stages != ("evaluate",) or config.policy.name != configuration.LOCAL_MODEL:
             raise ValueError(
@@ -335,7 +342,9 @@ def prepare_run(
     check_trackers(config.log.wandb_project)
     contents = compute_fingerprints(config)
     check_processes_agree(config, workdir, contents)
-    begun, changes = _check_changes(config, workdir, contents, accept_changes=accept_changes)
+    begun, changes = _check_changes(
+        config.recorded, workdir, contents, accept_changes=accept_changes
+    )
     notes = validation.warnings(config)
     if begun is not None:
         # With --step the run itself stays unchanged.
@@ -356,7 +365,7 @@ def prepare_run(
 
     def record_start() -> None:
         if distributed.is_main():
-            resume.record_start(workdir, begun, changes, config, contents)
+            resume.record_start(workdir, begun, changes, config.recorded, contents)
 
     return PreparedRun(
         settings=build_run_settings(config),

@@ -100,6 +100,15 @@ def tiny_world(tmp_path_factory):
 
 
 @pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Return a server that stands in for the Hugging Face Hub; the cache is empty."""
+    from tests.hub import serve_hub
+
+    with serve_hub(tmp_path / "hub_cache", monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
 def open_folder():
     """Yield an empty folder that every user may enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as folder:

@@ -32,11 +32,15 @@ class Request:
 
 @dataclasses.dataclass
 class Reply:
-    """A reply to send: bytes unchanged, text as UTF-8, everything else as JSON."""
+    """A reply to send: bytes unchanged, text as UTF-8, everything else as JSON.
+
+    After `cut` bytes of the body, the connection is closed.
+    """
 
     body: object = b""
     status: int = 200
     headers: dict = dataclasses.field(default_factory=dict)
+    cut: int | None = None
 
     def content(self):
         if isinstance(self.body, bytes):
@@ -89,7 +93,7 @@ class Server:
                         owner._now -= 1
                 self.reply(reply if isinstance(reply, Reply) else Reply(reply))
 
-            do_POST = do_GET  # noqa: N815
+            do_POST = do_HEAD = do_GET  # noqa: N815
 
             def reply(self, reply):
                 content = reply.content()
@@ -98,7 +102,9 @@ class Server:
                 for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(content)
+                if self.command != "HEAD":
+                    self.wfile.write(content[: reply.cut])
+                self.close_connection |= reply.cut is not None
 
             def log_message(self, *_):
                 pass

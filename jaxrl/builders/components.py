@@ -238,7 +238,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     # unchanged.
     endpoint = c.policy.get(c.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    values, copied = c.to_dict(), c.to_dict()  # keys are removed from the copy
+    values, copied = c.recorded.to_dict(), c.recorded.to_dict()  # keys are removed from the copy
     depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
     if c.policy.name != LOCAL_MODEL:

@@ -121,7 +121,7 @@ def check_processes_agree(
     Raises:
         ValueError: Processes differ. Every process raises the same error.
     """
-    settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
+    settings = {f"config.{key}": repr(value) for key, value in flatten(config.recorded).items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # hosts may keep their indexes in different folders
         settings.pop(f"config.search.{engine}.index", None)

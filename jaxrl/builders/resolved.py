@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class ResolvedConfig:
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
             trajectory_filter, detector: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedule of each stage.
+        hub_names: Names on the Hub, with commits, by key; `config` has their local paths.
     """
 
     config: ConfigDict
@@ -93,6 +94,7 @@ class ResolvedConfig:
     trajectory_filter: NamedFunction | None
     detector: NamedFunction | None
     schedules: Mapping[str, NamedFunction]
+    hub_names: Mapping[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, section: str) -> Any:
         return getattr(self.config, section)
@@ -105,6 +107,11 @@ class ResolvedConfig:
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
+
+    @property
+    def recorded(self) -> ConfigDict:
+        """Configuration as a run records it: names on the Hub instead of local paths."""
+        return self.with_values(self.hub_names).config
 
     @property
     def has_custom_rollout(self) -> bool:
@@ -365,8 +372,8 @@ def _resolve_protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Pro
         expected="a jaxrl.envs.protocol.Protocol",
         is_valid=lambda result: isinstance(result, Protocol),
     )
-    for field in ("tags", "tools", "stop_strings", "reward_parts"):
-        _check_strings(key, name, field, getattr(protocol, field))
+    for attribute in ("tags", "tools", "stop_strings", "reward_parts"):
+        _check_strings(key, name, attribute, getattr(protocol, attribute))
     return make, protocol
 
 

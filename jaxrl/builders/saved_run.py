@@ -12,6 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxrl.builders.components import RunComponents, build
+from jaxrl.builders.hub import download_files
 from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
 from jaxrl.builders.validation import check_rules, check_values
 from jaxrl.config.loading import load_values
@@ -147,6 +148,8 @@ def read_config(run: Path) -> ConfigDict:
 def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> ResolvedConfig:
     """Resolve the names that inference needs: not those of training, data and rewards.
 
+    A model on the Hub is downloaded.
+
     Args:
         config: Configuration of the run; changed in place.
         has_overrides: True if values were overridden, so that the configuration is validated again.
@@ -163,6 +166,7 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
     if has_overrides:
         check_rules(resolved, needs_data=False)
     config.reward.correct = resolved.correctness_part
+    resolved = download_files(resolved)
     # Scoring an episode requires a reward part, although inference ignores the reward.
     return dataclasses.replace(resolved, reward_weights={resolved.environment_parts[0]: 1.0})
 

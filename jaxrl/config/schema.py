@@ -133,7 +133,7 @@ def _task_keys(name: str, description: str, split: str) -> dict[str, Key]:
     """Return the keys for the training tasks or the held-out tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{description}: a file, a pattern with `*`, a folder, "
-            "or the name of a generated data set."),
+            "`hf://datasets/org/name/file`, or the name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
             "dotted name of your reader. Empty: by the source."),
@@ -165,7 +165,7 @@ _ENTRIES: dict[str, Key] = {
     "compilation_cache": Key("", "Folder of JAX's compilation cache. Empty: "
         "`$XDG_CACHE_HOME/jaxrl/programs`; `off`: none.", restart=FREE),
     # ---------------------------------------------------------------------------- model
-    "model.path": Key("", "Local folder in Hugging Face format.", holds=MODEL,
+    "model.path": Key("", "Folder in Hugging Face format, or `hf://org/name`.", holds=MODEL,
         written_to="export"),
     "model.architecture": Key("", "Architecture, by name or dotted name of its class. Empty: by "
         "`model_type` of `config.json`.", group="jaxrl.architectures", names_code=True),

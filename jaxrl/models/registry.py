@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
         )
     if not Path(path).is_dir():
         raise FileNotFoundError(
-            f"model folder {str(path)!r} does not exist; set config.model.path to a local "
+            f"model folder {str(path)!r} does not exist; set config.model.path to a "
             "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
             f"{suggest_model(path)}"
         )
@@ -70,16 +71,13 @@ def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
 def suggest_model(path: str | Path) -> str:
     """Return a hint for a model folder that does not exist, or "".
 
-    A path that could be a Hugging Face Hub name gets the command that downloads it.
+    A path that could be a name on the Hugging Face Hub gets the prefix of such names.
     """
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not Path(path).parent.exists()
-    if not is_name:
-        return suggest_path(path)
-    folder = f"models/{Path(path).name}"
-    return (
-        f" If it is a name on the Hugging Face Hub, download it: hf download {path} --local-dir "
-        f"{folder}; then set the key to {folder!r}."
-    )
+    name = os.path.relpath(path)
+    is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).parent.exists()
+    if is_name:
+        return f" For a model on the Hugging Face Hub, write 'hf://{name}'."
+    return suggest_path(path)
 
 
 def resolve_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:

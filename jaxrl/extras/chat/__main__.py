@@ -39,6 +39,7 @@ from jaxrl.logs.display import Display
 from jaxrl.runtime.resume import read_launch_folder
 from jaxrl.training.failures import first_error
 from jaxrl.types import Trajectory
+from jaxrl.utils.hub import download_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="shown with each question, at its mark <image> or before it; may be repeated",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
+    parser.add_argument("--model", metavar="DIR", help="default: what RUN trained")
     parser.add_argument(
         "--step", type=int, metavar="N", help="checkpoint of RUN; default: the last"
     )
@@ -91,7 +92,8 @@ def answer_questions(
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
     if step is not None and model is not None:
         raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
-    run, model = arguments.run.absolute(), model and model.absolute()
+    run = arguments.run.absolute()
+    model = model and download_model(model, "--model").absolute()
     images = [str(Path(file).absolute()) for file in arguments.image]
     for_chat = not arguments.questions
     separate_lines = [text for question in arguments.questions for text in (question, "")]

@@ -6,8 +6,8 @@ from jaxrl.config.keys import CORPUS, DTYPES, MODEL, Key
 KEYS = {
     "search.dense.corpus": Key("", "JSONL of documents: `id`, `title`, `text`.",
         required="a path", holds=CORPUS),
-    "search.dense.encoder": Key("", "Local folder in Hugging Face format: BERT (E5, BGE) or "
-        "Qwen3-Embedding.", required="a path", holds=MODEL),
+    "search.dense.encoder": Key("", "Folder in Hugging Face format, or `hf://org/name`: BERT (E5, "
+        "BGE) or Qwen3-Embedding.", required="a path", holds=MODEL),
     "search.dense.index": Key("", "Folder of the vectors. Empty: `index` next to the corpus."),
     "search.dense.embeddings": Key("", "Precomputed vectors in the order of the corpus: `.npy` "
         "[N, D], or a FAISS flat index (extra `faiss`). Empty: computed by the encoder.",

@@ -1,7 +1,7 @@
-"""Command line: `python -m jaxrl.extras.serve RUN_OR_FOLDER [--port=N] [--config.key=value]`.
+"""Command line: `python -m jaxrl.extras.serve RUN_OR_MODEL [--port=N] [--config.key=value]`.
 
-Serves the model of a run or of a folder over HTTP. Relative paths in a run's configuration are
-relative to the folder in which the run was started.
+Serves the model of a run, of a folder or on the Hub over HTTP. Relative paths in a run's
+configuration are relative to the folder in which the run was started.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jaxrl.extras.serve.worker import Worker
 from jaxrl.logs.display import Display
 from jaxrl.runtime.preemption import stop_on_signals
 from jaxrl.runtime.resume import read_launch_folder
+from jaxrl.utils.hub import PREFIX, download_model, is_hub_name
 
 PORT = 8790
 
@@ -48,14 +49,14 @@ FLAG_RANGES = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `jaxrl serve`; report an error in one line."""
     parser = argparse.ArgumentParser(
-        prog="jaxrl serve", description="Serve a run's model, or one in a folder, over HTTP."
+        prog="jaxrl serve", description="Serve the model of a run, of a folder or on the Hub."
     )
     add = parser.add_argument
-    add("path", type=Path, metavar="RUN_OR_FOLDER", help="a workdir, or a model")
+    add("path", metavar="RUN_OR_MODEL", help="a workdir, a model folder, or hf://org/name")
     add("--host", default="127.0.0.1", help="default: this machine only")
     add("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any free one")
     add("--key_env", default="", metavar="NAME", help="environment variable with the clients' key")
-    add("--model", type=Path, metavar="DIR", help="default: what RUN trained")
+    add("--model", metavar="DIR", help="default: what RUN trained")
     add("--step", type=int, metavar="N", help="checkpoint of the run; default: the last")
     add("--name", default="", help="model name; default: the last part of its path")
     add("--rows", type=int, default=16, metavar="N", help="concurrent completions; default: 16")
@@ -98,9 +99,10 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
         from jaxrl.extras.serve.server import Endpoint, Server, bind_port
     except ImportError as error:
         raise ImportError(f"{error}; run pip install 'jaxrl[serve]'.") from error
-    path = arguments.path.absolute()
+    path = download_model(arguments.path, "RUN_OR_MODEL").absolute()
+    model = arguments.model and download_model(arguments.model, "--model").absolute()
+    name = arguments.path.removeprefix(PREFIX) if is_hub_name(arguments.path) else ""
     with bind_port(arguments.host, arguments.port, key) as listener:
-        model = arguments.model and arguments.model.absolute()
         # The run's relative paths start at the folder in which it was started.
         with contextlib.chdir(read_launch_folder(path) if is_run(path) else Path.cwd()):
             loaded = load_model(
@@ -109,7 +111,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
                 model=model,
                 step=arguments.step,
                 rows=arguments.rows,
-                name=arguments.name,
+                name=arguments.name or name,
                 keys=parse_overrides(overrides),
             )
         loaded.engine.compile(display.activity)

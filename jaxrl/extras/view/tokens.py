@@ -13,6 +13,7 @@ import tokenizers
 
 from jaxrl.data.tokenizer import decode_vocab
 from jaxrl.runtime.resume import read_launch_folder
+from jaxrl.utils.hub import download_model, is_hub_name
 from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Values = list[float | None]
@@ -153,13 +154,15 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
     Returns:
         The vocabulary and "", or [] and the reason if there is no tokenizer.
     """
-    folders = [str(workdir / "export")]
+    names = [str(workdir / "export")]
     if path := config.get("model.path"):
-        folders.append(str(read_launch_folder(workdir) / str(path)))
+        is_local = not is_hub_name(str(path))
+        names.append(str(read_launch_folder(workdir) / str(path)) if is_local else str(path))
     problem = ""
-    for folder in folders:
+    for name in names:
         try:
-            file = Path(folder) / "tokenizer.json"
+            file = download_model(name, "model.path", ("tokenizer.json",), local_only=True)
+            file /= "tokenizer.json"
             spec = parse_json(tokenizers.Tokenizer.from_file(str(file)).to_str(), str(file))
             return decode_vocab(spec), ""
         except Exception as error:  # tokenizers raises plain exceptions

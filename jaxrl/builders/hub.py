@@ -1,0 +1,91 @@
+"""Replace names on the Hugging Face Hub in a configuration by local paths."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxrl.builders.resolved import ResolvedConfig
+from jaxrl.config.keys import MODEL
+from jaxrl.config.schema import KEYS, LOCAL_MODEL
+from jaxrl.data.tasks import resolve_sources
+from jaxrl.utils.hub import (
+    MODEL_FILES,
+    WEIGHT_FILES,
+    download,
+    format_name,
+    is_hub_name,
+    parse_name,
+)
+
+_PINNED_NAME = re.compile(r'hf://[^"]+@[0-9a-f]{40}[^"]*')
+
+
+def download_files(
+    c: ResolvedConfig,
+    recorded: Mapping[str, Any] | None = None,
+    *,
+    for_plan: bool = False,
+) -> ResolvedConfig:
+    """Download the models and data that the run needs, and put their paths into the config.
+
+    A name without a revision means the commit that the run has recorded, or else the newest one.
+
+    Args:
+        c: Resolved configuration; its values are changed in place.
+        recorded: Values by dotted key with which the run has trained so far, if it has.
+        for_plan: True to download only `config.json` of each model.
+
+    Returns:
+        The configuration, whose `hub_names` has the names with their commits.
+
+    Raises:
+        ValueError, OSError: A name is malformed, or a download failed.
+    """
+    uris = [
+        parse_name(name, "config.json") for name in _PINNED_NAME.findall(json.dumps(recorded or {}))
+    ]
+    commits = {(uri.type, uri.id): uri.revision for uri in uris}
+
+    def fetch(key: str, name: str, files: tuple[str, ...] = ()) -> tuple[str, str]:
+        """Return the local path, and the name with its commit."""
+        if not is_hub_name(name):
+            return name, name
+        uri = parse_name(name, f"config.{key}")
+        if (uri.type == "model") != bool(files):
+            kind = "a model: hf://org/name" if files else "a file: hf://datasets/org/name/path"
+            raise ValueError(f"config.{key} is {name!r}; expected {kind}.")
+        revision = uri.revision or commits.get((uri.type, uri.id))
+        path, pinned = download(replace(uri, revision=revision), f"config.{key}", files)
+        return str(path), format_name(pinned)
+
+    # Models: the policy, and the encoder if the run searches with it.
+    values: dict[str, tuple[Any, Any]] = {}
+    for key, entry in KEYS.items():
+        if entry.holds == MODEL and key.startswith(("model.", f"search.{c.corpus_section}.")):
+            has_weights = key != "model.path" or c.policy.name == LOCAL_MODEL
+            files = MODEL_FILES + WEIGHT_FILES * has_weights
+            values[key] = fetch(key, c[key], ("config.json",) if for_plan else files)
+    # Data of the configured stages.
+    if "sft" in c.stages and not for_plan:
+        values["sft.source"] = fetch("sft.source", c.sft.source)
+    for kind in c.task_sources:
+        key = f"tasks.{kind}.source"
+        values[key] = fetch(key, c[key])
+        entries = [
+            (entry, fetch(f"{key}s", str(entry.get("source", "")))) for entry in c[f"{key}s"]
+        ]
+        local, pinned = (
+            tuple({**entry, "source": names[i]} if names[i] else entry for entry, names in entries)
+            for i in (0, 1)
+        )
+        values[f"{key}s"] = local, pinned
+    c.config.update_from_flattened_dict({key: local for key, (local, _) in values.items()})
+    return replace(
+        c,
+        task_sources={kind: resolve_sources(c.config, kind) for kind in c.task_sources},
+        hub_names={key: pinned for key, (local, pinned) in values.items() if local != pinned},
+    )

@@ -1,0 +1,140 @@
+"""Download files that are named on the Hugging Face Hub.
+
+A model is `hf://org/name`, a data file `hf://datasets/org/name/path`, whose path may contain `*`.
+Both take a revision: `hf://org/name@v1`, `hf://datasets/org/name@v1/path`. Cache, token and
+endpoint are those of `huggingface_hub` (`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import HfUri
+
+PREFIX = "hf://"
+
+WEIGHT_FILES = ("model*.safetensors",)
+MODEL_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "LICENSE*")
+"""Patterns of the files that describe a model, without its weights."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if `name` is on the Hub, not a local path."""
+    return name.startswith(PREFIX)
+
+
+def parse_name(name: str, key: str) -> HfUri:
+    """Parse the name of a model or a data file.
+
+    Args:
+        name: Name that starts with `hf://`.
+        key: Flag or config key that holds the name, for errors.
+
+    Raises:
+        ValueError: The name is malformed.
+    """
+    from huggingface_hub.errors import HfUriError
+    from huggingface_hub.utils import parse_hf_uri
+
+    try:
+        uri = parse_hf_uri(name)
+    except HfUriError:
+        uri = None
+    if uri is None or (uri.type, bool(uri.path_in_repo)) not in (
+        ("model", False),
+        ("dataset", True),
+    ):
+        raise ValueError(
+            f"{key} is {name!r}; expected hf://org/name or hf://org/name@revision for a model, "
+            "hf://datasets/org/name/path/to/file.parquet for data."
+        )
+    return uri
+
+
+def format_name(uri: HfUri) -> str:
+    """Return the name of a model or a data file."""
+    return uri.to_uri().replace(f"{PREFIX}models/", PREFIX)
+
+
+def download(
+    uri: HfUri, key: str, files: tuple[str, ...] = (), *, local_only: bool = False
+) -> tuple[Path, HfUri]:
+    """Download files of a repository to the cache, or find them there.
+
+    Args:
+        uri: Parsed name.
+        key: Flag or config key that holds the name, for errors.
+        files: Patterns of the files of a model.
+        local_only: True to use only the cache.
+
+    Returns:
+        Local folder of the model or local path of the data, and the name with its commit.
+
+    Raises:
+        OSError: The repository, revision or file does not exist or is not accessible, or the Hub
+            cannot be reached and the cache lacks a file.
+    """
+    import httpx2
+    from huggingface_hub import constants, errors, snapshot_download
+
+    path, name = uri.path_in_repo, f"{key} is {format_name(uri)!r}"
+    try:
+        folder = Path(
+            snapshot_download(
+                uri.id,
+                repo_type=uri.type,
+                revision=uri.revision,
+                allow_patterns=[path] if path else list(files),
+                local_files_only=local_only,
+            )
+        )
+    except errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{'datasets/' * (uri.type == 'dataset')}{uri.id}"
+        raise PermissionError(
+            f"{name}, a gated repository: accept its terms at {page}, and set HF_TOKEN to a token "
+            "of that account."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}, which is not on {constants.ENDPOINT}; correct the name, or set HF_TOKEN if "
+            "the repository is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}, which has no revision {uri.revision!r}; expected a branch, tag or commit."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        is_offline = local_only or constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if is_offline else f"{constants.ENDPOINT} does not answer"
+        raise FileNotFoundError(
+            f"{name}, which is not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; "
+            "download it once with a network connection."
+        ) from error
+    except (errors.HfHubHTTPError, httpx2.HTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConnectionError(f"{name}, which cannot be downloaded: {reason}.") from error
+    if path and "*" not in path and not (folder / path).is_file():
+        raise FileNotFoundError(f"{name}, but the repository has no file {path!r}.")
+    return folder / path, replace(uri, revision=folder.name)
+
+
+def download_model(
+    name: str | Path,
+    key: str,
+    files: tuple[str, ...] = (*MODEL_FILES, *WEIGHT_FILES),
+    *,
+    local_only: bool = False,
+) -> Path:
+    """Return the local folder of a model, which is downloaded if `name` starts with `hf://`.
+
+    For the arguments, see `download`.
+
+    Raises:
+        ValueError, OSError: The name is malformed, or the download failed.
+    """
+    if not is_hub_name(str(name)):
+        return Path(name)
+    return download(parse_name(str(name), key), key, files, local_only=local_only)[0]
