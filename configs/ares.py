@@ -1,11 +1,11 @@
 """ARES (https://arxiv.org/abs/2510.08457): Qwen2.5-VL-7B on problems with and without images.
 
+python -m examples.prepare_data ares --out=data/ares
 python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
-Needs models/Qwen2.5-VL-7B-Instruct, and verifiable problems as data/ares/train.jsonl and test.jsonl
-(docs/data.md). The mesh is one host with eight 80 GiB devices (docs/plan.md); the paper used eight
-hosts. Prompts that are too long with their images are dropped. configs/ares_small.py trains the
-same method on a laptop.
+Needs models/Qwen2.5-VL-7B-Instruct. The problems are ViRL39K, of which 500 are held out. The mesh
+is one host with eight 80 GiB devices (docs/plan.md); the paper used eight hosts. Prompts that are
+too long with their images are dropped. configs/ares_small.py trains the same method on a laptop.
 
 Hyperparameters are as published, except 500 steps (paper: 50 epochs) and a bootstrap pass over 512
 tasks (paper: all; released code: none). Other differences:

@@ -1,12 +1,13 @@
 """BAPO (https://arxiv.org/abs/2601.11037): Qwen2.5-7B-Instruct learns to search, on 8 devices.
 
+python -m examples.prepare_data bapo --out=data/bapo
+python -m examples.prepare_data wiki18 --out=data/wiki18
 python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 
-Needs models/Qwen2.5-7B-Instruct, models/e5-base-v2, 5,000 multi-hop questions as
-data/bapo/train.jsonl, validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as
-data/bapo/eval.jsonl, and Wikipedia 2018 in passages of 100 words as data/wiki18/corpus.jsonl
-(docs/data.md). E5 retrieves five passages, as published. The Python tool is an extra:
-pip install -e '.[python-tool]'. configs/bapo_small.py trains the same method on a laptop.
+Needs models/Qwen2.5-7B-Instruct and models/e5-base-v2. Evaluations use up to 200 questions each of
+HotpotQA, 2WikiMultiHopQA, MuSiQue and Bamboogle. E5 retrieves five passages, as published. The
+Python tool is an extra: pip install -e '.[python-tool]'. configs/bapo_small.py trains the same
+method on a laptop.
 
 Hyperparameters are as published, except the abstention rate at which the stage gate withholds the
 bonus: 0.1 instead of 0.05. Other differences:

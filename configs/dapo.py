@@ -1,9 +1,9 @@
 """DAPO (https://arxiv.org/abs/2503.14476): Qwen2.5-32B on its math set, eight 8-device hosts.
 
+python -m examples.prepare_data dapo_math --out=data/dapo_math
 python -m jaxrl.launch --config=configs/dapo.py --workdir=runs/dapo
 
-Needs models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
-data/dapo_math/aime24.jsonl (docs/data.md). configs/dapo_small.py trains the same method on a
+Needs models/Qwen2.5-32B. configs/dapo_small.py trains the same method on a
 laptop. Hyperparameters are those of the published run, including its warm-up of 10 rollouts
 (paper: 20). Differences: answers are compared by value, not as normalized text; trajectories
 without sampled tokens are excluded from means, where the code divides by zero; the mesh has 64

@@ -1,9 +1,9 @@
 """Pass@k, then pass@1 training (https://arxiv.org/abs/2508.10751): Qwen2.5-7B-Instruct, 8 devices.
 
+python -m examples.prepare_data enigmata --out=data/enigmata
 python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
 
-Needs models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl and
-test.jsonl (docs/data.md). configs/passk_small.py trains the same method on a laptop.
+Needs models/Qwen2.5-7B-Instruct. configs/passk_small.py trains the same method on a laptop.
 Hyperparameters are as published. As in the paper, training ends with pass@1, here in the same run:
 k falls from 4 to 1, which is GRPO. Differences: correctness is a boolean, where the code compares
 rewards with 1 and 0; groups with fewer than k wrong answers have zero advantages, where the code

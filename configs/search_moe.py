@@ -1,8 +1,10 @@
 """Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two hosts with 8 devices each.
 
+python -m examples.prepare_data nq_hotpotqa --out=data/nq_hotpotqa
+python -m examples.prepare_data wiki18 --out=data/wiki18
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 
-Needs models/Qwen3-30B-A3B, and the questions and documents of configs/search_r1.py. It does not
+Needs models/Qwen3-30B-A3B. It does not
 reproduce a publication. It combines Search-R1 with GSPO (https://arxiv.org/abs/2507.18071), that
 is, sequence ratios, a narrow clip range, no KL term and no entropy bonus, and with router replay
 (R3, https://arxiv.org/abs/2510.11370). Search is BM25. The settings are a starting point and have

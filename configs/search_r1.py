@@ -1,10 +1,10 @@
 """Search-R1 (https://arxiv.org/abs/2503.09516): Qwen2.5-7B on NQ and HotpotQA, with 8 devices.
 
+python -m examples.prepare_data nq_hotpotqa --out=data/nq_hotpotqa
+python -m examples.prepare_data wiki18 --out=data/wiki18
 python -m jaxrl.launch --config=configs/search_r1.py --workdir=runs/search_r1
 
-Needs models/Qwen2.5-7B, models/e5-base-v2 (intfloat/e5-base-v2), questions as
-data/nq_hotpotqa/train.jsonl and test.jsonl, and Wikipedia 2018 in passages of 100 words
-(PeterJinGo/wiki-18-corpus) as data/wiki18/corpus.jsonl (docs/data.md). As published, E5 retrieves
+Needs models/Qwen2.5-7B and models/e5-base-v2 (intfloat/e5-base-v2). As published, E5 retrieves
 three passages; the first run builds the index (docs/search.md). It is stored in int8 on the
 devices, which gives the same results. configs/search_r1_small.py trains the method on a laptop.
 

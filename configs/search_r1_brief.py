@@ -1,13 +1,14 @@
 """Search-R1 from a shorter description: groups of two, four updates per batch, one device.
 
+python -m examples.prepare_data nq_hotpotqa --out=data/nq_hotpotqa
+python -m examples.prepare_data wiki18 --out=data/wiki18
 python -m jaxrl.launch --config=configs/search_r1_brief.py --workdir=runs/search_r1_brief
 
 Differences from the paper (configs/search_r1.py): two answers per question, four updates on each
 batch of one question, a KL penalty against the policy before those updates, and rewards for the
-format and for similar answers. Needs models/Qwen2.5-0.5B-Instruct, and the questions and corpus of
-configs/search_r1.py (docs/data.md). The description does not name a search engine; this config uses
-BM25. The exact-match bonus replaces the similarity reward. There is no retry hint. The number of
-steps and all lengths except the 500 sampled tokens are ours.
+format and for similar answers. Needs models/Qwen2.5-0.5B-Instruct. The description does not name a
+search engine; this config uses BM25. The exact-match bonus replaces the similarity reward. There is
+no retry hint. The number of steps and all lengths except the 500 sampled tokens are ours.
 """
 
 from ml_collections import ConfigDict

@@ -1,5 +1,7 @@
 r"""Search-R1 with a LoRA adapter: Qwen3-4B on a 24 GiB GPU (https://arxiv.org/abs/2503.09516).
 
+    python -m examples.prepare_data nq_hotpotqa --out=data/nq_hotpotqa
+    python -m examples.prepare_data wiki18 --out=data/wiki18
     python -m jaxrl.launch --config=configs/search_r1_lora.py --workdir=runs/search_r1_lora
 
 Method and prompt are those of search_r1.py. Differences: an adapter of rank 32 on all linear

@@ -150,6 +150,16 @@ def convert_enigmata(row: Row) -> Fields:
     return {key: prompt, "answers": [answer], "metadata": metadata}
 
 
+def convert_tool_star(row: Row) -> Fields:
+    """Tool-Star's Multi-Tool-RL-10K: `question`, `data_source`, `reward_model`; no mathematics."""
+    kind = f"{row.get('ability')} {row['data_source']}".lower()
+    if "math" in kind:
+        raise SkippedRowError("of mathematics")
+    truth = row["reward_model"]["ground_truth"]
+    fields = {name: row[name] for name in ("question", "data_source")}
+    return fields | {"answers": truth["target"] if isinstance(truth, dict) else truth}
+
+
 BENCHMARKS: Mapping[str, Callable[[Row], Fields]] = {
     "nq": convert_nq_open,
     "triviaqa": convert_trivia_qa,
@@ -163,13 +173,15 @@ BENCHMARKS: Mapping[str, Callable[[Row], Fields]] = {
     "gsm8k": convert_gsm8k,
     "dapo": convert_verl_math,
     "enigmata": convert_enigmata,
+    "tool_star": convert_tool_star,
 }
 """Functions that convert a published row to task fields, by benchmark name."""
 
 
 def convert_flash_rag(row: Row) -> Fields:
-    """FlashRAG's copies of the question sets: `id`, `question`, `golden_answers`."""
-    return {name: row[name] for name in ("id", "question")} | {"answers": row["golden_answers"]}
+    """FlashRAG's question sets: `id`, `question`, `golden_answers`; Search-R1: `data_source`."""
+    fields = {name: row[name] for name in ("id", "question", "data_source") if name in row}
+    return fields | {"answers": row["golden_answers"]}
 
 
 def read_rows(source: str) -> Iterator[tuple[Row, str]]:
@@ -240,7 +252,8 @@ def convert_tasks(name: str, source: str, data_source: str = "") -> Deduplicated
     Args:
         name: Name in `BENCHMARKS`.
         source: File, pattern or folder.
-        data_source: Data source of the tasks and prefix of their ids; "" for `name`.
+        data_source: Data source of the tasks and prefix of their ids; "" for that of each row, or
+            else `name`.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -263,7 +276,8 @@ def convert_tasks(name: str, source: str, data_source: str = "") -> Deduplicated
         except ValueError as error:
             raise ValueError(f"{location}: {str(error).removeprefix(f'{location}: ')}") from error
         published_id = task.id if fields.get("id") is not None else str(number)
-        tasks_by_question.add(task, published_id, data_source or name)
+        row_source = data_source or fields.get("data_source") or name
+        tasks_by_question.add(task, published_id, row_source)
     return tasks_by_question
 
 
