@@ -3,6 +3,7 @@
     jaxrl quickstart                              generate a small dataset and train on it
     jaxrl train --config=FILE --workdir=RUN       the same as `python -m jaxrl.launch`
     jaxrl plan --config=FILE                      estimate memory per device, without running
+    jaxrl audit --config=FILE                     compare the tasks with the search corpus
     jaxrl evaluate RUN                            evaluate a run's model or a checkpoint
     jaxrl export RUN                              write a checkpoint in Hugging Face format
     jaxrl view RUN [RUN ...]                      watch runs in a browser
@@ -31,6 +32,7 @@ from jaxrl.utils.text import replace_unencodable_output
 SUBCOMMANDS = {
     "train": ("jaxrl.launch",),
     "plan": ("jaxrl.launch", "--plan"),
+    "audit": ("jaxrl.extras.audit",),
     "evaluate": ("jaxrl.extras.saved.evaluate",),
     "export": ("jaxrl.extras.saved.export",),
     "chat": ("jaxrl.extras.chat",),

@@ -117,7 +117,7 @@ def build(
     policy = build_policy_architecture(c, architecture) if external is None else architecture
     if policy.wrapper is not None:
         policy.wrapper.check()
-    processor = _build_processor(c, tokenizer, architecture)
+    processor = build_processor(c, tokenizer, architecture)
     if c.has_contexts and architecture.tower is not None:
         raise ValueError(
             f"config.rollout.context.name is {c.rollout.context.name!r}, but the model of "
@@ -132,7 +132,7 @@ def build(
         tokenizer.render_results([""], chat_tools)
     # Data: tasks and demonstrations.
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
-    tasks, eval_tasks = _read_tasks(c, show)
+    tasks, eval_tasks = open_all_tasks(c, show)
     check_documents(c, show)
     contexts = build_from_section(ContextRule, c.rollout.context) if c.has_contexts else None
     limits = build_from_section(
@@ -187,6 +187,10 @@ def build(
     control_rollout = make_local_rollout(control)
     tasks, notes = _filter_sources(tasks, control_rollout, c, show)
     eval_tasks, eval_notes = _filter_sources(eval_tasks, control_rollout, c, show)
+    audit_tasks = import_optional(AUDIT_TASKS)
+    if audit_tasks and tasks and c.corpus_section:
+        tasks, audit_notes = audit_tasks(c, tasks, workdir=workdir, show=show)
+        notes += audit_notes
     notes += [*eval_notes, describe_overlap(tasks, eval_tasks)]
     if engine:
         notes = [*collect_template_notes(tokenizer), *notes]
@@ -273,7 +277,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     )
 
 
-def _build_processor(
+def build_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
     """Create the image processor; None if the model does not support images.
@@ -606,6 +610,10 @@ PAGE_COUNTER = "jaxrl.extras.plan.fitting:count_free_pages"
 """Function that computes how many cache pages fit next to everything else on a device."""
 
 
+AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
+"""Function that checks training tasks against the corpus, and may drop some of them."""
+
+
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
     """Return the sampling kinds (`next_token`) that the stages need; without stages, for chat."""
     rollout, evaluation = c.rollout, c.eval
@@ -622,7 +630,8 @@ def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
     return list(dict.fromkeys(kinds)) or [FULL]
 
 
-def _read_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
+def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixture[Task]]:
+    """Open the training and held-out tasks that the configured stages read."""
     tasks: Mixture[Task] = Mixture([])
     eval_tasks: Mixture[Task] = Mixture([])
     if "train" in c.stages:

@@ -47,6 +47,7 @@ EXTRA_SECTIONS = {
     "loss.dppo": "stability",
     "loss.term.llds": "stability",
     "loss.token_filter.off_policy": "stability",
+    "filter.unanswerable": "audit",
     "watch.sentinel": "sentinel",
 }
 """Folder in `extras/` by section or key that it defines."""
@@ -474,6 +475,7 @@ _ENTRIES: dict[str, Key] = {
         "are correct and confident."),
     "filter.skip_entropy": Key(0.1, "Mean entropy in nats below which samples are confident.",
         at_least=0),
+    **_extra_keys("filter.unanswerable"),
     # ----------------------------------------------------------------------- advantages
     "advantage.name": Key("grpo", "`grpo`, `rloo`, `reinforce_plus_plus`, `pass_at_k`, "
         "`pass_at_k_combination`, `pass_at_k_exceeding`, `pass_at_k_full_sampling`, "

@@ -189,8 +189,8 @@ class BaseRollout:
             UnreadableImageError: An image cannot be read.
             StartError: The environment has no prompt for the task.
         """
-        prompt = self._render_prompt(task)
-        fits = len(prompt) <= self._prompt_limit and not self._exceeds_image_limit(prompt)
+        prompt = self.render_prompt(task)
+        fits = len(prompt) <= self.prompt_limit and not self._exceeds_image_limit(prompt)
         must_reject = self._limits.overlong_prompts == "refuse"
         if self._limits.overlong_prompts == "truncate_left":
             must_reject = bool(task.images)  # an image cannot be truncated
@@ -228,7 +228,7 @@ class BaseRollout:
 
     def _encode_prompt(self, task: Task) -> list[int]:
         """Return the prompt ids of a task, truncated if configured."""
-        prompt, limit = self._render_prompt(task), self._prompt_limit
+        prompt, limit = self.render_prompt(task), self.prompt_limit
         if self._limits.overlong_prompts == "truncate_left" and not task.images:
             prompt = prompt[-limit:]
         if not 0 < len(prompt) <= limit or self._exceeds_image_limit(prompt):
@@ -246,10 +246,11 @@ class BaseRollout:
         return 0 < limit < sum(map(self._num_image_tokens, parts))
 
     @property
-    def _prompt_limit(self) -> int:
+    def prompt_limit(self) -> int:
+        """Maximum length of a prompt in tokens."""
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
-    def _render_prompt(self, task: Task) -> list[int]:
+    def render_prompt(self, task: Task) -> list[int]:
         """Render the prompt of a task; return its ids without truncation.
 
         Raises:
@@ -275,7 +276,7 @@ class BaseRollout:
             )
         return ValueError(
             f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to "
-            f"{self._prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
+            f"{self.prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
             "or set config.rollout.overlong_prompts to 'drop' (skips such tasks) or "
             "'truncate_left' (removes their first tokens; not for prompts with images)."
         )

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-_EXACT_ANSWERS = frozenset({"yes", "no", "noanswer"})
+EXACT_ANSWERS = frozenset({"yes", "no", "noanswer"})
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -40,7 +40,7 @@ def f1(answer: str, truths: str | Sequence[str]) -> float:
     truths = (truths,) if isinstance(truths, str) else truths
     answer, best = normalize_answer(answer), 0.0
     for truth in map(normalize_answer, truths):
-        if answer == truth or not {answer, truth} & _EXACT_ANSWERS:
+        if answer == truth or not {answer, truth} & EXACT_ANSWERS:
             words, truth_words = Counter(answer.split()), Counter(truth.split())
             # 2PR / (P + R) is twice the number of shared words over the total number of words.
             shared = (words & truth_words).total()

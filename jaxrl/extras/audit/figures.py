@@ -1,0 +1,201 @@
+"""Figures of an audit: coverage, retrieval, truths, duplicates and prompt lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.builders.components import build_processor, open_all_tasks, read_model_and_tokenizer
+from jaxrl.builders.environment import build_environment, build_search, build_tools
+from jaxrl.builders.method import build_from_section
+from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
+from jaxrl.data.tasks import hash_questions
+from jaxrl.envs.base import Env, Episode, Task, ToolError, Turn
+from jaxrl.envs.math_env import MathEnv
+from jaxrl.envs.rewards.qa import normalize_answer
+from jaxrl.envs.search.base import DocumentSearch, EmptySearch
+from jaxrl.envs.search.corpus import read_corpus
+from jaxrl.envs.search_env import SearchEnv
+from jaxrl.extras.audit.coverage import Phrase, find_phrases, is_missing, make_phrases
+from jaxrl.extras.audit.startup import sample_tasks
+from jaxrl.runtime.sharding import make_mesh
+from jaxrl.sampling.episodes import BaseRollout, TokenLimits
+from jaxrl.utils.callables import is_dotted_path
+
+DEPTHS = (1, 3, 5, 10)
+"""Numbers of documents at which retrieval is measured."""
+
+NEAR_LIMIT = 0.9
+"""Share of the prompt limit above which a prompt is near it."""
+
+ANSWER_FORMS = (
+    "<answer>{}</answer>",
+    "<think></think><answer>\\boxed{{{}}}</answer>",
+    "Answer: {}",
+)
+"""Responses that only answer, in the protocols of the built-in environments."""
+
+_QUERY_BATCH = 256
+
+Figure = dict[str, Any]
+"""A count, what it is a part of, the share, and the ids of the counted tasks."""
+
+
+def audit(
+    c: ResolvedConfig, *, max_tasks: int, show: Callable[[str], None], log: Callable[[str], None]
+) -> dict[str, dict[str, Figure]]:
+    """Compute all figures by split and name. Figures that the run does not allow are left out.
+
+    Args:
+        c: Resolved configuration.
+        max_tasks: Number of tasks to sample from each split; 0 for all. Duplicates are counted
+            among all tasks.
+        show: Function that displays the current activity.
+        log: Function that logs a message.
+
+    Raises:
+        FileNotFoundError, ValueError: A file or a setting is invalid.
+        OutageError: The search engine's server does not respond.
+    """
+    # The run's own environment, tasks and prompts, without an index or weights.
+    mesh = make_mesh(**c.mesh)
+    architecture, tokenizer = read_model_and_tokenizer(c, mesh, is_local=False)
+    tools = build_tools(c, log)
+    env = build_environment(c, None if c.search.engine == NO_ENGINE else EmptySearch(), tools)
+    limits = build_from_section(TokenLimits, c.rollout)
+    processor = build_processor(c, tokenizer, architecture)
+    rollout = BaseRollout(env, tokenizer, limits, processor=processor)
+    has_known_forms = not (is_dotted_path(c.env.name) or is_dotted_path(c.env.search.protocol))
+    has_known_forms = has_known_forms and isinstance(env, SearchEnv | MathEnv)
+    parts = [p for p in c.environment_parts if p != "format" and c.reward_weights.get(p)]
+    parts = [*dict.fromkeys([*parts, c.correctness_part])]
+    splits = dict(zip(("training", "held-out"), open_all_tasks(c, show), strict=True))
+    samples = {
+        name: sample_tasks(tasks, max_tasks, seed=c.seed) for name, tasks in splits.items() if tasks
+    }
+    figures: dict[str, dict[str, Figure]] = {name: {} for name in samples}
+    phrases = {name: [make_phrases(task) for task in tasks] for name, tasks in samples.items()}
+    # Coverage of the corpus, for all splits in one pass.
+    found = None
+    if section := c.corpus_section:
+        corpus = c.search[section].corpus
+        show(f"looking for answers in {corpus}")
+        groups = [group for split in phrases.values() for group in split]
+        found = find_phrases(set().union(*groups), read_corpus(Path(corpus)))
+    engine = build_search(c, show, None, log).engine if c.needs_live_engine else None
+    for name, tasks in samples.items():
+        add, is_checked = figures[name].__setitem__, [bool(group) for group in phrases[name]]
+        add("no answer to look for", count_flags([not x for x in is_checked], tasks))
+        if found is not None:
+            flags = [is_missing(group, found) for group in phrases[name]]
+            add("answer in no document", count_flags(flags, tasks, is_checked))
+        if isinstance(engine, DocumentSearch):
+            show(f"searching for the {len(tasks):,} {name} questions")
+            ranks = find_ranks(engine, tasks, phrases[name])
+            has_rank = [rank is not None for rank in ranks]
+            for depth in DEPTHS:
+                flags = [rank is not None and rank < depth for rank in ranks]
+                add(
+                    f"answer found by the question, k={depth}",
+                    count_flags(flags, tasks, has_rank),
+                )
+        if has_known_forms:
+            add("answers that earn nothing", count_unpaid(env, parts, tasks))
+        # Duplicates, among all tasks of the split.
+        everything, hashes = splits[name], hash_questions(splits[name])
+        add("question repeated", count_flags(find_repeated(hashes), everything))
+        others = [hash_questions(splits[other]) for other in samples if other != name]
+        if others:
+            flags = np.isin(hashes, others[0]).any(axis=1).tolist()
+            add("question in both splits", count_flags(flags, everything))
+        # Prompts.
+        if not c.has_custom_rollout:
+            limit = rollout.prompt_limit
+            lengths = [len(rollout.render_prompt(task)) for task in tasks]
+            flags = [NEAR_LIMIT * limit < length <= limit for length in lengths]
+            add("prompt near the limit", count_flags(flags, tasks))
+            flags = [length > limit for length in lengths]
+            add("prompt over the limit", count_flags(flags, tasks))
+    return figures
+
+
+def count_flags(
+    flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
+) -> Figure:
+    """Return the figure of the tasks whose flag is set, as a share of those for which `counts`."""
+    total = len(flags) if counts is None else sum(counts)
+    ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
+    return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
+
+
+def find_ranks(
+    engine: DocumentSearch, tasks: Sequence[Task], phrases: Sequence[set[Phrase]]
+) -> list[float | None]:
+    """Return the rank, from 0, of the first document with an accepted answer for each question.
+
+    The rank is infinite if none of the first `max(DEPTHS)` documents has one, and None if there is
+    no answer to look for or the search failed.
+    """
+    ranks: list[float | None] = []
+    for start in range(0, len(tasks), _QUERY_BATCH):
+        batch = slice(start, start + _QUERY_BATCH)
+        results = engine.retrieve([get_question(task) for task in tasks[batch]], max(DEPTHS))
+        for answers, hits in zip(phrases[batch], results, strict=True):
+            if isinstance(hits, ToolError) or not answers:
+                ranks.append(None)
+                continue
+            matches = (bool(find_phrases(answers, [hit.document])) for hit in hits)
+            ranks.append(next((rank for rank, match in enumerate(matches) if match), math.inf))
+    return ranks
+
+
+def get_question(task: Task) -> str:
+    """Return the question of a task, or the last user message of a chat."""
+    if task.question is not None:
+        return task.question
+    texts = [m["content"] for m in task.messages or () if m["role"] == "user"]
+    return texts[-1] if texts else ""
+
+
+def count_unpaid(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figure:
+    """Count the accepted answers for which a reward part pays nothing, even for the answer itself.
+
+    Each answer is scored as the only accepted one of its task, in the responses `ANSWER_FORMS`,
+    verbatim and normalized.
+
+    Args:
+        env: Built-in environment.
+        parts: Names of its reward parts.
+        tasks: Tasks to check.
+    """
+    num_unpaid, ids = 0, []
+    for task in tasks:
+        num_before = num_unpaid
+        for truth in task.answers:
+            unpaid, single = {*parts}, dataclasses.replace(task, answers=(truth,))
+            for form in ANSWER_FORMS:
+                for answer in dict.fromkeys((truth, normalize_answer(truth))):
+                    if unpaid:
+                        episode = Episode(task=single, turns=[Turn(text=form.format(answer))])
+                        [reward] = env.score([episode])
+                        unpaid -= {part for part in unpaid if reward.parts[part] > 0}
+            num_unpaid += bool(unpaid)
+        if num_unpaid > num_before:
+            ids.append(task.id)
+    total = sum(len(task.answers) for task in tasks)
+    return {"count": num_unpaid, "of": total, "share": num_unpaid / max(total, 1), "tasks": ids}
+
+
+def find_repeated(hashes: np.ndarray) -> list[bool]:
+    """Return True for each row of `hashes`, uint64 [N, 2], that shares one with an earlier row."""
+    seen: set[int] = set()
+    flags = []
+    for row in hashes.tolist():
+        flags.append(not seen.isdisjoint(row))
+        seen.update(row)
+    return flags
