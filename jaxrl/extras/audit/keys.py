@@ -16,7 +16,7 @@ def _lacks_corpus(config: Any) -> bool:
 # fmt: off
 KEYS = {
     "filter.unanswerable": Key("keep", "Training tasks with an accepted answer in no document: "
-        "`keep`, or `drop` them, decided once at the start.", one_of=("keep", "drop")),
+        "`keep` or `drop`.", one_of=("keep", "drop")),
 }
 # fmt: on
 

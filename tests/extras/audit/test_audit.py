@@ -9,12 +9,15 @@ import pytest
 from configs import debug_tiny
 from examples import trail_world
 from jaxrl.builders.validation import validate
-from jaxrl.envs.base import Task
+from jaxrl.envs.base import Prompt, Task
+from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.rewards.qa import normalize_answer
-from jaxrl.envs.search.base import Document
+from jaxrl.envs.search.base import Document, EmptySearch
 from jaxrl.envs.search.bm25 import LocalSearch
+from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.audit.__main__ import main
 from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable, make_phrases
+from jaxrl.extras.audit.figures import count_unpaid
 from jaxrl.extras.audit.startup import RECORD_FILE
 from tests.helpers import build
 
@@ -122,6 +125,20 @@ def test_an_answer_that_reads_as_a_refusal_earns_only_its_normalized_form(quicks
     figures = json.loads(out.read_text())["training"]
     assert figures["answers that earn nothing"]["count"] == 0
     assert figures["no answer to look for"]["of"] == 5
+
+
+PROMPT = Prompt(system="", template="{question}")
+
+
+def test_an_answer_that_no_response_can_give_earns_nothing():
+    env = SearchEnv(EmptySearch(), prompt=PROMPT, max_turns=1)
+    task = Task(id="1", question="?", answers=("Paris", " ", "yes", "the", "I don't know", "{}"))
+    figure = count_unpaid(env, ["exact_match", "f1"], [task])
+    assert figure == {"count": 1, "of": 6, "share": 1 / 6, "tasks": ["1"]}  # the blank one
+    # Math answers are one line, and one that abstains is never correct.
+    task = Task(id="2", question="?", answers=("7", "I don't know"))
+    figure = count_unpaid(MathEnv(prompt=PROMPT), ["math"], [task])
+    assert (figure["count"], figure["of"]) == (0, 2)
 
 
 def test_answers_match_whole_words_in_one_field():
