@@ -97,6 +97,7 @@ PROGRAM = re.compile(
 )
 OURS = ("jaxrl", "examples", "benchmarks")
 CALLED_WITH_KEYS = {
+    "jaxrl.extras.audit.__main__": "load_config_file",
     "jaxrl.extras.chat.__main__": "answer_questions",
     "jaxrl.extras.serve.__main__": "serve",
     "jaxrl.extras.saved.evaluate": "evaluate",
@@ -187,7 +188,7 @@ def test_every_documented_command_is_accepted_by_its_program(monkeypatch):
                     config, _ = launch._load_config(launch.parse_flags(argv))
                 validate(config, needs_data=False)
                 continue
-            if module in ("jaxrl.extras.chat", "jaxrl.extras.serve", "jaxrl.extras.view"):
+            if module in {f"jaxrl.extras.{name}" for name in ("audit", "chat", "serve", "view")}:
                 module = f"{module}.__main__"
             program = importlib.import_module(module)
             if module in CALLED_WITH_KEYS:

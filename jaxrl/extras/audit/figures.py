@@ -111,8 +111,9 @@ def audit(
         add("question repeated", count_flags(find_repeated(hashes), everything))
         others = [hash_questions(splits[other]) for other in samples if other != name]
         if others:
-            is_shared: list[bool] = np.isin(hashes, others[0]).any(axis=1).tolist()
-            add("question in both splits", count_flags(is_shared, everything))
+            known = {*others[0].ravel().tolist()}
+            flags = [not known.isdisjoint(row) for row in hashes.tolist()]
+            add("question in both splits", count_flags(flags, everything))
         # Prompts.
         if not c.has_custom_rollout:
             limit = rollout.prompt_limit

@@ -135,10 +135,10 @@ def test_an_answer_that_no_response_can_give_earns_nothing():
     task = Task(id="1", question="?", answers=("Paris", " ", "yes", "the", "I don't know", "{}"))
     figure = count_unpaid(env, ["exact_match", "f1"], [task])
     assert figure == {"count": 1, "of": 6, "share": 1 / 6, "tasks": ["1"]}  # the blank one
-    # Math answers are one line, and one that abstains is never correct.
+    # In math, an abstention is never correct, and the normalized form is another text.
     task = Task(id="2", question="?", answers=("7", "I don't know"))
     figure = count_unpaid(MathEnv(prompt=PROMPT), ["math"], [task])
-    assert (figure["count"], figure["of"]) == (0, 2)
+    assert (figure["count"], figure["of"]) == (1, 2)
 
 
 def test_answers_match_whole_words_in_one_field():
