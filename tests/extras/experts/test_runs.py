@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -10,6 +11,7 @@ from examples import quickstart_world
 from jaxrl import run
 from jaxrl.builders.validation import validate
 from jaxrl.logs.display import Display
+from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.registry import read_architecture
 from tests.helpers import build, settings_of
 from tests.runs import assert_same_weights, killed, lasting, run_settings
@@ -55,6 +57,15 @@ def settings(tiny_world, source, **changes):
 def play(config, workdir):
     workdir.mkdir(exist_ok=True)
     run.run(settings_of(config), workdir, build(config), Display())
+
+
+def test_the_warm_start_applies_the_balance_loss(tiny_world, source, tmp_path):
+    for coef in (0.0, 1.0):
+        changes = {"stages": ("sft",), "sft.num_steps": 2, "model.balance_coef": coef}
+        play(settings(tiny_world, source, **changes), tmp_path / str(coef))
+    without, balanced = (load_hf(tmp_path / name / "export") for name in ("0.0", "1.0"))
+    routers = [params["blocks"]["moe"]["router"]["kernel"] for params in (without, balanced)]
+    assert np.any(routers[0] != routers[1])
 
 
 @pytest.mark.slow(instead="extras/experts/test_qwen_moe.py::test_the_sampler_computes_the_same")
