@@ -19,7 +19,7 @@ class TurnIds:
 
     Attributes:
         sampled: Ids sampled by the model.
-        observation: Ids of the reply, as inserted.
+        observation: Ids of the reply, as appended to the context.
         placeholder: Ids of the reply with `OMITTED` as its body.
     """
 
@@ -46,7 +46,7 @@ def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
 
 
 def keep_last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Keep the newest `count` turns completely."""
+    """Keep the newest `count` turns in full; omit older ones."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
@@ -81,7 +81,7 @@ class ContextRule:
     def next_context(
         self, prompt: Sequence[int], turns: Sequence[TurnIds]
     ) -> tuple[list[int], int] | None:
-        """Return the ids of the next context, and how many of them repeat earlier tokens.
+        """Return the ids of the next context, and the number of them that repeat earlier tokens.
 
         Return None if no turn fits, even when the policy keeps only one observation or turn.
         """

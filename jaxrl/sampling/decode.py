@@ -1,6 +1,6 @@
 """Device programs of the sampler: prefill tokens into the cache, decode chunks of tokens.
 
-All are pure functions of the cache, which the engine donates to each call. The *pending* token of a
+Each program is a pure function of the cache, which the engine donates. The *pending* token of a
 row is the last token of its prompt, its samples or an observation. It is not in the cache yet: a
 decoding step reads it and samples the next one. No hidden state is kept between steps.
 
@@ -58,8 +58,8 @@ class DecodeState:
 class DecodeRows:
     """Rows to decode in a chunk, as sent by the host."""
 
-    source: Array  # int32 [r], row in the last chunk that it continues; -1 to start from `state`
-    state: DecodeState  # of rows that start here or resume after an observation
+    source: Array  # int32 [r], index of the row in the last chunk; -1 to start from `state`
+    state: DecodeState  # state of rows that start or resume after an observation
     tables: Array  # int32 [r, M], block tables
     keys: Array  # uint32 [r, 2], random keys of the samples
     offset: Array | None = None  # int32 [r], position offsets; None without a tower
@@ -87,7 +87,7 @@ class ChunkReport:
     status: Array  # int32 [r], RUNNING or the reason why the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, if the row is running
     # [r, C, ...] of `Programs.recorded`. Values at step i belong to the token read in that step,
-    # which is the one before the sampled token.
+    # which precedes the sampled token.
     recorded: dict[str, Array]
 
 
@@ -262,7 +262,7 @@ class Programs:
 
         A block may continue another block of the same call: each layer writes all keys and values
         before it reads any. `attachment_embeds` is the result of `embed` for these tokens. A model
-        with a tower requires it even for text, which ignores it.
+        with a tower requires this argument even for text, which does not use it.
 
         Returns:
             The cache, and the arrays of `recorded`, `[b, Q, ...]`.
@@ -350,8 +350,8 @@ class Programs:
             top_p: See `next_token.sample`.
             kind: Sampling method, static; see `next_token.sample`.
             past_pages: Static number of leading pages in each block table that contain all tokens
-                to read; None for all. Kernels that copy the past copy only these pages; copying
-                enough for the longest trajectory took a third of a chunk's time.
+                to read; None for all. Kernels that copy the past copy only these pages; copying the
+                pages of the longest trajectory took a third of a chunk's time.
         """
         # Take each row's state from the host or from the previous chunk.
         rows = self._constrain_rows(rows)
@@ -406,7 +406,7 @@ class Programs:
                 logits, uniforms[index], temperature, top_p, kind=kind
             )
             budget = state.budget - state.active
-            # A stop string takes precedence over an end-of-turn id, and that over an empty budget.
+            # Order of precedence: stop string, end-of-turn id, empty budget.
             status = jnp.where(budget <= 0, OUT_OF_BUDGET, RUNNING)
             status = jnp.where(stops.is_eos[token], END_OF_TURN, status)
             status = jnp.where(stops.is_hit[state.stop_state, token], STOP_STRING, status)
@@ -512,7 +512,7 @@ class Programs:
     def _make_chunk_attention(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """Return a function that attends to the past and the chunk so far, and its past argument.
+        """Return a function that attends to the past and the chunk so far, and its `past` argument.
 
         Queries attend to past positions below their limits. The past has one entry per layer, or
         one for all layers.
@@ -602,7 +602,7 @@ def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -
     In a loop, XLA copies each layer's weights before it multiplies with them. On a CPU this took a
     fifth of the time; on a GPU it moves the weights three times per step, and unrolled layers
     compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly, so
-    they are in memory only once, which matters more on a GPU.
+    the weights are in memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 

@@ -27,7 +27,7 @@ from jaxrl.types import Attachment
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """An example episode; the tokens of its assistant messages are trained on."""
+    """Example episode, with a loss mask over the tokens of its assistant messages."""
 
     token_ids: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # bool [L]
@@ -39,7 +39,7 @@ class Demonstration:
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """Return the preprocessed images of `pictures`, computed on demand.
+        """Preprocess the images in `pictures` on demand.
 
         Raises:
             UnreadableError: An image is damaged.
@@ -217,7 +217,7 @@ def _join_segments(
     turn_ids: list[TurnIds] = []
     sampled: list[int] = []
 
-    # Follow the rollout: begin the next context when a turn does not fit.
+    # As in a rollout, begin the next context when a turn does not fit.
     for ids, without_body in segments:
         new_ids, num_repeated = ids, 0
         if without_body is None:
@@ -235,7 +235,7 @@ def _join_segments(
         length += len(new_ids)
         if contexts is not None and (num_repeated < 0 or length > contexts.max_tokens):
             raise ValueError(
-                f"{location}: the demonstration has a turn without room in a context of "
+                f"{location}: a turn of the demonstration does not fit in a context of "
                 f"config.rollout.context.max_tokens={contexts.max_tokens}; raise it, or lower "
                 "config.rollout.context.keep, turn_tokens or config.rollout.max_observation_tokens."
             )
@@ -250,9 +250,7 @@ def _join_segments(
                 "placeholder of an image or a video, which a model never writes; remove it."
             )
     if not loss_mask.any():
-        raise ValueError(
-            f"{location}: the assistant's messages are all empty; there is no example."
-        )
+        raise ValueError(f"{location}: all assistant messages are empty; add text to train on.")
     return Demonstration(
         token_ids=token_ids,
         loss_mask=loss_mask,

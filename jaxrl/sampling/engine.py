@@ -11,8 +11,8 @@ If pages run out, the youngest request is preempted: its pages are swapped out t
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
 A chunk may be dispatched before the report of the previous one is read, so that the host works
-while the device decodes. Scheduling then depends on what the host knows at that point, which is
-determined by the requests, never by timing.
+while the device decodes. Scheduling then depends on the reports read so far. Their number follows
+from the requests, never from timing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Event(NamedTuple):
-    """Tokens that a request sampled in one chunk; `decode` defines the values of `status`."""
+    """Tokens that a request sampled in one chunk; see `decode` for the values of `status`."""
 
     request: int
     chunk: int  # chunk number since the engine was created
@@ -114,7 +114,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A dispatched chunk whose report has not been read."""
+    """Dispatched chunk whose report has not been read."""
 
     number: int
     rows: list[tuple[int, int]]  # (request, index in the report)
@@ -319,11 +319,11 @@ class Engine:
 
     @property
     def functions(self) -> tuple[CompiledFunction, ...]:
-        """Return the engine's programs, compiled or not."""
+        """Return all programs of the engine, including those not compiled yet."""
         return self._append, self._decode, self._copy, self._swap, self._embed
 
     def check(self) -> None:
-        """Trace a prefill, without running it, to check what the architecture records.
+        """Trace a prefill, without running it, to check the arrays that the architecture records.
 
         Raises:
             ValueError: The forward pass does not record the arrays that the architecture declares.
@@ -344,7 +344,7 @@ class Engine:
         )
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
-        """Compile all programs that are not compiled yet, in parallel; `show` displays progress."""
+        """Compile all programs not compiled yet, in parallel; report progress to `show`."""
         shards, programs = self.num_shards, self.programs
 
         def make_abstract(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
@@ -395,7 +395,7 @@ class Engine:
         return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _select_row_sizes(self, kind: str) -> list[int]:
-        """Return the row buckets of a method: the largest, and others as `MAX_PROGRAMS` allows."""
+        """Return a method's largest row bucket, and as many others as `MAX_PROGRAMS` allows."""
         others = len(self.kinds) - 1
         room = MAX_PROGRAMS - 2 - len(self.prefill_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
@@ -470,7 +470,7 @@ class Engine:
     ) -> list[int]:
         """Queue requests; return their ids, which events refer to.
 
-        All current requests must have the same `temperature` and `top_p`.
+        All unfinished requests must have the same `temperature` and `top_p`.
 
         Args:
             requests: Requests, in the order in which to admit them.
@@ -549,7 +549,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that have not stopped, as far as the host knows."""
+        """Return the number of requests that have not stopped according to the reports read."""
         return sum(not row.is_waiting for row in self._rows.values())
 
     @property
@@ -576,7 +576,7 @@ class Engine:
 
     @property
     def wait_reason(self) -> str:
-        """Return why decoding has stalled: a member of `WAIT_REASONS`."""
+        """Return the reason why decoding has stalled, from `WAIT_REASONS`."""
         if self._can_progress:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -800,7 +800,7 @@ class Engine:
         return self._put_pages(fill)
 
     def _put_pages(self, make: Any) -> Cache:
-        """Put `PAGES_PER_TRANSFER` pages per shard, created by `make(shape)`, on the devices."""
+        """Create `PAGES_PER_TRANSFER` pages per shard on the devices with `make(shape)`."""
         count = self.num_shards * PAGES_PER_TRANSFER
         pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))

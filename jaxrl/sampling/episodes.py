@@ -1,4 +1,4 @@
-"""Run environment episodes (prompts, replies, rewards) with turns from any source.
+"""Environment episodes (prompts, replies, rewards) with turns from any source.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.
@@ -58,7 +58,7 @@ class TokenLimits:
         max_total_tokens: Maximum length of prompt, sampled tokens and observations together.
         max_observation_tokens: Maximum length of one observation's body, which is truncated inside
             its tags.
-        overlong_prompts: What to do with longer prompts: `refuse`, `drop` (the task stream skips
+        overlong_prompts: Handling of longer prompts: `refuse`, `drop` (the task stream skips
             the task) or `truncate_left` (the first tokens are removed).
         max_image_tokens: Maximum number of image tokens in prompt and observations; 0 for
             `max_total_tokens`. A prompt with more is overlong; an observation with more ends the
@@ -78,7 +78,7 @@ class TokenLimits:
     def room_in_context(self, prompt_length: int, num_sampled: int) -> int | None:
         """Return the maximum observation length for a new context; None without a context rule.
 
-        The context must also hold the prompt, the preceding turn and another turn.
+        The context must also have room for the prompt, the preceding turn and another turn.
         """
         if self.context is None:
             return None
@@ -114,11 +114,11 @@ RewardFn = Callable[[Sequence[Sequence[ScoredEpisode]]], list[list[Reward | Base
 
 
 class StartError(ValueError):
-    """The environment could not start an episode for a task."""
+    """Error raised when the environment cannot start an episode for a task."""
 
 
 class BaseRollout:
-    """Base class of rollouts: runs episodes in an environment."""
+    """Base class of rollouts, which run episodes in an environment."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class BaseRollout:
         return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
-        """Create the samples of all draws; mark those of a task that cannot start as failed."""
+        """Create the samples of all draws; if a task cannot start, mark its samples as failed."""
         samples = []
         images_by_task = self._preprocess_all([draw.task for draw in draws])
         for draw, images in zip(draws, images_by_task, strict=True):
@@ -201,7 +201,7 @@ class BaseRollout:
     def _preprocess_all(
         self, tasks: Sequence[Task]
     ) -> list[tuple[Attachment, ...] | UnreadableImageError]:
-        """Preprocess the images of each task; return the error if one cannot be read."""
+        """Preprocess each task's images; for a task with an unreadable image, return the error."""
 
         def preprocess(task: Task) -> tuple[Attachment, ...] | UnreadableImageError:
             try:
@@ -303,7 +303,7 @@ class BaseRollout:
     def _remaining_budget(
         self, sample: Sample, num_added: int = 0, context_length: int | None = None
     ) -> int:
-        """Return how many tokens may be sampled after `num_added` more tokens.
+        """Return the number of tokens that may be sampled after `num_added` more tokens.
 
         `context_length` is the context length with these tokens; None for the current one.
         """
@@ -516,7 +516,7 @@ class BaseRollout:
         ]
 
     def _score_episodes(self, samples: Sequence[Sample]) -> list[tuple[Sample, ScoredEpisode]]:
-        """Score samples with the environment; mark the ones that it cannot score as failed."""
+        """Score samples with the environment; if scoring fails, mark the samples as failed."""
         if not samples:
             return []
         try:

@@ -33,7 +33,7 @@ class SamplingConfig:
         policy_version: Number of optimizer steps taken to reach these weights; recorded with every
             sampled token.
         keeps_arrays: True if trajectories keep the per-token arrays recorded by the engine. False
-            in evaluations, which train on nothing.
+            in evaluations, which do not train.
         max_unfinished: Maximum number of groups that may be returned as None; they resume when
             their draws are passed again.
     """
@@ -59,7 +59,7 @@ class EngineCounts:
     """Work done since the engine was created, in tokens unless noted otherwise."""
 
     prefilled_prompt: int = 0  # all but the last token of each prompt that is not cached
-    prefilled_resume: int = 0  # all but the last token of each observation, and the token before
+    prefilled_resume: int = 0  # token before each observation, and all its tokens but the last
     sampled: int = 0
     chunks: int = 0  # dispatched chunks
     row_steps: int = 0  # decoding steps times rows computed
@@ -135,7 +135,7 @@ class Processor(Protocol):
         """
 
     def num_units(self, image: Any) -> int:
-        """Like `num_tokens`, but for an image that is already preprocessed."""
+        """Return the number of tokens of a preprocessed image."""
 
     def __call__(self, picture: Picture) -> Attachment:
         """Preprocess an image for the model.
@@ -145,7 +145,7 @@ class Processor(Protocol):
         """
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Return groups from another process or a checkpoint with their images reloaded."""
+        """Reload the images of groups that come from another process or a checkpoint."""
 
     def make_blank(self) -> Processor:
         """Return a processor that replaces every image with a blank one of the same size."""

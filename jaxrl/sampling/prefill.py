@@ -27,7 +27,7 @@ class PrefillPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatcher:
-    """Builder of the prefill programs' input arrays from rows with unread tokens.
+    """Builder of input arrays for the prefill programs, from rows with unread tokens.
 
     Attributes:
         tower: Encoder of attachments; None for a text-only model.

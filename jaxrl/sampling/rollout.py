@@ -1,4 +1,4 @@
-"""Rollouts: connect the engine's tokens to the environment's text.
+"""Rollouts, which connect the engine's tokens to the environment's text.
 
 Sampled tokens keep their ids; they are decoded for the environment and never encoded again.
 
@@ -45,7 +45,7 @@ _NO_REQUEST = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _EnvCall:
-    """A call to the environment, pending or finished."""
+    """Pending or finished call to the environment."""
 
     due: int  # number of the chunk before which its replies are added
     # (request, sample, turn text); the request is `_NO_REQUEST` if it is no longer in the engine.
@@ -202,7 +202,7 @@ class Rollout(BaseRollout):
         `samples` holds the samples in the engine, by request; `calls` holds the pending calls,
         oldest first.
         """
-        # With a lag of 1, replies are added before the next chunk, so this one must be read first.
+        # With a lag of 1, replies are added before the next chunk, so read the current one first.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:

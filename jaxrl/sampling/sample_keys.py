@@ -1,4 +1,4 @@
-"""Random keys of samples. A key depends only on the identity of its sample."""
+"""Random keys of samples, which depend only on the sample's identity."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Row:
     saved: Any = None  # page contents of each layer while swapped out
     in_flight: int = 0  # dispatched steps without a report
     index: int = -1  # index in the last chunk that includes the row
-    is_waiting: bool = False  # stopped; not resumed or finished yet
+    is_waiting: bool = False  # True if stopped and not yet resumed or finished
     # Recorded arrays of prefilled tokens since the last event, in order. Initially this is the
     # prefix's list, which the row that prefills the prompt fills for all rows.
     recorded_blocks: list[RecordedBlock] = field(default_factory=list)
@@ -154,7 +154,7 @@ class BlockScheduler:
         return list(islice(running, self._num_rows))
 
     def num_missing_pages(self, row: Row) -> int:
-        """Return how many more pages a row needs for the next chunk; 0 if it waits."""
+        """Return the number of pages that a row still needs for the next chunk; 0 if it waits."""
         max_length = row.length if row.is_waiting else row.max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
@@ -219,7 +219,7 @@ class BlockScheduler:
         return row if self.num_missing_pages(row) - shared <= self.pool.num_free else None
 
     def swap_in(self, row: Row) -> int:
-        """Allocate pages for a preempted row; return how many leading pages are still valid."""
+        """Allocate pages for a preempted row; return the number of leading pages still valid."""
         prefix, num_missing_pages = row.prefix, self.num_missing_pages(row)
         num_shared = len(prefix.shared)
         num_resident = num_shared if prefix.rows else 0

@@ -25,7 +25,7 @@ class SharedRollout:
 
     Attributes:
         local: Rollout of this process.
-        restore: Function that restores what is not sent between processes, such as images.
+        restore: Function that restores data that processes do not exchange, such as images.
     """
 
     local: RolloutFunction

@@ -20,7 +20,7 @@ from jaxrl.utils.text import replace_surrogates
 
 @dataclass(slots=True)
 class TokenSpan:
-    """A run of consecutive sampled tokens, with one array per `append` call."""
+    """Consecutive sampled tokens, with one array per `append` call."""
 
     start: int  # position of the first token
     end: int  # position after the last token
@@ -31,14 +31,14 @@ class TokenSpan:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """A trajectory during its rollout."""
+    """Trajectory during its rollout."""
 
     episode: Episode
     sample_index: int
     attempt: int
     token_ids: list[int]
     prompt_length: int
-    attachments: list[Attachment] = field(default_factory=list)  # shown so far
+    attachments: list[Attachment] = field(default_factory=list)  # attachments in `token_ids`
     sampled: list[TokenSpan] = field(default_factory=list)  # in order
     num_sampled: int = 0
     max_response_tokens: int | None = None  # see `Draw`
@@ -46,11 +46,11 @@ class Sample:
     recorded: list[list[Mapping[str, np.ndarray]]] = field(default_factory=lambda: [[]])
     contexts: list[tuple[int, int]] = field(default_factory=list)  # see `Trajectory.contexts`
     turn_ids: list[TurnIds] = field(default_factory=list)  # only if there may be several contexts
-    key: np.ndarray | None = None  # uint32 [2], of the first context; see `derive_sample_keys`
-    turn_starts: list[int] = field(default_factory=list)  # of every turn, including the current one
+    key: np.ndarray | None = None  # uint32 [2], key of the first context; see `derive_sample_keys`
+    turn_starts: list[int] = field(default_factory=list)  # every turn, the current one included
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
-    usage: Mapping[str, float] = field(default_factory=dict)  # from a model behind an endpoint
+    usage: Mapping[str, float] = field(default_factory=dict)  # usage of an endpoint model
 
     def begin_first_turn(self) -> None:
         """Begin the first turn, after the prompt."""

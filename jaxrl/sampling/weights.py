@@ -23,10 +23,10 @@ from jaxrl.types import Params
 class WeightConverter:
     """Converter of parameters to sampler weights; it owns the memory of the weights.
 
-    Weights are copies, so later updates of the parameters do not affect them. There is one
-    exception: a parameter that the architecture never trains is shared if the sampler uses it
-    unchanged. Parameters frozen only by `config.model.freeze_tower` are copied. Donated parameters
-    (see `donate`) belong to this object.
+    Weights are copies, so later updates of the parameters do not affect them. Only a parameter that
+    the architecture never trains, and that the sampler uses unchanged, is shared. Parameters frozen
+    only by `config.model.freeze_tower` are copied. Donated parameters (see `donate`) belong to this
+    object.
     """
 
     def __init__(
