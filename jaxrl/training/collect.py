@@ -1,7 +1,7 @@
 """Collection of a step's groups: take tasks, roll out, shape rewards, filter.
 
-Decisions are based on the trajectories of all processes, in task order, so all processes make the
-same decisions.
+All processes make the same decisions, because each bases them on the trajectories of all processes
+in task order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DivergenceFn = Callable[[Sequence[Group]], list[Group]]
 
 
 class NotEnoughGroupsError(ValueError):
-    """Too few groups passed the filter within `filter.max_batches`, or all tasks are skipped."""
+    """Error raised when `filter.max_batches` yield too few groups, or all tasks are skipped."""
 
 
 FATAL_ERRORS = (
@@ -68,7 +68,7 @@ class CollectedGroups:
     ledger: UsageStats = field(default_factory=UsageStats)  # usage, dropped groups included
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON values, without loss if divergences are not measured yet."""
+        """Convert to plain JSON values; lossless if no divergences are measured yet."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
         groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUP_FIELDS}
         return {**plain, **groups}
@@ -89,16 +89,16 @@ _GROUP_FIELDS = ("groups", "buffered_groups")
 
 @dataclass(kw_only=True)
 class StepSampler:
-    """Sampler of a step's groups on all processes, which also adds up their usage."""
+    """Sampler of a step's groups on all processes, with their total usage."""
 
     rollout: RolloutFunction  # rollout over all processes
     sampling: SamplingConfig
     should_stop: Callable[[], bool] = lambda: False
     progress: Callable[[int, int], None] = lambda done, total: None  # shows trajectories done
     check_budget: Callable[[], None] = lambda: None  # may raise `BudgetSpentError`
-    on_usage: Callable[[UsageStats], None] = lambda usage: None  # receives all usage so far
+    on_usage: Callable[[UsageStats], None] = lambda usage: None  # receives the usage so far
     prices: Mapping[str, float] = field(default_factory=dict)  # price of an attempt, by tool
-    usage: UsageStats = field(default_factory=UsageStats)  # so far, dropped groups included
+    usage: UsageStats = field(default_factory=UsageStats)  # usage so far, dropped groups included
     unfinished: list[Draw] = field(default_factory=list)  # draws that the next call resumes
     call_records: list[CallRecord] = field(default_factory=list)  # tool calls so far
 
@@ -170,7 +170,7 @@ def collect(
         in_flight_tasks: Stream indices of tasks that earlier steps started but did not finish.
         controllers: Controllers before the step. They hold the tasks to skip, the early or late
             stage, and the KL coefficient for the filter.
-        add_divergences: Function that adds divergences, for a filter on rewards minus the KL
+        add_divergences: Function that measures divergences, for a filter on rewards minus the KL
             penalty.
         failures: Counter of failed batches, and log for warnings.
 
@@ -185,7 +185,7 @@ def collect(
     sampler.unfinished = [
         Draw(task=stream.take(at, 1)[0], stream_index=at) for at in in_flight_tasks
     ]
-    # Groups without a positive reward are resampled; in the early stage, only on request.
+    # Resample groups without a positive reward; in the early stage, only if configured.
     should_resample = controllers.is_late or settings.resample_early
     attempts = settings.resample_attempts if should_resample else 0
     while len(accepted) < num_wanted:
@@ -194,7 +194,7 @@ def collect(
                 _describe_shortage(method, num_batches, len(accepted), sampled_stats)
             )
         count = settings.tasks_per_batch or num_wanted
-        # Begin enough tasks to fill the step while `unfinished_tasks` are still in flight.
+        # Start enough tasks to fill the step and leave `unfinished_tasks` in flight.
         if settings.unfinished_tasks or sampler.unfinished:
             num_new = settings.unfinished_tasks - len(sampler.unfinished)
             count = max(num_wanted - len(accepted) + num_new, 0)
@@ -218,7 +218,7 @@ def collect(
     surplus_groups = accepted[num_wanted:]
     carried_groups: list[Group] = []
     if settings.carry_over:
-        # The update replaces the policy under which the divergences were measured.
+        # The update changes the policy that the divergences describe.
         carried_groups = replace_fields(
             surplus_groups, divergence=[None] * len(flatten_groups(surplus_groups))
         )
@@ -295,7 +295,7 @@ def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, floa
 
 
 def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
-    """Describe how many groups of each kind there are, and the first error."""
+    """Describe the number of groups of each kind, and the first error."""
     kinds = Counter(group.kind for group in sampled_stats)
     counts = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in counts)
@@ -304,7 +304,7 @@ def _describe_kinds(sampled_stats: Sequence[GroupStats]) -> str:
 
 
 def describe_failures(sampled_stats: Sequence[GroupStats]) -> str | None:
-    """Describe how many episodes of a step failed, and the first error; None if none or all failed.
+    """Describe a step's failed episodes and the first error; None if none or all failed.
 
     `FailureCounter` reports batches in which every episode failed.
     """
@@ -377,8 +377,8 @@ def _filter_groups(
 
         passes |= apply_filter(group_filter, get_column, len(passes))
     accepted = {int(index) for index in columns.group_ids[passes]}
-    # A single trajectory left after environment errors has nothing to be compared with. A
-    # configured group size of 1 is intended.
+    # Drop a group with a single trajectory left after environment errors: nothing remains to
+    # compare it with. A configured group size of 1 is intended.
     min_scored = min(2, method.group_size)
     return [
         group

@@ -1,4 +1,4 @@
-"""Collection of the groups for each training step, in that step or during the one before."""
+"""Collection of each training step's groups, in that step or during the previous one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of the groups for each step, sampled when the step starts or one step ahead.
+    """Collector of each step's groups, sampled when the step starts or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
     that `update_controllers` returned in that step. The stage gate is updated later, by the step's
@@ -58,7 +58,7 @@ class Collector:
     def sample(
         self, tasks: Sequence[Task], *, first: int, group_size: int, policy_version: int
     ) -> CollectedGroups:
-        """Sample a group for each of the given tasks in the current step; filter none.
+        """Sample a group for each given task in the current step, without a filter.
 
         `first` is the stream index of the first task, and seeds the samples.
         """
@@ -83,7 +83,7 @@ class Collector:
     def prefetch(
         self, collected: CollectedGroups, controllers: Controllers, policy_version: int
     ) -> CollectedGroups | None:
-        """Collect the next step's groups; return None if that step must collect them itself.
+        """Collect the next step's groups; return None if that step must do so.
 
         Stop requests are deferred until this returns, because the checkpoint does not contain the
         weights used for this rollout.
@@ -111,7 +111,7 @@ class Collector:
 
     @property
     def should_prefetch(self) -> bool:
-        """True if the next step's groups are collected during the current one."""
+        """Return True if the next step's groups are collected during the current step."""
         components, stage_step = self.run_state.components, self.run_state.progress.stage_step
         is_async = bool(components.method.async_level)
         return is_async and stage_step + 1 < components.num_steps["train"]

@@ -1,4 +1,4 @@
-"""Adaptive controllers, updated between steps: coefficients, targets, gates, difficulties.
+"""Adaptive controllers, updated between steps: coefficients, targets, gates and difficulties.
 
 The state of a controller is a frozen dataclass of plain JSON values, stored in checkpoints as JSON.
 `update` returns the next state; settings are arguments, not state. `Controllers` holds the states
@@ -85,9 +85,9 @@ class DifficultyBuckets:
 class EntropyCoefficients:
     """Coefficients and target counts of `shaping.entropy_reward`, by difficulty."""
 
-    # In units of reward, by bucket.
+    # Coefficients in units of reward, by bucket.
     alphas: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.5))
-    # Tokens of high window entropy, by bucket. Buckets not seen yet are absent.
+    # Tokens of high window entropy, by bucket; absent for buckets not seen yet.
     targets: dict[str, int] = field(default_factory=dict)
 
     def update(
@@ -105,7 +105,7 @@ class EntropyCoefficients:
         and falls for hard ones, where it scales a bonus. Then the rounded mean becomes the target.
         The released code updates the target first, so alpha only follows the rounding.
 
-        A bucket without groups does not change. A bucket without a target only gets its target.
+        A bucket without groups does not change. A bucket without a target gets only a target.
 
         Args:
             mean_counts: Mean number of tokens of high window entropy, by group.
@@ -131,7 +131,7 @@ class EntropyCoefficients:
 class KLBudget:
     """Multipliers of the KL coefficient by difficulty, set by dual ascent on a KL budget."""
 
-    # By bucket.
+    # Multipliers by bucket.
     multipliers: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 1.0))
 
     def update(
@@ -171,7 +171,7 @@ class StageGate:
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
         """Update after one validation.
 
-        BAPO (https://arxiv.org/abs/2601.11037). The late stage begins, for good, after more than
+        BAPO (https://arxiv.org/abs/2601.11037). The late stage begins permanently after more than
         `max_tolerance` validations below the best so far. They need not be consecutive.
 
         Args:
@@ -278,9 +278,9 @@ class EntropyThreshold:
         """Move the threshold toward the median over samples of their window-entropy percentile.
 
         The first estimate becomes the value. Later estimates update it to
-        `decay * value + (1 - decay) * estimate`. Samples without windows are ignored, and so are
-        samples with a non-finite value, which would stay in the average forever. If no samples are
-        left, nothing changes.
+        `decay * value + (1 - decay) * estimate`. Samples without windows or with a non-finite
+        value, which would stay in the average forever, are ignored. Without any other samples,
+        nothing changes.
 
         Args:
             window_entropies: Defined window entropies of each sample in nats, 1-D.
@@ -301,7 +301,7 @@ class EntropyThreshold:
 
 @dataclass(frozen=True)
 class SkipSet:
-    """Tasks that are no longer sampled: all samples solved them with low entropy."""
+    """Tasks that are no longer sampled because all samples solved them with low entropy."""
 
     task_ids: dict[str, float] = field(default_factory=dict)  # mean entropy in nats by task id
 
@@ -376,7 +376,7 @@ class Controllers:
 
     @property
     def is_late(self) -> bool:
-        """False in the early stage of a method with a stage gate, else True."""
+        """Return False in the early stage of a method with a stage gate, else True."""
         return self.gate is None or self.gate.is_late
 
     @property
@@ -424,9 +424,9 @@ def update_controllers(
 ) -> tuple[Controllers, list[Group]]:
     """Update the controllers from a step's groups; return them, and the groups with `windows`.
 
-    The step trains with the KL coefficient from before this call; with the updated one, a
-    divergence would set the coefficient of its own penalty. All other updated states apply to this
-    step. Divergences are measured before the parameter update.
+    The step trains with the KL coefficient from before this call: otherwise a divergence would
+    determine the coefficient of its own penalty. All other updated states apply to this step.
+    Divergences are measured before the parameter update.
 
     Args:
         controllers: Controllers before the step.

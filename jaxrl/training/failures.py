@@ -20,12 +20,12 @@ _REMEDY = (
 
 
 class NothingWorksError(RuntimeError):
-    """Every episode of several consecutive batches, or of an evaluation, failed."""
+    """Error raised when every episode of consecutive batches or of an evaluation fails."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class FailureCounter:
-    """Counter of consecutive batches in which every episode failed; it persists across restarts."""
+    """Counter of consecutive batches in which every episode failed; persists across restarts."""
 
     limit: int  # number of batches after which the run ends; 0 for no limit
     log: Callable[[str], None]
@@ -54,7 +54,7 @@ class FailureCounter:
             )
 
     def check_suites(self, errors: Mapping[str, str]) -> None:
-        """Raise an error if every episode of some suite of the final evaluation failed.
+        """Raise an error if every episode of a suite of the final evaluation failed.
 
         Args:
             errors: First error of each suite in which every episode failed.

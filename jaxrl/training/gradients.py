@@ -1,4 +1,4 @@
-"""Gradients of mini-batches that are computed in several pieces."""
+"""Gradients of mini-batches, accumulated over several pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient of several pieces as if they were one mini-batch."""
+    """Gradient of several pieces, equal to that of one mini-batch."""
 
     sums: GradAccumulator
     counts: np.ndarray  # int [N], trained tokens of each trajectory
@@ -32,10 +32,10 @@ class AccumulatedGradients:
     def combine(
         self, other: AccumulatedGradients, aggregation: Callable[[np.ndarray], Any]
     ) -> AccumulatedGradients:
-        """Add the gradient of another piece; weigh tokens as `aggregation` does for both together.
+        """Add the gradient of another piece; weight tokens as `aggregation` does for both pieces.
 
         Raises:
-            ValueError: A token's weight depends on the other trajectories by more than a factor.
+            ValueError: Adding the piece changes token weights by more than a common factor.
         """
         counts = np.concatenate([self.counts, other.counts])
         joint = np.broadcast_to(np.asarray(aggregation(counts), np.float64), counts.shape)

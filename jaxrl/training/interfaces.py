@@ -1,4 +1,4 @@
-"""Protocols for checkpoints, metrics and progress, whose implementations `run.py` passes in."""
+"""Protocols for checkpoints, metrics and progress; `run.py` passes the implementations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MetricWriter(Protocol):
         """Append a record."""
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Record a sign of collapse."""
+        """Write a record of a sign of collapse."""
 
     def close(self) -> None:
         """Close the log."""
@@ -74,7 +74,7 @@ class ProgressBar(Protocol):
         """Show the main metrics of a step."""
 
     def activity(self, text: str) -> None:
-        """Show what the run is doing."""
+        """Show the run's current activity."""
 
     def counter(self, what: str) -> Callable[[int, int], None]:
         """Return a function that shows progress, given the number done and the total."""

@@ -18,7 +18,7 @@ class AdvantageSettings:
     """Advantage estimator and its scheduled settings (config section `advantage`)."""
 
     estimator: NamedFunction  # from `objectives.advantages.ESTIMATORS`, or custom
-    # Pairs by setting: a step of the stage, and the value from then on.
+    # By setting: pairs of a step of the stage and the value from that step on.
     schedules: Mapping[str, Sequence[tuple[int, Any]]]
     by_turn: bool
     turn_discount: float
@@ -66,7 +66,7 @@ class KLSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
-    """Which groups and trajectories are trained on (config section `filter`)."""
+    """Filters that select the groups and trajectories to train on (config section `filter`)."""
 
     group_filter: (
         NamedFunction | None
@@ -85,7 +85,7 @@ class FilterSettings:
 
     @property
     def uses_kl_penalty(self) -> bool:
-        """True if the filter reads rewards after subtracting the KL penalty."""
+        """Return True if the filter reads rewards after subtracting the KL penalty."""
         has_metric = self.group_filter is not None and "metric" in self.group_filter.arguments
         return has_metric and self.key == "seq_final_reward"
 
@@ -111,7 +111,7 @@ class ShapingSettings:
     alpha_init: float
     alpha_step: float
     alpha_max: float
-    # Of easy and medium tasks; the next three of easy, medium and hard ones.
+    # Values for easy and medium tasks; the next three fields also have one for hard tasks.
     min_accuracies: tuple[float, float]
     margins: tuple[float, float, float]
     huber_knees: tuple[float, float, float]
@@ -121,7 +121,7 @@ class ShapingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Detection of collapse and the actions on it (config section `watch`)."""
+    """Detection of collapse, and the actions to take (config section `watch`)."""
 
     detector: NamedFunction  # from `training.watch.DETECTORS`, or custom
     action: str  # from `training.watch.ACTIONS`, for signs that `actions` does not name
@@ -168,7 +168,7 @@ class Method:
     filter: FilterSettings
     shaping: ShapingSettings
     balance_coef: float  # coefficient of the experts' load-balancing loss
-    watch: WatchSettings | None  # check of every step for signs of collapse
+    watch: WatchSettings | None  # detection of collapse, run after every step
     optimizer: OptimizerSettings
 
     @property
@@ -178,12 +178,12 @@ class Method:
 
     @property
     def has_lag(self) -> bool:
-        """True if a step may train on samples from before the latest update."""
+        """Return True if a step may train on samples from before the latest update."""
         return bool(self.async_level) or carries_over_samples(self.filter)
 
     @property
     def trains_on_zero_advantages(self) -> bool:
-        """True if a trajectory with an advantage of 0 may have a gradient.
+        """Return True if a trajectory with an advantage of 0 may have a gradient.
 
         The gradient may come from a KL, entropy, extra or load-balancing term, or a custom loss.
         """
@@ -192,13 +192,13 @@ class Method:
 
     @property
     def loss_has_user_code(self) -> bool:
-        """True if the loss, its extra term, token filter or KL estimator is user code."""
+        """Return True if the loss, its extra term, token filter or KL estimator is user code."""
         parts = (self.loss.policy_loss, self.loss.term, self.loss.token_filter, self.kl.estimator)
         return any(part is not None and part.is_user_code for part in parts)
 
     @property
     def has_reference(self) -> bool:
-        """True if a KL term needs the policy from the start of the stage as a reference."""
+        """Return True if a KL term needs the policy from the start of the stage as a reference."""
         return self.kl.coef != 0 and self.kl.anchor == "ref"
 
 

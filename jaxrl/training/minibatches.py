@@ -1,4 +1,4 @@
-"""Mini-batches, with the log-probabilities that the update needs."""
+"""Mini-batches and the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def make_minibatches(
 ) -> list[PackedBatch]:
     """Pack groups into mini-batches on the host, in task order and without splitting a group.
 
-    Environment errors and trajectories that `filter.trajectories` drops are excluded; the latter
-    still count in their group's statistics. With `optimizer.skip_signal_free`, trajectories with an
-    advantage of 0 go to `PackedBatch.rest`, which yields metrics but no gradient, unless another
-    loss term gives them a gradient. They still count in `loss.aggregation`.
+    Environment errors and trajectories that `filter.trajectories` drops are excluded; dropped
+    trajectories still count in their group's statistics. With `optimizer.skip_signal_free`,
+    trajectories with an advantage of 0 go to `PackedBatch.rest`, which yields metrics but no
+    gradient, unless another loss term gives them a gradient. They still count in
+    `loss.aggregation`.
 
     Args:
         groups: Groups with advantages, and with divergences if the method needs them.
@@ -179,7 +180,7 @@ def compute_token_kl_weights(
 
     Args:
         trajectories: Trajectories to train on, with `windows` if the coefficient depends on them.
-        controllers: Controllers with the KL state from before the step and the others from after.
+        controllers: Controllers after the step, except for the KL state, which is from before it.
         kl: Settings of the KL term.
     """
     scales = np.ones(len(trajectories))
@@ -221,7 +222,7 @@ def shard_minibatches(
     def put(packed: PackedBatch) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        # The reference chooses its own experts instead of replaying the sampler's.
+        # The reference selects experts itself instead of replaying the sampler's.
         ref_batch = score.model.without_recorded_arrays(plain)
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))

@@ -1,4 +1,4 @@
-"""The optimizer of a stage, and its learning-rate schedules."""
+"""Optimizer of a stage, and learning-rate schedules."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CAPACITY_DIVISORS = (64, 32, 16, 8, 4, 2, 1)
 
 
 class TokenSequence(Protocol):
-    """Attributes of a trajectory or demonstration that packing uses."""
+    """Protocol of trajectories and demonstrations to pack."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -29,7 +29,7 @@ class TokenSequence(Protocol):
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """True for tokens to train on: bool [L]."""
+        """Mask of tokens to train on: bool [L]."""
 
     @property
     def rollout_logprobs(self) -> np.ndarray:
@@ -116,7 +116,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAttachments:
-    """Attachments of a batch. They stay on the host until their micro-batch is computed."""
+    """Attachments of a batch, kept on the host until their micro-batch is computed."""
 
     tower: Tower
     # Attachments with tokens on a device, by micro-batch and device.
@@ -144,10 +144,10 @@ class PackedBatch:
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # non-empty micro-batches
     num_tokens: int  # tokens of all sequences, before prompts are shared
-    num_shared: int  # tokens among them that sharing prompts saves
+    num_shared: int  # tokens saved by sharing prompts
     num_loss_tokens: int  # sampled tokens of the complete mini-batch, including `rest`
     padding: float  # share of padding in the non-empty micro-batches
-    imbalance: float  # excess of the fullest device's tokens over the mean, relative to the mean
+    imbalance: float  # (most tokens on a device - mean) / mean
     attachments: PackedAttachments | None = None  # None without attachments
     rest: PackedBatch | None = None  # trajectories without a gradient; None if there are none
 
@@ -263,8 +263,8 @@ def assign_rows(
 ) -> list[list[int]]:
     """Pack sequences into rows by first fit, trying rows with the same prompt first.
 
-    Tries two orders and keeps the one with fewer rows: all sequences by decreasing length, or
-    grouped by prompt and by decreasing length within a prompt.
+    Tries two orders and uses the one that needs fewer rows: by decreasing length, or by prompt and
+    then by decreasing length.
 
     Args:
         items: Sizes of the sequences, each at most a row long.

@@ -1,4 +1,4 @@
-"""KL divergence of the policy from its reference, measured once per step before the update."""
+"""KL divergence of the policy from its reference, measured in each step before the update."""
 
 from __future__ import annotations
 

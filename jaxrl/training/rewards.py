@@ -1,6 +1,6 @@
 """Reward shaping: length, abstention, KL, entropy.
 
-Each function returns groups with changed rewards, and records the change in `reward_parts`.
+Each function returns groups with adjusted rewards, and records the adjustment in `reward_parts`.
 Trajectories with environment errors have no reward and do not change.
 """
 

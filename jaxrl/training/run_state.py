@@ -80,7 +80,7 @@ class Components:
     prompt_time: str = ""  # time in the chat template's prompts; "" if it writes none
     notes: tuple[str, ...] = ()  # lines about the data, shown before the run begins
     external: str = ""  # description of the endpoint model that samples; "" for a local model
-    export: Callable[[Params, Path], None]  # writes folders below a path, one in HF format
+    export: Callable[[Params, Path], None]  # writes the policy below a path, also in HF format
 
     @property
     def num_steps(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """The sampler; missing if a model behind an endpoint samples."""
+        """Sampler of the policy; requires that no model behind an endpoint samples."""
         assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
 
@@ -110,8 +110,8 @@ class Progress:
     num_failed: int = 0  # consecutive batches in which every episode failed
     num_learned: int = 0  # train-stage steps with a gradient
     weights_step: int | None = None  # step of the final weights, if the stage stopped early
-    # The rest belongs to the train stage. Fields with arrays are not compared: == of arrays does
-    # not return a bool.
+    # The other fields belong to the train stage. Fields with arrays are not compared, because == of
+    # arrays does not return a bool.
     watched: WatchState = field(default_factory=WatchState)
     controllers: Controllers = field(default_factory=Controllers)
     buffered_groups: list[Group] = field(default_factory=list, compare=False)
@@ -122,7 +122,7 @@ class Progress:
     ledger: UsageStats = field(default_factory=UsageStats)
 
     def is_older_than(self, record: Record) -> bool:
-        """Return True if the record is newer than this checkpoint."""
+        """Return True if a record is newer than this progress."""
         checkpoint_position = (STAGES.index(self.stage) if self.stage else -1, self.step)
         stage = record.get("stage", "train")
         record_position = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
@@ -145,7 +145,7 @@ class Progress:
 
     @property
     def has_learned_nothing(self) -> bool:
-        """True if no step of the train stage has had a gradient so far."""
+        """Return True if no step of the train stage has had a gradient so far."""
         return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
 
     @property
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def effective_weights_step(self) -> int:
-        """Step that the weights come from: the last one, unless the stage stopped early."""
+        """Step that produced the weights: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
@@ -192,8 +192,8 @@ class Progress:
         """Create the progress from `to_json`'s result; drop groups that do not fit `method`."""
         known = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in saved.items() if name in known}
-        # With --accept_changes the method may have changed. Drop groups of another size. Drop all
-        # without `filter.carry_over`: only with it does the update compute old log-probabilities.
+        # With --accept_changes the method may have changed. Drop groups of another size. Without
+        # `filter.carry_over`, drop all: the update would not compute old log-probabilities.
         size = method.group_size if method.filter.carry_over else None
         buffered_groups = [group for group in saved["buffered_groups"] if len(group) == size]
         fields |= {
@@ -224,7 +224,7 @@ RunSuites = Callable[["RunState", str, Sequence[str]], tuple[dict[str, float], d
 
 @dataclass(kw_only=True)
 class RunState:
-    """State shared by the stages of a run, and operations on it."""
+    """State of a run, shared by its stages."""
 
     settings: Settings
     workdir: Path
@@ -325,12 +325,12 @@ class RunState:
 
     @property
     def is_stage_done(self) -> bool:
-        """True once all steps of the stage are done. `end_stage` then saves a checkpoint."""
+        """Return True once all steps of the stage are done; `end_stage` then saves a checkpoint."""
         return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property
     def is_checkpoint_due(self) -> bool:
-        """True every `checkpoint.every_steps` steps."""
+        """Return True every `checkpoint.every_steps` steps."""
         return self.progress.stage_step % self.settings.checkpoint.every_steps == 0
 
     def compile_sampler(self) -> None:

@@ -37,7 +37,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """How often checkpoints are saved and how many are kept (config section `checkpoint`)."""
+    """Schedule and retention of checkpoints (config section `checkpoint`)."""
 
     every_steps: int
     keep: int

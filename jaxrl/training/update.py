@@ -132,8 +132,8 @@ class MicroBatchLoop:
 
     Without attachments, the host never waits for the devices. On a GPU, each program call runs one
     micro-batch, because a loop of dynamic length would make the host wait. On other devices, a call
-    runs consecutive micro-batches with the same logit capacity: on a CPU, a call allocates all of
-    its memory again, which takes a quarter of its time.
+    runs consecutive micro-batches with the same logit capacity: on a CPU, allocating the memory of
+    each call takes a quarter of its time.
 
     With attachments, each call runs one micro-batch. Its patches are transferred while the previous
     micro-batch runs, so the devices hold the patches of at most two micro-batches.

@@ -1,4 +1,4 @@
-"""Signs of collapse: how steps are checked for them, and how the run reacts."""
+"""Detection of signs of collapse, and the run's reaction."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SIGN_COOLDOWN_STEPS = 10
 
 
 class UnsoundError(RuntimeError):
-    """A sign of collapse ends the run: its action is `stop`, or no rollback is possible."""
+    """Error raised on a sign of collapse if its action is `stop` or no rollback is possible."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Rollback(Exception):  # noqa: N818, the run continues
-    """A sign of collapse requires the run to return to an earlier checkpoint."""
+    """Request to return to an earlier checkpoint after a sign of collapse."""
 
     sign: str  # name of the sign
     from_step: int  # global step
@@ -69,7 +69,7 @@ class WatchState:
 
     name: str = ""  # name of the detector; a different one starts without state
     state: Mapping[str, Any] = field(default_factory=dict)  # returned by the detector
-    # Step of the stage at which each sign was last seen.
+    # Last step of the stage at which each sign was seen.
     seen: Mapping[str, int] = field(default_factory=dict)
     acting: Sequence[Mapping[str, Any]] = ()  # signs of the newest step that need an action
     lr_scale: float = 1.0  # factor on the learning rate
@@ -90,7 +90,7 @@ def check_step(
 ) -> tuple[WatchState, dict[str, float]]:
     """Check a step for signs of collapse; return the next state, and metrics with a 1 per sign.
 
-    A sign that was seen less than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
+    A sign seen fewer than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
 
     Args:
         method: Method whose `watch` is set.
@@ -158,7 +158,7 @@ def rollback_target(
         )
     if not steps:
         raise UnsoundError(
-            f"{why} There is no checkpoint of the stage to go back to; lower "
+            f"{why} There is no checkpoint of the stage to roll back to; lower "
             "config.checkpoint.every_steps."
         )
     return max((step for step in steps if step <= sign["since"]), default=min(steps))
