@@ -84,7 +84,7 @@ class Run:
     Attributes:
         workdir: Folder of the run.
         metrics: Table with one row per record of `metrics.jsonl`, null for missing metrics. The
-            column `step` counts over all stages; `stage` names the stage.
+            column `step` counts over all stages; `stage` has the stage's name.
         scores: Means of the last evaluation, such as `scores["reward"]`, `scores["exact_match"]`,
             `scores["exact_match/greedy"]` or `scores["two_hop/exact_match"]`.
         scores_before: Means of the first evaluation, if there are several.
@@ -101,7 +101,7 @@ class Run:
     report: Path | None
 
     def __str__(self) -> str:
-        """Describe the run in five lines: steps, scores, controls, checkpoint and report."""
+        """Return a five-line summary: steps, scores, controls, checkpoint and report."""
         steps = [stage for stage, _, _ in self._points("timing_s/step")]
         counts = (f"{stage} {steps.count(stage)}" for stage in dict.fromkeys(steps))
         evaluations = [scores for scores in (self.scores_before, self.scores) if scores]
@@ -137,7 +137,7 @@ class Run:
         return f"<div><code>{html.escape(str(self.workdir))}</code>{table}{''.join(curves)}</div>"
 
     def _points(self, name: str) -> list[tuple[str, int, float]]:
-        """Return (stage, step, value) of the records that have a metric."""
+        """Return (stage, step, value) for each record that has the metric."""
         if name not in self.metrics.column_names:
             return []
         columns = (self.metrics[column].to_pylist() for column in ("stage", "step", name))
@@ -194,8 +194,8 @@ def train(
     Raises:
         ValueError, KeyError, AttributeError, TypeError, OSError: The configuration, a file or the
             workdir is invalid.
-        KeyboardInterrupt: The user interrupted. Completed steps are saved, and the same call
-            resumes. A second interrupt stops immediately, without saving.
+        KeyboardInterrupt: The user interrupted the run. Completed steps are saved, and the same
+            call resumes. A second interrupt stops immediately, without saving.
         OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
             UserCodeError, UnreadableError, CheckpointError: See `jaxrl.run.run`.
     """
@@ -271,21 +271,21 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         except Interrupted:
             is_interrupted = True
         del run_stages
-    # Raised here because a notebook keeps an error's frames alive, and thus the weights in them.
+    # Raise here: a notebook keeps an error's frames alive, and thus the weights in them.
     if is_interrupted:
-        raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
+        raise KeyboardInterrupt(f"completed steps are saved in {workdir}")
     return load_run(workdir)
 
 
 class Trainer:
-    """RL training in single calls: sample, compute advantages, update, evaluate, save.
+    """RL training as separate calls: sample, compute advantages, update, evaluate, save.
 
     A step consists of `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`;
-    `step` makes these calls, as `train` does. Steps, records and checkpoints are those of `train`,
-    which can resume here and the reverse. In a job of several processes, each process makes the
-    same calls.
+    `step` makes these calls, as `train` does. `Trainer` and `train` write the same steps, records
+    and checkpoints, and each can resume runs of the other. In a job of several processes, each
+    process makes the same calls.
 
-    Use it in a `with` block, or call `close`: both save what the newest checkpoint lacks.
+    Use it in a `with` block, or call `close`: both save steps after the newest checkpoint.
     """
 
     def __init__(
@@ -388,9 +388,9 @@ class Trainer:
                 self._should_stop = lambda: False
             if is_interrupted:
                 self._save()
-        # Raised here because a notebook keeps an error's frames alive, and so the weights.
+        # Raise here: a notebook keeps an error's frames alive, and thus the weights in them.
         if is_interrupted:
-            raise KeyboardInterrupt(f"the steps done are saved in {self._workdir}")
+            raise KeyboardInterrupt(f"completed steps are saved in {self._workdir}")
 
     def _save(self) -> None:
         """Save the completed steps, unless the newest checkpoint has them."""
@@ -402,7 +402,7 @@ class Trainer:
         self._checkpointer.wait()
 
     def _warn_if_unsaved(self) -> None:
-        """Warn at the end of the program; JAX can no longer save anything then."""
+        """Warn of unsaved steps at exit, when JAX can no longer save."""
         learner = self._learner
         if learner is not None and learner.run_state.progress != learner.run_state.saved:
             print(
@@ -446,7 +446,7 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """True after `num_steps` steps, or if evaluations no longer improve (`eval.patience`)."""
+        """Return True after `num_steps` steps or once evaluations no longer improve."""
         return self._open_learner.is_done
 
     def generate(
@@ -459,8 +459,8 @@ class Trainer:
     ) -> Trajectory:
         """Sample one trajectory, with the tools of the environment.
 
-        Repeated calls give other samples; the same calls in another process give the same ones. A
-        query without accepted answers has a reward of 0.
+        Repeated calls return different samples; the same calls in another process, the same
+        samples. A query without accepted answers has a reward of 0.
 
         Args:
             query: Question, a chat as dicts with `role` and `content`, or a task.
@@ -518,8 +518,8 @@ class Trainer:
     def next_tasks(self, count: int = 0) -> list[Task]:
         """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
 
-        They stay the next ones until `rollout` or `collect` is called. `rollout` then gives them
-        the samples that they have in `train`.
+        Repeated calls return the same tasks until `rollout` or `collect` is called. `rollout`
+        samples these tasks as `train` would.
         """
         return self._open_learner.next_tasks(count)
 
@@ -527,7 +527,7 @@ class Trainer:
         """Sample and score a group of trajectories for each task.
 
         Rewards include `shaping`; no group is filtered out. A trajectory whose environment failed
-        has the outcome `environment_error`, and counts in no statistic and no loss.
+        has the outcome `environment_error`, and is excluded from statistics and the loss.
 
         Args:
             tasks: Tasks of any source. A task may occur several times.
@@ -537,15 +537,15 @@ class Trainer:
             return self._begin_step().rollout(tasks, group_size)
 
     def collect(self) -> list[Group]:
-        """Sample the groups of a step as `train` does: next tasks, filter, resampling, prefetch."""
+        """Sample a step's groups as `train` does, with its filter, resampling and prefetch."""
         with self._handle_stops():
             return self._begin_step().collect()
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with the advantages of the configured estimator.
 
-        Also measures the divergence from the reference and adjusts rewards, if the method does.
-        To set other advantages, call `set_advantages` instead, or on the result.
+        Also measures the divergence from the reference and adjusts rewards, if configured. For
+        custom advantages, call `set_advantages` instead, or on the result.
         """
         with self._handle_stops():
             return self._begin_step().compute_advantages(groups)
@@ -608,7 +608,7 @@ class Trainer:
     ) -> None:
         """Add the gradient of groups to that of earlier calls, for `apply_gradients`.
 
-        The result is the gradient that all groups have as one mini-batch. For arguments, see
+        The result equals the gradient of all groups in one mini-batch. For arguments, see
         `update`.
         """
         if loss is not None:
@@ -634,7 +634,7 @@ class Trainer:
             return _add_short_names(self._finish(self._open_learner.finish_step))
 
     def step(self, tasks: Sequence[Task] | None = None) -> dict[str, Any]:
-        """Make a complete step and return its record.
+        """Run a complete step and return its record.
 
         Args:
             tasks: Tasks to train on; None for the next ones of the stream, as in `train`.
@@ -723,7 +723,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A frozen model that scores trajectories; made by `Trainer.load_scorer`."""
+    """Frozen model that scores trajectories; created by `Trainer.load_scorer`."""
 
     _model: FrozenModel
     _learner: Learner

@@ -64,10 +64,10 @@ def main() -> None:
     if command == "--version":
         print(f"jaxrl {version('jaxrl')}")
         return
-    # Last, so that a user's own configs/ and modules come first.
+    # Append the folder, so that the user's configs/ and modules take precedence.
     sys.path.append(str(find_bundle()))
     if command == "quickstart":
-        # The file that is written last. If it is missing, generate the dataset, perhaps again.
+        # Generate the dataset unless its last file exists.
         has_world = (WORLD_FOLDER / "questions_eval.jsonl").is_file()
         if not has_world and not {"-h", "--help", "--helpfull"} & {*arguments}:
             world = importlib.import_module("examples.quickstart_world")

@@ -49,7 +49,7 @@ def build_record(
     fingerprint: str = "",
     has_results: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON record of an evaluation: summaries, and all answers to each question.
+    """Return the JSON record of an evaluation: summaries and the answers to each question.
 
     Args:
         step: Global step, counted over all stages.
@@ -57,7 +57,7 @@ def build_record(
         settings: Section `eval` of the config.
         suites: Evaluated groups, by suite name.
         summaries: Means and confidence intervals, by suite name.
-        weights_step: Step that the weights come from; `step` by default.
+        weights_step: Step that produced the weights; `step` by default.
         fingerprint: Hash of all other inputs of the evaluation, compared by `read_metrics`.
         has_results: True to attribute each answer to tool results.
     """
@@ -98,7 +98,7 @@ def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
 def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, float] | None:
     """Return the metrics of an evaluation on disk, or None if it must be repeated.
 
-    It must be repeated if the file is missing or damaged, if `weights_step` or `fingerprint`
+    Repeat the evaluation if the file is missing or damaged, if `weights_step` or `fingerprint`
     differs, or if the environment failed, since it may work now.
     """
     try:
@@ -133,7 +133,7 @@ def read_usage(path: Path) -> UsageStats:
 def evaluate(run_state: RunState, params: Params) -> Params:
     """Evaluate the parameters on the final suites, or reuse a matching result on disk.
 
-    This is the last stage, so it donates the parameters to the sampler.
+    Evaluation is the last stage, so the sampler may free the parameters.
     """
     # Reuse an evaluation on disk. The main process decides for all processes.
     progress, workdir = run_state.progress, run_state.workdir

@@ -5,7 +5,7 @@ SIGTERM or SIGINT, the run saves and exits with code 75. Command-line values ove
 which overrides the config file.
 
 `--plan` runs nothing. It shows the memory that each device needs, computed from the model's
-config.json, and exits with 0 if that fits and 1 if not.
+config.json. The exit code is 0 if the run fits in memory, else 1.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
                     any_should_stop = peers.extend_to_job(should_stop) if peers else should_stop
                     _run(config, workdir, any_should_stop, begun.set)
     except SystemExit as end:
-        # Looked up, not imported: a run stopped before JAX is loaded must not load it now.
+        # Look the module up: importing it here would load JAX in a run stopped before that.
         compilation = sys.modules.get("jaxrl.runtime.compilation")
         if end.code == EXIT_INTERRUPTED and compilation and compilation.is_compiling():
             # A normal exit would wait for the compilation.
@@ -151,7 +151,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         from jaxrl.builders.validation import validate
 
         config = validate(config, needs_data=not _PLAN.value)
-        # Without this JAX warns on hosts without accelerators.
+        # Otherwise JAX warns on hosts without accelerators.
         for name in ("absl", "jax._src.compilation_cache", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
@@ -213,7 +213,7 @@ def _run(
     from jaxrl.utils.callables import UserCodeError
 
     with contextlib.ExitStack() as stack:
-        # Build. Errors here are the user's to fix, so they take one line.
+        # Build. The user can fix these errors, so print one line instead of a stack trace.
         display = Display(is_enabled=distributed.is_main())
         stack.callback(display.stop)
         try:
@@ -230,7 +230,7 @@ def _run(
             _exit_with_error(error)
         except OutageError as error:
             _exit_with_code(error, EXIT_UNAVAILABLE)
-        # Run. Each kind of end has its exit code.
+        # Run. Each outcome has its exit code.
         begin()
         stack.enter_context(watchdog(display, config.watch.stall_s, config.watch.deadline_s))
         try:
@@ -250,7 +250,7 @@ def _run(
         ) as error:
             _exit_with_error(error)
         except Exception as error:
-            # One line suffices for a full disk or a system error about a file of the workdir.
+            # Print one line for a full disk or a system error about a file of the workdir.
             from jaxrl.runtime.checkpoint import latest_complete_step
 
             if (full := find_disk_full_error(error)) is not None:
@@ -264,7 +264,7 @@ def _run(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run that is checked and built; for the fields, see `run.run`.
+    """Validated run with its components; for the fields, see `run.run`.
 
     `step` is the checkpoint to evaluate and export instead of running the stages.
     """
@@ -288,7 +288,7 @@ class PreparedRun:
             else:
                 evaluate_step(*arguments, self.contents, self.step)
         except Exception:
-            check_not_moved(self.workdir)  # a moved workdir explains any other error
+            check_not_moved(self.workdir)  # a moved workdir may have caused the error
             raise
 
 
@@ -420,7 +420,7 @@ SHOW_PLAN = "jaxrl.extras.plan.command:show_plan"
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, accept_changes: bool = False) -> None:
-    """Check that no export would overwrite its source, and that the workdir's run can resume."""
+    """Check that no export overwrites its source, and that the workdir's run can resume."""
     for key, entry in configuration.KEYS.items():
         export_path = workdir / entry.written_to
         if entry.written_to and export_path.resolve() == Path(config[key]).resolve():

@@ -68,15 +68,15 @@ def run(
         display: Progress display.
         should_stop: Function that returns True once the run must save and end.
         contents: Fingerprints of the configured files, saved in checkpoints.
-        record_start: Function that is called once, after the checkpoint, if any, is restored. From
-            then on, the workdir belongs to this configuration.
+        record_start: Function to call once, after restoring the checkpoint, if any. From then on,
+            the workdir belongs to this configuration.
 
     Raises:
         Interrupted: `should_stop` returned True. Completed steps are saved.
         NothingWorksError: Every episode failed in several consecutive batches, or in an evaluation.
         OutageError: The environment's server has been unreachable for too long.
         BudgetSpentError: The run has spent its budget.
-        UnsoundError: A sign of collapse ended the run. The step that showed it is saved.
+        UnsoundError: A sign of collapse ended the run. The step with the sign is saved.
         NotEnoughGroupsError: Too few groups passed the filter.
         UserCodeError: User code failed in a step. Earlier steps are saved.
         UnreadableError: An image in a demonstration or checkpoint cannot be read.
@@ -119,7 +119,7 @@ def open_checkpointer(settings: Settings, workdir: Path, display: Display) -> Ch
 
 
 def describe_unsaved_work(run_state: RunState) -> str:
-    """Return the message for a run that stops before its first checkpoint."""
+    """Return a message for a run that stops before its first checkpoint."""
     replies = run_state.settings.replay_folder
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
@@ -146,7 +146,7 @@ def evaluate_step(
         CheckpointError: There is no such checkpoint, or it is damaged.
         NothingWorksError, OutageError, BudgetSpentError: See `run`.
     """
-    # Nothing is recorded: the metrics log discards its records, and no rollback applies.
+    # The metrics log discards its records, and no rollback applies.
     checkpointer = Checkpointer(
         workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
@@ -276,8 +276,8 @@ def load_run_state(
 ) -> RunState:
     """Restore the run state from the latest checkpoint, or create it.
 
-    With `restores_finished_stage`, restore optimizer and reference also if all steps of the stage
-    are done. For the other arguments, see `run`.
+    With `restores_finished_stage`, also restore the optimizer and the reference if all steps of the
+    stage are done. For the other arguments, see `run`.
     """
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
@@ -371,7 +371,7 @@ def apply_rollback(
     """Update the restored progress with a rollback decision."""
     changed = {"lr_scale": decision["lr_scale"], "num_roll_backs": decision["number"]}
     progress.watched = dataclasses.replace(progress.watched, acting=(), **changed)
-    # The cost of discarded steps and groups still counts.
+    # Keep the cost of discarded steps and groups.
     progress.ledger = UsageStats.from_json(decision["ledger"])
     progress.prefetched = None
     values = checkpointer.values()
@@ -441,7 +441,8 @@ def build_restore_targets(
 ) -> dict[str, Any]:
     """Return abstract arrays for the items to restore from a checkpoint with progress `saved`.
 
-    They include optimizer and reference in the middle of a stage, or if `restores_finished_stage`.
+    The items include the optimizer and the reference in the middle of a stage, or if
+    `restores_finished_stage`.
     """
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh

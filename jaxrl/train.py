@@ -82,17 +82,17 @@ def train(run_state: RunState, params: Params) -> Params:
 
 
 class Learner:
-    """The pieces of an RL step, which `train` runs in order and `api.Trainer` offers one by one.
+    """Parts of an RL step, which `train` runs in order and `api.Trainer` exposes as methods.
 
-    A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Progress
-    changes in `update` only, so a run that stops before it repeats the step. Each process of a job
-    calls the same methods with the same arguments.
+    A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Only
+    `update` changes the progress, so a run that stops earlier repeats the step. Each process of a
+    job calls the same methods with the same arguments.
     """
 
     def __init__(self, run_state: RunState, params: Params):
         """Create the training state at the start of the stage, or else restore it.
 
-        `params` are the policy's parameters, which the state takes over.
+        `params` are the policy's parameters; the state owns them from now on.
         """
         self.run_state = run_state
         components, self.method = run_state.components, run_state.components.method
@@ -117,7 +117,7 @@ class Learner:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Forget what the last step collected."""
+        """Reset the data collected for the last step."""
         self._clock = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
@@ -136,7 +136,7 @@ class Learner:
 
     @property
     def is_done(self) -> bool:
-        """True after `num_steps` steps, or if evaluations no longer improve (`eval.patience`)."""
+        """Return True after `num_steps` steps or once evaluations no longer improve."""
         progress = self.run_state.progress
         is_early = progress.is_out_of_patience(self.run_state.settings.evaluation.patience)
         return progress.stage_step >= self.stage.num_steps or is_early
@@ -200,9 +200,9 @@ class Learner:
         return collected.groups
 
     def next_tasks(self, count: int = 0) -> list[Task]:
-        """Return the next `count` tasks of the stream, by default a step's; `rollout` takes them.
+        """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
 
-        Sampling them with `rollout` gives the groups of `collect`, before its filter.
+        `rollout` takes these tasks and samples the groups that `collect` would filter.
         """
         return self.stream.take(self._num_tasks_taken, count or self.method.tasks_per_step)
 
@@ -234,7 +234,7 @@ class Learner:
                 group_size=group_size or self.method.group_size,
                 policy_version=int(self.state.num_updates),
             )
-        # A step may have several rollouts. Their metrics are those of the last one.
+        # A step may have several rollouts; report the metrics of the last one.
         self._collected = dataclasses.replace(
             sampled,
             buffered_groups=before.buffered_groups if before else progress.buffered_groups,
@@ -245,7 +245,7 @@ class Learner:
         return sampled.groups
 
     def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
-        """Sample groups outside of a step, with the current weights; count nothing."""
+        """Sample groups outside of a step, with the current weights and without counting them."""
         self._load_weights()
         run_state = self.run_state
         groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
@@ -294,7 +294,8 @@ class Learner:
         advantage.name).
 
         Raises:
-            ValueError: A trajectory has an advantage already. Rewards would be adjusted twice.
+            ValueError: A trajectory has an advantage already, so its reward would be adjusted
+                twice.
         """
         if any(t.advantage is not None for t in flatten_groups(groups)):
             raise ValueError(
@@ -312,7 +313,7 @@ class Learner:
         progress, collected = self.run_state.progress, self._collected
         with interruptible(self.run_state.should_stop):
             groups = self.add_divergences(groups)
-        # A step may advance them several times: each time from its start, by all groups so far.
+        # If a step calls this again, restart from the step's first state with all groups so far.
         self._advanced_groups = [*self._advanced_groups, *groups]
         advanced, advanced_groups = update_controllers(
             progress.controllers,
@@ -321,7 +322,7 @@ class Learner:
             self.method,
             self.run_state.components.is_trigger,
         )
-        # The KL state lags one step: otherwise a step's divergence would set its own penalty.
+        # The KL state lags one step: otherwise a divergence would determine its own penalty.
         used = dataclasses.replace(advanced, kl=progress.controllers.kl)
         self._controllers = used, advanced
         return used, advanced_groups[-len(groups) :]
@@ -385,12 +386,12 @@ class Learner:
     ) -> None:
         """Add the gradient of groups with advantages to that of earlier calls in this step.
 
-        `apply_gradients` then takes one optimizer step, with the gradient that all groups together
-        have as one mini-batch. For arguments, see `update`.
+        `apply_gradients` then takes one optimizer step with the gradient of all groups in one
+        mini-batch. For arguments, see `update`.
 
         Raises:
-            ValueError: `loss.aggregation` gives tokens other weights when groups are added, apart
-                from a common factor.
+            ValueError: Adding groups changes the token weights of `loss.aggregation` by more than a
+                common factor.
         """
         method, update = self._select_loss(loss)
         single = dataclasses.replace(method.optimizer, num_minibatches=1, num_epochs=1)
@@ -454,7 +455,7 @@ class Learner:
         run_state, mesh = self.run_state, self.run_state.components.mesh
         if run_state.is_stage_done:
             raise ValueError(
-                f"config.num_steps is {self.stage.num_steps}, and as many steps are done; raise it."
+                f"all config.num_steps={self.stage.num_steps} steps are done; raise it to continue."
             )
         groups = list(groups)
         if not groups:
@@ -465,7 +466,7 @@ class Learner:
                     f"a trajectory of task {trajectory.task_id!r} has no advantage; call "
                     "compute_advantages or set_advantages before the update."
                 )
-        # With advantages of the caller, some may not have passed `compute_advantages`.
+        # If the caller set advantages, some groups may have skipped `compute_advantages`.
         seen = {id(t.token_ids) for t in flatten_groups(self._advanced_groups)}
         if self._controllers is None or not all(
             id(t.token_ids) in seen for t in flatten_groups(groups)
@@ -605,7 +606,7 @@ class Learner:
         if is_last or (every and progress.stage_step % every == 0):
             eval_metrics = run_state.evaluate(settings.suites)
         update_gate(run_state, eval_metrics)
-        # Complete the record. A checkpoint without a record has no evaluation left to do.
+        # Complete the record. A checkpoint without a record has no pending evaluation.
         record = unfinished_record | eval_metrics | progress.controllers.metrics()
         record |= progress.ledger.metrics()
         progress.record = None
@@ -632,7 +633,7 @@ class Learner:
     def end(self) -> Params:
         """End the stage: export the parameters, save a checkpoint, and return the parameters.
 
-        If patience ran out, they are those of the best checkpoint.
+        If patience ran out, the parameters are those of the best checkpoint.
         """
         run_state, progress = self.run_state, self.run_state.progress
         progress.discard_prefetched()  # groups remain if the stage ends early

@@ -23,7 +23,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """A task to roll out and its index in the task stream, which seeds its samples."""
+    """Task to roll out, with its index in the task stream, which seeds the samples."""
 
     task: Task
     stream_index: int
@@ -33,7 +33,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStep:
-    """A sampled token."""
+    """Sampled token."""
 
     token_id: int
     token_text: str
@@ -95,7 +95,7 @@ class Attachment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode on the host, with all L tokens that the model read or wrote."""
+    """Episode on the host, with all L tokens that the model read or wrote."""
 
     token_ids: np.ndarray  # int32 [L]
     # bool [L], True for tokens that the policy sampled; `with_loss_mask` may add observations.
@@ -126,8 +126,8 @@ class Trajectory:
     reward_reason: str = ""  # why shaping changed the reward of an abstention
     reward_records: tuple[CallRecord, ...] = ()  # calls to judges, failed ones included
     final_answer: str = ""
-    is_correct: bool = False  # this and the next two are the environment's verdicts
-    is_abstention: bool = False  # declines to answer
+    is_correct: bool = False  # judged by the environment, as are the next two fields
+    is_abstention: bool = False  # True if the model declines to answer
     is_well_formed: bool = True
     # With a model behind an endpoint: calls, attempts, prompt_tokens, completion_tokens.
     usage: Mapping[str, float] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Trajectory:
 
     @property
     def has_signal(self) -> bool:
-        """True if any advantage is nonzero."""
+        """Return True if any advantage is nonzero."""
         if self.custom_advantages is not None:
             return bool(self.custom_advantages[self.loss_mask].any())
         if self.turn_advantages is not None:
@@ -149,7 +149,7 @@ class Trajectory:
 
     @property
     def token_advantages(self) -> np.ndarray:
-        """Advantage of each token: its own, or that of its turn or trajectory, float32 [L]."""
+        """Advantage of each token, from the token, its turn or its trajectory: float32 [L]."""
         if self.custom_advantages is not None:
             return self.custom_advantages
         if self.turn_advantages is None:
@@ -167,7 +167,7 @@ class Trajectory:
 
     @property
     def is_repeated(self) -> np.ndarray:
-        """True for tokens that repeat an earlier context: bool [L]."""
+        """Mask of tokens that repeat an earlier context: bool [L]."""
         repeated = np.zeros(len(self.token_ids), bool)
         for start, count in self.contexts:
             repeated[start : start + count] = True
@@ -193,7 +193,7 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """False after an environment error; the loss and all statistics exclude the trajectory."""
+        """Return False after an environment error, which excludes a trajectory from training."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
 
     @property
@@ -203,7 +203,7 @@ class Trajectory:
         return "" if self.is_scored else texts[-1] if texts else "no error message"
 
     def require(self, name: str) -> Any:
-        """Return the field `name`, such as `divergence`, which the step must have computed.
+        """Return the value of a field that the step must have computed, such as `divergence`.
 
         Raises:
             RuntimeError: The field is None.
@@ -444,17 +444,17 @@ class Columns:
 
     @cached_property
     def is_correct(self) -> np.ndarray:
-        """True if the answer is correct, False after an environment error: bool [N]."""
+        """Mask of correct answers, False after an environment error: bool [N]."""
         return np.array([t.is_correct and t.is_scored for t in self._members], bool)
 
     @cached_property
     def is_abstention(self) -> np.ndarray:
-        """True if the model declined to answer: bool [N]."""
+        """Mask of abstentions, in which the model declined to answer: bool [N]."""
         return np.array([t.is_abstention for t in self._members], bool)
 
     @cached_property
     def is_well_formed(self) -> np.ndarray:
-        """True if the response follows the protocol: bool [N]."""
+        """Mask of responses that follow the protocol: bool [N]."""
         return np.array([t.is_well_formed for t in self._members], bool)
 
     @cached_property
