@@ -46,7 +46,7 @@ class MemoryTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedTensor:
-    """HF tensor that stacks matrices which `hf_names` lists as separate tensors.
+    """HF tensor that stacks matrices listed separately in `hf_names`.
 
     Attributes:
         shape: Shape of the fused tensor: matrices, rows, columns.
@@ -84,7 +84,7 @@ class Architecture(ABC):
     num_kv_heads: int  # K, KV heads
     head_dim: int  # H, head size
     max_positions: int  # maximum sequence length in tokens
-    tie_embeddings: bool  # the output layer is the embedding
+    tie_embeddings: bool  # True if the output layer is the embedding
     head_dtype: str = ""  # dtype of the output layer's matmul; "": the compute dtype
     num_experts: int = 0  # experts per MoE layer; `mesh.expert` splits them
     tower: Tower | None = None  # encoder of attachments such as images; None in a text model
@@ -165,7 +165,7 @@ class Architecture(ABC):
 
     @property
     def kernel_summary(self) -> str:
-        """Return a line for the log about the kernels other than attention, or ""."""
+        """Return a log line about the kernels other than attention, or ""."""
         return ""
 
     @property
@@ -180,7 +180,7 @@ class Architecture(ABC):
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Return the `blocks` entries that only some layers have, with those layers' indices."""
+        """Return the layer indices of each `blocks` entry that only some layers have."""
         return {}
 
     @classmethod
@@ -194,7 +194,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of a `config.json`, for a model that was not loaded from one."""
+        """Return the `config.json` fields of a model that was not loaded from a file."""
 
     @abstractmethod
     def abstract_params(self) -> Params:
@@ -228,11 +228,11 @@ class Architecture(ABC):
         return ()
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Return redundant HF tensors of some folders, mapped to the tensors they duplicate."""
+        """Return the redundant HF tensors in some folders, mapped to the tensors they duplicate."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the HF tensors that some folders contain instead of several in `hf_names`."""
+        """Return the HF tensors that, in some folders, replace several tensors of `hf_names`."""
         return {}
 
     @abstractmethod
@@ -314,5 +314,5 @@ class Architecture(ABC):
 
 
 def is_axes(node: Any) -> bool:
-    """Return True if `node` is the axis names of one array, rather than a tuple of layers."""
+    """Return True if `node` has the axis names of one array, False if it is a tuple of layers."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

@@ -1,4 +1,4 @@
-"""Attachments of a text, such as images, and the interface of the tower that encodes them."""
+"""Attachments such as images, and the interface of the tower that encodes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PatchBatch:
 
     Attributes:
         patches: The P patches, in the order that `Tower.encode` expects.
-        coords: Location of each patch, as `Tower.encode` expects it; 0 is padding.
+        coords: Location of each patch, as defined by `Tower.encode`; 0 for padding.
         units: Indices of each attachment's units among all units, in token order.
     """
 
@@ -67,7 +67,7 @@ class Tower(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return how many of the first decoder layers get features from the tower."""
+        """Return the number of leading decoder layers that get features from the tower."""
         return 0
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Tower(ABC):
     def compute_positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Compute token positions, int32 [L, num_axes]; text continues past each attachment.
+        """Compute token positions, int32 [L, num_axes]; text continues after an attachment.
 
         Args:
             token_ids: Tokens of a sequence, or of a piece to append to a sequence.

@@ -43,7 +43,7 @@ class TokenArraySpec:
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Metrics and load-balancing loss, computed from sums over tokens that a pass outputs."""
+    """Metrics and load-balancing loss, computed from a pass's sums over tokens."""
 
     def metrics(self, sums: Any) -> dict[str, jax.Array]:
         """Compute scalar metrics from the sums over a mini-batch."""

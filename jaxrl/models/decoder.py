@@ -69,7 +69,7 @@ def canonicalize_activation(name: Any) -> Any:
 
 
 def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE settings, from either transformers 5 field names or earlier ones."""
+    """Return the RoPE settings, read from the field names of transformers 5 or earlier versions."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     return {"rope_theta": fields.get("rope_theta"), **rope, "rope_type": rope_type}
@@ -94,7 +94,7 @@ def check_supported(fields: dict[str, Any], source: str) -> None:
 
 
 def raise_unsupported(features: dict[str, bool], source: str) -> None:
-    """Raise ValueError for the first feature that is present."""
+    """Raise ValueError for the first unsupported feature that is present."""
     for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
@@ -214,7 +214,7 @@ def _trim_stacks(config: Decoder, module: DecoderModule) -> Params:
 
 @cache
 def _cached_abstract_params(config: Decoder) -> Params:
-    # Cached: called dozens of times per run, and tracing takes a quarter of a second.
+    # Cached because tracing takes a quarter of a second, and a run calls this dozens of times.
     return jax.eval_shape(lambda: _trim_stacks(config, DecoderModule(config, rngs=nnx.Rngs(0))))
 
 
@@ -482,7 +482,7 @@ class Decoder(Architecture):
             "rms_norm_eps": self.rms_norm_eps,
             "rope_parameters": {**rope, "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
-            # The name before transformers 5, which other programs still read.
+            # Field name before transformers 5, which other programs still read.
             **({"rope_scaling": rope} if self.rope_scaling is not None else {}),
             "tie_word_embeddings": self.tie_embeddings,
             "use_sliding_window": False,

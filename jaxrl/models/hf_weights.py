@@ -119,7 +119,7 @@ class _MatrixSlice:
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """The part of `Architecture` that loading needs."""
+    """Part of the `Architecture` interface used for loading."""
 
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter path."""
@@ -302,7 +302,7 @@ def _find_ignored(config: Architecture, stored: Iterable[str]) -> set[str]:
     """Return the names of tensors that do not change the model's output.
 
     Like transformers, this ignores `BUFFERS` and modules outside the model, such as a value head.
-    An unknown tensor within one of the model's modules is not ignored, since it might matter.
+    Unknown tensors within the model's modules are not ignored, since they might matter.
     """
     expected = {*locate_hf_tensors(config), *config.hf_tied_names()}
     modules = {name.partition(".")[0] for name in expected}

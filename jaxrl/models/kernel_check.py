@@ -2,8 +2,8 @@
 
 A kernel may fail or return wrong results on another chip, or with another release of its compiler.
 Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
-the run's heads, pages and dtype. The run uses the first candidate that passes. Kernels are extras,
-and so is the comparison with XLA.
+the run's heads, pages and dtype. The run uses the first candidate that passes. Kernels and the
+comparison with XLA are extras.
 """
 
 from __future__ import annotations

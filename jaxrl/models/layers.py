@@ -71,8 +71,8 @@ class LayerScan:
 
     Attributes:
         remat: Name in `REMAT`.
-        scan: True to compile consecutive layers of one kind once, as a loop. Otherwise layers are
-            unrolled, and a CPU saves all activations regardless of `remat`.
+        scan: True to compile consecutive layers of one kind once, as a loop. False to unroll the
+            layers; a CPU then saves all activations regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
         constrain_to_shards: Sharding constraint for arrays with a leading shard axis.
     """
@@ -139,7 +139,7 @@ class LayerScan:
 
 @dataclass
 class SamplerLayerScan:
-    """Loop over the layers of `prepare_sampler_weights`, which read and write the KV cache.
+    """Loop over the layers of `prepare_sampler_weights`, reading and writing the KV cache.
 
     Attributes:
         attend: Attention function of a layer.
@@ -155,7 +155,7 @@ class SamplerLayerScan:
     past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
-        """Compute the activations after all layers, or the tree that contains them."""
+        """Compute the activations after all layers, or a tree that contains them."""
 
         def block(x: Any, cache: Any, past: Any, weights: Params, index: Any) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -197,7 +197,7 @@ def _with_named_input(layer: Layer) -> Layer:
 def prepare_sampler_weights(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
     """Return the weights with stacked layers if `scan`, else with a tuple of layers.
 
-    With `stacks` it is always a tuple, since the sampler loops only over layers of one kind.
+    With `stacks`, always return a tuple, since the sampler loops only over layers of one kind.
     """
     if scan and not stacks:
         return weights

@@ -1,6 +1,6 @@
-"""Dense Llama and Mistral decoders: Qwen2.5's decoder with biases everywhere or nowhere.
+"""Dense Llama and Mistral decoders: Qwen2.5's decoder, with all biases or with none.
 
-SmolLM2, Llama 3.x and Mistral's dense models use this class. It is an example of deriving an
+SmolLM2, Llama 3.x and Mistral's dense models use this class. The class is an example of a derived
 architecture: it parses `config.json` differently and inherits all computation.
 """
 

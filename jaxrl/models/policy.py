@@ -39,7 +39,7 @@ from jaxrl.types import Batch, Params
 
 
 def get_layered_entries(model: Architecture) -> set[str]:
-    """Return the parameter entries that have layers.
+    """Return the parameter entries with layers.
 
     All others (embedding, final norm and output layer) are passed to the output layer.
     """
@@ -157,7 +157,7 @@ class Model:
     ) -> tuple[jax.Array, jax.Array]:
         """Compute each token's log-probability given the tokens before it, and the entropy there.
 
-        Results are shifted only here: index t holds the values of token t, which the logits at
+        Only this method shifts results: index t has the values of token t, which the logits at
         t - 1 predict. Tokens outside `loss_mask` and a trajectory's first token get 0.
 
         Args:
@@ -167,7 +167,7 @@ class Model:
             entropy_gradient: True to let gradients flow through the entropies.
             logit_capacity: Capacity of the output layer, in quarters of each shard's tokens;
                 `loss_mask` must not exceed it.
-            aux: Auxiliary inputs of the pass, to which its auxiliary outputs are added.
+            aux: Auxiliary inputs of the pass, which also receives the auxiliary outputs.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], in nats.

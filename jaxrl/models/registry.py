@@ -33,7 +33,7 @@ def read_architecture(path: str | Path, architecture: str = "") -> Architecture:
         model = architecture_class.from_dict(fields, source=source)
     except Exception as error:
         if not is_user_code(architecture_class):
-            raise  # built-in architectures already explain what is wrong with the file
+            raise  # built-in architectures raise errors that explain the problem
         raise ValueError(
             f"config.model.architecture is {architecture!r}, which could not be built from "
             f"{source}: {format_failure(error)}."
@@ -71,7 +71,7 @@ def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
 def suggest_model(path: str | Path) -> str:
     """Return a hint for a model folder that does not exist, or "".
 
-    A path that could be a name on the Hugging Face Hub gets the prefix of such names.
+    For a path that could be a Hugging Face Hub name, suggest the prefix `hf://`.
     """
     name = os.path.relpath(path)
     is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).parent.exists()

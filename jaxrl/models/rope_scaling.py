@@ -1,4 +1,4 @@
-"""RoPE scaling, for contexts longer than those of pretraining.
+"""RoPE scaling, for contexts longer than in pretraining.
 
 Each class repeats the computation of transformers for its `rope_type`, in float32 and in the same
 order of operations, so that angles at distant positions agree.
@@ -88,7 +88,7 @@ class RopeScaling(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(RopeScaling):
-    """Linear scaling: divides positions by a factor (https://arxiv.org/abs/2306.15595)."""
+    """Linear scaling, which divides positions by a factor (https://arxiv.org/abs/2306.15595)."""
 
     rope_type = "linear"
 
@@ -99,7 +99,7 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1 scaling: divides low frequencies, keeps high ones, interpolates in between.
+    """Llama 3.1 scaling, which divides low frequencies and keeps high ones, with interpolation.
 
     Attributes:
         low_freq_factor: Wavelengths above the pretraining length / low_freq_factor are divided.
@@ -129,7 +129,7 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (https://arxiv.org/abs/2309.00071): keeps high frequencies and divides low ones.
+    """YaRN (https://arxiv.org/abs/2309.00071), which keeps high frequencies and divides low ones.
 
     A pair that rotates at least `beta_fast` times in the pretraining context keeps its frequency. A
     pair that rotates at most `beta_slow` times has its frequency divided by `factor`. In between,

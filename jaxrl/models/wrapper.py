@@ -27,7 +27,7 @@ class WrappedArchitecture(Architecture):
 
     model: Architecture
 
-    # Listed because inherited defaults take precedence over `__getattr__`.
+    # Delegate these explicitly: inherited defaults take precedence over `__getattr__`.
     vocab_size: int = _delegate("vocab_size")
     width: int = _delegate("width")
     num_layers: int = _delegate("num_layers")
@@ -83,11 +83,11 @@ class WrappedArchitecture(Architecture):
     @property
     @abstractmethod
     def plan(self) -> str:
-        """Return the dotted name of the module whose `decode_bytes` sizes the sampler's weights."""
+        """Return the dotted name of the module whose `decode_bytes` computes the weights' size."""
 
     @abstractmethod
     def check(self) -> None:
-        """Check that a run can start.
+        """Check the files and settings that a run needs.
 
         Raises:
             FileNotFoundError, ValueError: A file or setting is invalid. The message names the key.
@@ -119,7 +119,7 @@ class WrappedArchitecture(Architecture):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate to the model any attribute that `Architecture` does not declare."""
+        """Return the model's attribute, for names that `Architecture` does not declare."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)
