@@ -1,4 +1,4 @@
-"""Advantage estimators: functions from rewards and groups to an advantage per trajectory."""
+"""Advantage estimators, which map rewards and groups to an advantage per trajectory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -245,8 +245,8 @@ def pass_at_k_entropy_guided(
     """Compute pass@1 advantages for groups with high entropy and pass@k advantages for the others.
 
     From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploit
-    (pass@1), the others explore (pass@k). With an odd number of groups, the middle group explores,
-    as do groups that tie at the boundary.
+    (pass@1), the others explore (pass@k). With an odd number of groups, the middle group explores;
+    so do groups that tie at the boundary.
 
     Args:
         is_correct: See `pass_at_k`.

@@ -45,7 +45,7 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
 
 
 class _Solution:
-    """A partial solution: some of the items, split into bundles, largest sum first."""
+    """Partial solution: some of the items, split into bundles, largest sum first."""
 
     def __init__(self, bundles: list[tuple[int, list[int]]], num_parts: int) -> None:
         empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - len(bundles))]

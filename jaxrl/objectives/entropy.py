@@ -1,7 +1,7 @@
-"""Window entropies, which show where the policy is uncertain, and KL weights derived from them.
+"""Window entropies, a measure of the policy's uncertainty, and KL weights derived from them.
 
-ARES (https://arxiv.org/abs/2510.08457) lets a policy move further from its reference at tokens that
-begin an uncertain window.
+ARES (https://arxiv.org/abs/2510.08457) lowers the KL penalty at tokens that begin an uncertain
+window.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def keep_informative(
     """Keep groups whose metric values are not all equal (dynamic sampling).
 
     DAPO section 3.2 (https://arxiv.org/abs/2503.14476). If all values of a group are equal, its
-    advantages are zero. A group of size 1 has nothing to compare and is always kept.
+    advantages are zero. A group of size 1 is always kept, because it has no second value to
+    compare.
 
     Args:
         metric: Value to compare within groups. DAPO uses correctness: if length shapes the reward,
@@ -74,14 +75,14 @@ def keep_in_range(
 def needs_resampling(
     scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> Bool[np.ndarray, " N"]:
-    """Return True in groups to resample: those without a positive score or an abstention.
+    """Return a mask of groups to resample: those without a positive score or an abstention.
 
     BAPO (https://arxiv.org/abs/2601.11037): if the complete group is sampled again, it may contain
     a correct answer or an abstention.
 
     Args:
         scores: Correctness, at most 0 if there is none, before any boundary-aware bonus.
-        is_abstention: True if the answer says that the model does not know, well-formed or not.
+        is_abstention: True if the answer, well-formed or not, says that the model does not know.
         group_ids: Trajectories with the same id form a group. Those with a negative id are not
             resampled.
     """

@@ -1,4 +1,4 @@
-"""Per-token losses. `aggregation.token_weights` defines how they are summed."""
+"""Per-token losses, to be summed with the weights of `aggregation.token_weights`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 @struct.dataclass
 class Metric:
-    """A metric: per-token values `[R, T]`, or a number after reduction."""
+    """Per-token values `[R, T]` of a metric, or a number after reduction."""
 
     value: Any  # float32
     reduction: str = struct.field(pytree_node=False, default="mean")  # key of REDUCTIONS

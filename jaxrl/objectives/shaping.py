@@ -106,7 +106,7 @@ BUCKETS = ("easy", "medium", "hard")
 
 
 class _RewardParams(NamedTuple):
-    """Parameters of the entropy reward for one difficulty; comments give ARES's symbols."""
+    """Parameters of the entropy reward for one difficulty, with ARES's symbols in comments."""
 
     margin: float  # phi, as a fraction of the target
     knee: float  # k, where the penalty changes from quadratic to linear, in tokens
@@ -131,7 +131,7 @@ def entropy_reward(
     sigmoid_temperatures: Sequence[float] = (2.0, 2.5, 3.0),
     centered_gain: bool = False,
 ) -> Float[np.ndarray, " N"]:
-    """Compute a reward for an amount of exploration that suits the difficulty of the task.
+    """Compute a reward for exploration that matches the difficulty of the task.
 
     It is added to the accuracy reward. ARES (https://arxiv.org/abs/2510.08457). With `delta` the
     count minus the bucket's target, `M = max(1, phi * max(target, 1))` and `C` the bucket's
@@ -152,9 +152,9 @@ def entropy_reward(
         targets: Target count of each bucket. A bucket without a target is not calibrated yet; its
             trajectories get 0.
         coefficients: Coefficient of each bucket (alpha in ARES), in units of reward.
-        margins: Phi of easy, medium and hard tasks, as a fraction of the target.
-        huber_knees: Excess in tokens at which the penalty of each becomes linear.
-        sigmoid_temperatures: Temperature t of each, in tokens.
+        margins: Phi for easy, medium and hard tasks, as a fraction of the target.
+        huber_knees: Excess in tokens at which each difficulty's penalty becomes linear.
+        sigmoid_temperatures: Temperature t of each difficulty, in tokens.
         centered_gain: True to compute gains as `2 * sigmoid - 1` instead of `sigmoid`.
     """
     columns = zip(margins, huber_knees, sigmoid_temperatures, _SCALES, _WRONG_SHARES, strict=True)
@@ -214,7 +214,7 @@ def relaxed_kl_factors(
     minimum: float = 0.5,
     factor: float = 0.67,
 ) -> Float[np.ndarray, " N"]:
-    """Compute KL factors, reduced for wrong, exploratory answers to easy tasks (second chance).
+    """Compute KL factors, which are lower for wrong, exploratory answers to easy tasks.
 
     ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
 
