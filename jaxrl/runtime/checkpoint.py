@@ -8,7 +8,7 @@ The checkpoint folder contains
 - `<step>.replaced`: the previous checkpoint of a step, until the new one is complete;
 - `damaged/`: damaged checkpoints, which are never read again.
 
-In a multi-process job, all processes call Orbax; process 0 does everything else.
+In a multi-process job, all processes call Orbax; process 0 does all other work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """The required checkpoint is missing or damaged, or cannot be restored."""
+    """Error raised when a required checkpoint is missing or damaged, or cannot be restored."""
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ class Checkpointer:
         Args:
             step: Global step; not lower than that of the newest checkpoint.
             state: Training state, on the devices.
-            position: JSON values that describe the run's position.
+            position: Run's position, as JSON values.
             ref_params: Reference parameters, if any.
             value: Score of the evaluation after this step, if any; `keep_best` compares it.
         """
@@ -189,7 +189,7 @@ class Checkpointer:
         """Remove the checkpoints after `step` if `step` or an earlier step has an undamaged one.
 
         Raises:
-            CheckpointError: None of them has one; nothing is removed.
+            CheckpointError: No step up to `step` has an undamaged checkpoint; nothing is removed.
         """
         steps = sorted(self.values(), reverse=True)
         earlier = [number for number in steps if number <= step]
@@ -240,8 +240,8 @@ class Checkpointer:
         step = self._select(rank_steps(self.values()))
         if step is None:
             raise CheckpointError(
-                f"{self._folder} holds no checkpoint with an evaluation's value, so there is no "
-                "best one to end with."
+                f"{self._folder} has no checkpoint with an evaluation score, so there is no "
+                "best one to restore."
             )
         items = self._restore_items(
             step, {"params": state.params, "optimizer": make_optimizer_items(state)}
@@ -330,7 +330,7 @@ def latest_complete_step(folder: Path) -> int | None:
 
 
 def read_latest_position(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the newest step whose position is readable, and the position; verify nothing.
+    """Return the newest step with a readable position, and the position, without verification.
 
     If no position is readable, return the newest step (0 if there is none) and {}.
     """
@@ -434,7 +434,7 @@ def _finish_interrupted(folder: Path) -> None:
 
 
 def make_optimizer_items(state: TrainState) -> dict[str, Any]:
-    """Return everything in a training state except the parameters, for saving."""
+    """Return the items of a training state to save, except the parameters."""
     return {
         "opt_state": state.opt_state,
         "num_updates": state.num_updates,

@@ -1,4 +1,4 @@
-"""Compiled functions with a fixed set of shapes, a program cache, interruptible compilation."""
+"""Compiled functions with fixed sets of shapes, a program cache, interruptible compilation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _threads: list[threading.Thread] = []
 def interruptible(should_stop: Callable[[], bool]) -> Iterator[None]:
     """Make compilations in this thread raise `Interrupted` once `should_stop` returns True.
 
-    This has no effect in a multi-process job, where the other processes would wait for this one in
-    the next program.
+    This has no effect in a multi-process job, where the other processes would wait for the
+    interrupted process in the next program.
     """
     token = _should_stop.set(lambda: jax.process_count() == 1 and should_stop())
     try:
@@ -51,7 +51,7 @@ def compile_all(
 ) -> None:
     """Call `compile_fns` in parallel; `on_progress` receives the number finished so far.
 
-    They run in threads, because XLA blocks signals in the compiling thread. An interrupted
+    The functions run in threads, because XLA blocks signals in the compiling thread. An interrupted
     compilation continues in its thread, and its program can be used later.
 
     Raises:
@@ -87,7 +87,7 @@ def compile_all(
 
 
 def is_compiling() -> bool:
-    """Return True if a compilation is running, which the process would wait for at exit."""
+    """Return True if a compilation is running, which would delay the exit of the process."""
     return any(thread.is_alive() for thread in _threads)
 
 
@@ -163,11 +163,11 @@ def clear_cache_if_edited() -> None:
 
 
 class CompiledFunction:
-    """A function with a fixed set of variants, each compiled once.
+    """Function with a fixed set of variants, each compiled once.
 
-    Compiling an unexpected shape would take seconds to minutes, so it is an error. The caller names
-    the variant of each call, because `jax.jit` would retrace whenever its tracing context changes:
-    since JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
+    An unexpected shape is an error, because compiling it would take seconds to minutes. The caller
+    names the variant of each call, because `jax.jit` would retrace whenever its tracing context
+    changes: since JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
     """
 
     def __init__(

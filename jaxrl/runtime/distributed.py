@@ -61,7 +61,7 @@ def _gather_lengths(length: int) -> list[int]:
 
 
 def barrier() -> None:
-    """Wait for all processes; changes that they made on disk before this call are complete."""
+    """Wait for all processes, whose earlier writes to disk are then complete."""
     gather(None)
 
 

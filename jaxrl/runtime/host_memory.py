@@ -19,7 +19,7 @@ LONG_COMPILE_S = 0.5
 def trim_memory() -> None:
     """Make glibc return freed memory to the operating system.
 
-    After a compilation, this is most of the memory that the compiler used.
+    After a compilation, most of the compiler's memory is returned.
     """
     _load_malloc_trim()(0)
 

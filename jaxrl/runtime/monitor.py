@@ -1,4 +1,4 @@
-"""Monitor of one process of a job. It runs separately: a stopped process cannot report itself.
+"""Monitor of one process of a job, run separately because a stopped process cannot report.
 
 Each process of a job starts a monitor in a new session and sends it one line per second. The
 monitor of process 0 is the hub, to which all others connect. A process is lost if it was killed,
@@ -76,7 +76,7 @@ class ProcessLoss:
 
     Attributes:
         index: Index of the process in the job.
-        lost: Why the process counts as lost.
+        lost: Reason why the process counts as lost.
         failed: True if the process itself reported an error.
     """
 
@@ -94,7 +94,7 @@ class ProcessLoss:
 
 @dataclass(kw_only=True)
 class _Link:
-    """A connection to the monitored process, to the hub, or from another monitor to the hub."""
+    """Connection to the monitored process, to the hub, or from another monitor to the hub."""
 
     index: int | None  # index of the process it reports on; None until it has sent the token
     read_fd: int
@@ -315,7 +315,7 @@ class Monitor:
         settings = self._settings
         self._broadcast(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
-            # The hub decides which loss came first: another one may have caused this one.
+            # The hub decides which loss came first: an earlier loss may have caused this one.
             loss = self._wait_for_hub() or loss
         name = settings.names[loss.index]
         text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
@@ -339,7 +339,7 @@ class Monitor:
             os.kill(settings.pid, signal.SIGKILL)
 
     def _wait_for_hub(self) -> ProcessLoss | None:
-        """Wait for the hub to report which process was lost; return None if it does not."""
+        """Wait for the hub to report the lost process; return None if it does not."""
         hub = next((link for link in self._links if link is not self._process_link), None)
         deadline = time.monotonic() + GRACE_S
         while hub is not None and time.monotonic() < deadline:

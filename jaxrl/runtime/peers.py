@@ -1,4 +1,4 @@
-"""Join processes, one per host, into a job, and detect lost ones."""
+"""Join processes, one per host, into a job, and detect lost processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
 
 
 class MonitorClient:
-    """This process's connection to its monitor; a context manager for the duration of the run."""
+    """Context manager for this process's connection to its monitor, for the whole run."""
 
     def __init__(self, coordinator: str | None, deadline_s: float):
         """Start this process's monitor; every process of the job must call this.
@@ -141,8 +141,8 @@ class MonitorClient:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Report to the monitor how this process ends; after a failure, exit the process."""
-        has_user_message = isinstance(error, SystemExit)  # its message is meant for the user
+        """Report this process's outcome to the monitor; after a failure, exit the process."""
+        has_user_message = isinstance(error, SystemExit)  # its message is for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
             jax.distributed.shutdown()  # waits for the others; the monitor still detects a loss
             self._is_closed.set()

@@ -30,7 +30,7 @@ NOTHING_TO_SAVE = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """Work ended early on request. The rollout and its engine can be used again."""
+    """Early end of work on request. The rollout and its engine can be used again."""
 
 
 _SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
@@ -112,7 +112,7 @@ class Best:
 
     value: float | None = None  # None before the first evaluation
     step: int = 0  # step of the best evaluation
-    mark: float | None = None  # value at which patience last restarted
+    mark: float | None = None  # value at the last restart of patience
     num_stale: int = 0  # evaluations since then
 
 

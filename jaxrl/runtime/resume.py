@@ -1,9 +1,8 @@
 """Record of a run in its workdir, and the configuration changes that a resume allows.
 
 The configuration is stored three times, so that losing one file hides no change: in `config.json`,
-in the position in every checkpoint, and in `config_history.jsonl`. Each start that changes
-something appends a line to the history with the time, the step, and the old and new value of every
-changed key.
+in the position in every checkpoint, and in `config_history.jsonl`. Each start with changes appends
+a line to the history with the time, the step, and the old and new value of every changed key.
 
 A rollback is recorded in `roll_backs.jsonl` before it is applied, so that a kill in between loses
 nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and the usage so far
@@ -40,7 +39,7 @@ _STEP_FILE = re.compile(r"(?:step|sft|train|evaluate)_(\d+)\.\w+")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a workdir records about its run."""
+    """Record of a run, read from its workdir."""
 
     step: int  # step of the newest checkpoint; 0 if none is readable
     config: dict[str, Any]  # flat configuration, with defaults for unrecorded keys
@@ -50,7 +49,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A key or file that differs between a run and the start that resumes it."""
+    """Key or file that differs between a run and the start that resumes it."""
 
     key: str  # config key, or fingerprint name followed by ` (content)`
     before: Any
@@ -68,7 +67,7 @@ def check_checkpoint_exists(folder: Path, step: int) -> None:
     """Check that a step has a checkpoint.
 
     Raises:
-        ValueError: It has none. The message lists the steps that have one.
+        ValueError: The step has no checkpoint. The message lists the steps that have one.
     """
     from jaxrl.runtime.checkpoint import list_steps
 
@@ -122,7 +121,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
                 "them."
             )
         warnings.append(f"warning: {line}; its checkpoints may contain other arrays too")
-    if configured:  # drop the keys that an earlier start was allowed to drop
+    if configured:  # keys that an earlier start dropped with --accept_changes
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     # Later starts may have changed files, so the history overrides the checkpoint's fingerprints.
     lines, num_damaged = read_history(workdir)
@@ -252,7 +251,7 @@ def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -
     """Check that no change makes this a different experiment.
 
     Raises:
-        ValueError: Some changes do. The message lists them.
+        ValueError: Some changes make it a different experiment. The message lists them.
     """
     rejected = [change for change in changes if not change.is_free]
     if rejected:
@@ -284,7 +283,7 @@ def write_history(
     contents: Mapping[str, str],
     stages: Sequence[str],
 ) -> None:
-    """Append this start to the history if it is the first or changes something.
+    """Append this start to the history if it is the first or has changes.
 
     An evaluation-only start does not change the run, so only its differences are recorded.
     """
@@ -344,14 +343,14 @@ def read_launch_folder(run: Path) -> Path:
 
 
 def add_code_folders(run: Path) -> None:
-    """Append to `sys.path` the folders from which a run imported user code."""
+    """Append the folders from which a run imported user code to `sys.path`."""
     for folder in _read_starts(run)[-1].get("code_folders", []):
         if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
 
 def read_prompt_time(run: Path) -> datetime:
-    """Return the time that prompts of a run show: the time of its first start, if recorded.
+    """Return the time shown in a run's prompts: the time of its first start, if recorded.
 
     Chat templates may insert today's date. A run that resumes on another day keeps the first date.
     """

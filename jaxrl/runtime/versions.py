@@ -1,4 +1,4 @@
-"""Record of each start of a run: versions, devices, commit, model size and amount of data."""
+"""Record of each start of a run: versions, devices, commit, model size and data counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watchdog: dump stack traces when a run stops making progress, and end it."""
+"""Watchdog: dump stack traces of a run that stops making progress, and end the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HasProgress(Protocol):
     """Protocol of a display that records progress, such as `logs.display.Display`."""
 
     last_progress_at: float  # time of the last progress, from `time.monotonic`
-    last_activity: str  # what the last progress was, as text
+    last_activity: str  # description of the last progress
 
     def log(self, text: str) -> None:
         """Print a line."""
@@ -40,8 +40,8 @@ def watchdog(
 
     Args:
         display: Display that records all progress.
-        stall_s: Seconds without progress before a warning with the stacks of all threads. Each
-            further warning waits twice as long. 0 for no warnings.
+        stall_s: Seconds without progress before a warning with the stacks of all threads, doubled
+            for each further warning. 0 for no warnings.
         deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
         exit_process: Function that ends the process with an exit code. Nothing is saved, because
             the thread that hangs may be using the state.
