@@ -197,7 +197,7 @@ def encode_demonstration(
 
 
 Segment = tuple[Sequence[int], Sequence[int] | None]
-"""Ids of a message; then those of an observation without its body, or None for the assistant."""
+"""Ids of a message, and ids of an observation without its body (None for the assistant)."""
 
 
 def _join_segments(

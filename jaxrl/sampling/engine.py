@@ -1,11 +1,11 @@
 """The sampling engine: continuous batching over a paged KV cache.
 
-It works on token ids. `prefill.py` batches the tokens and attachments to prefill.
+The engine works on token ids. `prefill.py` batches the tokens and attachments to prefill.
 
 Requests wait in a queue and are admitted in order while there are free rows and cache pages. A
 running row is decoded in chunks until it stops. It then waits until the caller resumes it with the
 tokens of an observation, or finishes it. A waiting row keeps its pages, so only the new tokens are
-prefilled on resume. Samples of a prompt share its full pages.
+prefilled on resume. All samples of a prompt share its full pages.
 
 If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
@@ -759,7 +759,7 @@ class Engine:
         Returns:
             Keys and values of the sources for each layer, `[pages, K, page, H]`.
         """
-        # Swap a fixed number of pages per call, so that there is one program. If nothing is
+        # Swap a fixed number of pages per call, so that one program suffices. If nothing is
         # written, `_zero_pages` is the input.
         if self._zero_pages is None:
             self._zero_pages = self._put_pages(lambda leaf: np.zeros(leaf, self.programs.dtype))

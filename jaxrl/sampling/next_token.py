@@ -24,7 +24,7 @@ def sample_uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> 
 
 
 GREEDY, FULL, TOP_P = KINDS = ("greedy", "full", "top_p")
-"""Sampling methods. Each has a program without the computations that only others need."""
+"""Sampling methods. Each method's program omits computations that only other methods need."""
 
 
 def select_kind(temperature: float, top_p: float) -> str:
@@ -77,7 +77,7 @@ def sample(
     token = token.astype(jnp.int32)
     log_total = jnp.log(total)
     entropy = log_total - jnp.where(weights > 0, weights * shifted, 0.0).sum(axis=-1) / total
-    return token, _select(shifted, token) - log_total, entropy
+    return token, _select_per_row(shifted, token) - log_total, entropy
 
 
 def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
@@ -126,26 +126,26 @@ def _sample_index(
     block_ends = jnp.cumsum(block_weights, axis=-1)
     total = block_ends[:, -1]
     target = uniform * total
-    block_index = _first_above(block_weights, block_ends, target)
-    before = _select(block_ends, jnp.maximum(block_index - 1, 0))
+    block_index = _find_first_above(block_weights, block_ends, target)
+    before = _select_per_row(block_ends, jnp.maximum(block_index - 1, 0))
     start = jnp.where(block_index > 0, before, 0.0)
     block_values = jnp.take_along_axis(blocks, block_index[:, None, None], axis=1)[:, 0]
     value_ends = jnp.cumsum(block_values, axis=-1)
-    return block_index * block + _first_above(block_values, value_ends, target - start), total
+    return block_index * block + _find_first_above(block_values, value_ends, target - start), total
 
 
-def _select(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
+def _select_per_row(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
     """Select one value per row; unlike indexing by row number, this stays on the row's device."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
-def _first_above(
+def _find_first_above(
     weights: Float[Array, "B n"], ends: Float[Array, "B n"], target: Float[Array, " B"]
 ) -> Int[Array, " B"]:
     """Return the first index with nonzero weight whose running sum exceeds `target`, or the last.
 
-    The weights are checked too: XLA sums long rows in pieces, so rounding can make the running sum
-    grow, or even fall, where the weight is 0. The target may also lie beyond the end.
+    The weight must be nonzero because XLA sums long rows in pieces: rounding can change the running
+    sum even where the weight is 0. The target may also lie beyond the end.
     """
     n = weights.shape[-1]
     has_weight = weights > 0

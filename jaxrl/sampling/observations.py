@@ -1,4 +1,4 @@
-"""Tokenization of environment output, which is encoded once and truncated inside its tags."""
+"""Tokenization of environment output: encoded once, truncated inside its tags."""
 
 from __future__ import annotations
 

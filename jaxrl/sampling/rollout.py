@@ -150,7 +150,7 @@ class Rollout(BaseRollout):
             self._threads.close()
 
         # Score the finished groups; keep the unfinished and extra ones for a later call.
-        finished = [index for index, group in enumerate(groups) if not _is_open(group)]
+        finished = [index for index, group in enumerate(groups) if not _has_open_episode(group)]
         finished = finished[: max(len(groups) - sampling.max_unfinished, 0)]
         if len(finished) < len(groups):
             self._engine.clear()
@@ -207,7 +207,7 @@ class Rollout(BaseRollout):
         ahead = 1 if self._engine.overlaps and not is_next else 0
         while calls or not self._engine.is_idle:
             check_stop(should_stop)
-            groups = [group for group in groups if _is_open(group)]
+            groups = [group for group in groups if _has_open_episode(group)]
             if len(groups) <= sampling.max_unfinished:
                 return
             num_open = [sample.episode.outcome for sample in samples.values()].count(None)
@@ -374,7 +374,7 @@ def derive_keys(draws: Sequence[Draw], sampling: SamplingConfig, device: Any) ->
     )
 
 
-def _is_open(group: Sequence[Sample]) -> bool:
+def _has_open_episode(group: Sequence[Sample]) -> bool:
     """Return True if any episode of the group has not ended."""
     return None in [sample.episode.outcome for sample in group]
 

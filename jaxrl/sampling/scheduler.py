@@ -1,6 +1,6 @@
 """Host-side block scheduler for one mesh shard: admission, preemption and the prefix cache.
 
-Decisions depend only on the sequence of calls. The engine moves the contents of pages.
+Decisions depend only on the sequence of calls. The engine copies and swaps the pages.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class StopAutomaton:
     therefore matched byte by byte with the Aho-Corasick automaton
     (https://doi.org/10.1145/360825.360855), with transitions composed over each token's bytes.
 
-    Each turn starts in state 0. After a hit, the state is valid but has no meaning.
+    Each turn starts in state 0. After a hit, the state is a valid index without meaning.
 
     Attributes:
         next_state: int8 or int16 [S, V], state after each token.
@@ -33,7 +33,7 @@ class StopAutomaton:
             )
         self.stop_strings = tuple(stop.encode() for stop in stop_strings)
         transitions, ends = _build_byte_automaton(self.stop_strings)
-        self.next_state, self.is_hit = _lift_to_tokens(transitions, ends, vocab_bytes)
+        self.next_state, self.is_hit = _compose_over_tokens(transitions, ends, vocab_bytes)
 
     def compute_state(self, token_ids: Sequence[int]) -> int:
         """Return the automaton state after the tokens of an unfinished turn.
@@ -91,7 +91,7 @@ def _build_byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.nda
     return transitions, np.array(ends)
 
 
-def _lift_to_tokens(
+def _compose_over_tokens(
     transitions: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compose byte transitions over tokens; return next states, and whether a pattern ended."""
