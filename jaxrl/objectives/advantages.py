@@ -64,7 +64,7 @@ def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Arra
         rewards: One reward per trajectory.
         group_ids: See `grpo`.
     """
-    count = _same_group(group_ids).sum(axis=1)
+    count = _make_group_mask(group_ids).sum(axis=1)
     from_mean = grpo(rewards, group_ids, normalize_std=False, ddof=0, epsilon=0.0)
     return from_mean * (count / jnp.maximum(count - 1, 1))
 
@@ -130,7 +130,7 @@ def pass_at_k(
         group_ids: See `grpo`. Group sizes may differ.
         k: Subset size, from 1 to the group size.
     """
-    count, num_correct = _group_counts(is_correct, group_ids)
+    count, num_correct = _count_members(is_correct, group_ids)
     return _pass_at_k(is_correct, count, num_correct, k)
 
 
@@ -142,7 +142,7 @@ def pass_at_k_combination(
     Section 4.4 of https://arxiv.org/abs/2508.10751. The weight of pass@k is the fraction of the
     group that is correct. Groups smaller than k get 0. The arguments are those of `pass_at_k`.
     """
-    count, num_correct = _group_counts(is_correct, group_ids)
+    count, num_correct = _count_members(is_correct, group_ids)
     share = num_correct / jnp.maximum(count, 1)
     advantages_at_k = _pass_at_k(is_correct, count, num_correct, k)
     advantages_at_1 = _pass_at_k(is_correct, count, num_correct, 1)
@@ -158,7 +158,7 @@ def pass_at_k_exceeding(
     factor is 0.99 for c = 1, 0.44 for c = 2, and decreases from there. The arguments are those of
     `pass_at_k`.
     """
-    count, num_correct = _group_counts(is_correct, group_ids)
+    count, num_correct = _count_members(is_correct, group_ids)
     # With c = 0 the logarithm is negative, but the advantages are zero anyway.
     factor = 4.0 / (10.0 * jnp.log(jnp.maximum(num_correct, 1) + 0.5))
     return _pass_at_k(is_correct, count, num_correct, k) * factor
@@ -179,7 +179,7 @@ def pass_at_k_full_sampling(
         k: Subset size, from 1 to half the group size. A larger k leaves at most one subset, which
             has nothing to be compared with and gets 0.
     """
-    same = _same_group(group_ids)
+    same = _make_group_mask(group_ids)
     position = jnp.tril(same, -1).sum(axis=1)  # position within the group
     subset, num_subsets = position // k, same.sum(axis=1) // k
     in_subset = same & (subset[:, None] == subset[None, :])
@@ -208,7 +208,7 @@ def pass_at_k_bootstrap(
     if k > len(group_ids):
         return jnp.zeros(len(group_ids))
     # Row i samples a subset of its own group: the k trajectories with the highest random scores.
-    same = _same_group(group_ids)
+    same = _make_group_mask(group_ids)
     scores = jnp.where(same, jax.random.uniform(key, same.shape), -1.0)
     _, subsets = jax.lax.top_k(scores, k)
     return subset_advantages(is_correct, group_ids, subsets)
@@ -225,7 +225,7 @@ def subset_advantages(
         subsets: Row i holds k distinct trajectory indices from the group of trajectory i. Ignored
             if that group is smaller than k.
     """
-    same = _same_group(group_ids)
+    same = _make_group_mask(group_ids)
     count = same.sum(axis=1)
     rows = jnp.arange(len(group_ids))[:, None]
     is_member = jnp.zeros(same.shape, bool).at[rows, subsets].set(True)
@@ -255,8 +255,8 @@ def pass_at_k_entropy_guided(
             of a group is the mean over its trajectories.
         k: Subset size of the groups that explore; see `pass_at_k`.
     """
-    same = _same_group(group_ids)
-    count, num_correct = _group_counts(is_correct, group_ids)
+    same = _make_group_mask(group_ids)
+    count, num_correct = _count_members(is_correct, group_ids)
     # All members use the entropy of the group's first trajectory, so that rounding cannot split a
     # group.
     first = jnp.argmax(same, axis=1)
@@ -269,17 +269,17 @@ def pass_at_k_entropy_guided(
     return jnp.where(exploits, advantages_at_1, _pass_at_k(is_correct, count, num_correct, k))
 
 
-def _same_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
+def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
     """Return True for each pair of trajectories in the same group; never for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 
 
-def _group_counts(
+def _count_members(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
     """Return the size and correct members of each trajectory's group; 0 for negative ids."""
-    same = _same_group(group_ids)
+    same = _make_group_mask(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
 

@@ -40,7 +40,7 @@ def window_entropy(
         The window entropies in nats, 0 where undefined, and a mask of where they are defined: at
         sampled tokens followed by at least `window` sampled tokens of the same trajectory.
     """
-    xp = _numpy_or_jax(entropies, loss_mask, segment_ids)
+    xp = _get_array_module(entropies, loss_mask, segment_ids)
     T = loss_mask.shape[1]
     # Move sampled tokens to the front of the row in order; the rest acts as padding.
     order = xp.argsort(~loss_mask, axis=1, stable=True)
@@ -71,7 +71,7 @@ def high_window_entropy_mask(
         threshold: Threshold in nats; None before the first estimate, which returns all False.
     """
     if threshold is None:
-        return _numpy_or_jax(window_entropies, valid).zeros_like(valid)
+        return _get_array_module(window_entropies, valid).zeros_like(valid)
     return valid & (window_entropies >= threshold)
 
 
@@ -93,10 +93,10 @@ def kl_weights(
         low_factor: Factor for tokens in `high_entropy_mask`; 0.5 in ARES.
         bucket_scale: Factor for all tokens: the multiplier for the trajectory's difficulty.
     """
-    xp = _numpy_or_jax(high_entropy_mask, kl_coef, low_factor, bucket_scale)
+    xp = _get_array_module(high_entropy_mask, kl_coef, low_factor, bucket_scale)
     weights = kl_coef * bucket_scale * xp.where(high_entropy_mask, low_factor, 1.0)
     return weights.astype(xp.float32)
 
 
-def _numpy_or_jax(*arrays: ScalarLike | Array) -> Any:
+def _get_array_module(*arrays: ScalarLike | Array) -> Any:
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np

@@ -36,7 +36,7 @@ def overlong_penalty(
 
 
 ENCOURAGED, PENALIZED = "IDK encouraged", "IDK penalized"
-"""Reasons for which an abstention ("I don't know") has another reward than its score."""
+"""Reasons why the reward of an abstention ("I don't know") differs from its score."""
 
 
 def boundary_aware_rewards(
