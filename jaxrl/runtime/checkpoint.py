@@ -182,7 +182,7 @@ class Checkpointer:
         Raises:
             CheckpointError: See `restore`.
         """
-        step = self._select(sorted(self.values(), reverse=True))
+        step = self._choose_undamaged(sorted(self.values(), reverse=True))
         return None if step is None else (step, self._read_position(step))
 
     def remove_after(self, step: int) -> None:
@@ -223,7 +223,9 @@ class Checkpointer:
             CheckpointError: All checkpoints are damaged (none is moved), or restoring an undamaged
                 one failed, for example because memory is too small or the configuration changed.
         """
-        step = self._select([step] if step is not None else sorted(self.values(), reverse=True))
+        step = self._choose_undamaged(
+            [step] if step is not None else sorted(self.values(), reverse=True)
+        )
         if step is None:
             return None
         position = self._read_position(step)
@@ -237,7 +239,7 @@ class Checkpointer:
         Raises:
             CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
-        step = self._select(rank_steps(self.values()))
+        step = self._choose_undamaged(rank_steps(self.values()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} has no checkpoint with an evaluation score, so there is no "
@@ -248,7 +250,7 @@ class Checkpointer:
         )
         return step, TrainState(params=items["params"], **items["optimizer"])
 
-    def _select(self, steps: Sequence[int]) -> int | None:
+    def _choose_undamaged(self, steps: Sequence[int]) -> int | None:
         """Return the first undamaged step in `steps`; move damaged ones before it to `damaged/`."""
         self.wait()
         is_main = distributed.is_main()

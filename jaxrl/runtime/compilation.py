@@ -206,7 +206,7 @@ class CompiledFunction:
             RuntimeError: `variant` is unknown, or was compiled for arguments with other shapes,
                 dtypes or shardings.
         """
-        self._check(variant)
+        self._check_variant(variant)
         if variant not in self._programs:
             compile_all([self.make_compile_fn(*args, variant=variant)])
         try:
@@ -224,7 +224,7 @@ class CompiledFunction:
 
         The result may be called from any thread.
         """
-        self._check(variant)
+        self._check_variant(variant)
         if variant in self._programs:
             return lambda: None
         lowered = self._jitted.lower(*args)
@@ -234,7 +234,7 @@ class CompiledFunction:
 
         return compile_fn
 
-    def _check(self, variant: Hashable) -> None:
+    def _check_variant(self, variant: Hashable) -> None:
         if variant not in self.variants:
             raise RuntimeError(
                 f"{self.name} was called with the variant {variant}; expected one of "

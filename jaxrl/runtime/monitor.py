@@ -33,7 +33,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two `alive` lines."""
 
 GRACE_S = 5.0
-"""Seconds that a process has to exit by itself after another one is lost."""
+"""Seconds that a process has to exit by itself after another process is lost."""
 
 FAILURE_WAIT_S = 2.0
 """Seconds to wait after a failure for the report of a killed process that may have caused it."""

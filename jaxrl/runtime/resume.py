@@ -121,7 +121,7 @@ def read_record(workdir: Path, *, accept_changes: bool = False) -> RunRecord | N
                 "them."
             )
         warnings.append(f"warning: {line}; its checkpoints may contain other arrays too")
-    if configured:  # keys that an earlier start dropped with --accept_changes
+    if configured:  # remove keys that an earlier start dropped with --accept_changes
         saved = {key: value for key, value in saved.items() if key in KEYS or key in configured}
     # Later starts may have changed files, so the history overrides the checkpoint's fingerprints.
     lines, num_damaged = read_history(workdir)
