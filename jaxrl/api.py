@@ -738,7 +738,7 @@ class Scorer:
 _open_workdirs: set[Path] = set()
 
 GENERATE_STAGE = 2**30
-"""Stage in the sampling seeds of `Trainer.generate`, which no stage of a run has."""
+"""Stage in the sampling seeds of `Trainer.generate`; no stage of a run uses it."""
 
 SHORT_NAMES = {
     "loss": ("actor/pg_loss",),

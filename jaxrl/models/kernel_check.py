@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.architecture import KernelCheck
 
 KERNELS_EXTRA = "jaxrl.extras.kernels"
-"""The extra whose `check.select_kernel` compares kernels with XLA."""
+"""Extra whose `check.select_kernel` compares kernels with XLA."""
 
 HALF_PRECISION_ONLY = ("mosaic_gpu",)
 """Names of kernels for 16-bit floats only: Hopper GPUs would round wider floats."""

@@ -118,7 +118,7 @@ class Progress:
     in_flight_tasks: list[int] = field(default_factory=list)  # stream indices of tasks in flight
     # Groups of the next step. They cannot be resampled: the weights that sampled them are gone.
     prefetched: CollectedGroups | None = field(default=None, compare=False)
-    # Usage of everything sampled, evaluations included.
+    # Usage of all samples, evaluations included.
     ledger: UsageStats = field(default_factory=UsageStats)
 
     def is_older_than(self, record: Record) -> bool:

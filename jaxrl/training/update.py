@@ -136,7 +136,7 @@ class MicroBatchLoop:
     each call takes a quarter of its time.
 
     With attachments, each call runs one micro-batch. Its patches are transferred while the previous
-    micro-batch runs, so the devices hold the patches of at most two micro-batches.
+    micro-batch runs, so devices hold the patches of at most two micro-batches.
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any], key: Hashable = None):
@@ -275,7 +275,7 @@ def combine_sums(
 ) -> GradAccumulator:
     """Combine the sums of two mini-batches, with losses and gradients multiplied by `factors`."""
 
-    def weigh(a: jax.Array, b: jax.Array) -> jax.Array:
+    def combine_weighted(a: jax.Array, b: jax.Array) -> jax.Array:
         return factors[0] * a + factors[1] * b
 
     metrics = {**second.metrics, **first.metrics}
@@ -283,13 +283,13 @@ def combine_sums(
         pair = first.metrics[name], second.metrics[name]
         is_loss = pair[0].reduction == "loss"
         metrics[name] = (
-            replace(pair[0], value=weigh(pair[0].value, pair[1].value))
+            replace(pair[0], value=combine_weighted(pair[0].value, pair[1].value))
             if is_loss
             else pair[0].combine(pair[1])
         )
     return replace(
         first,
-        gradients=jax.tree.map(weigh, first.gradients, second.gradients),
+        gradients=jax.tree.map(combine_weighted, first.gradients, second.gradients),
         metrics=metrics,
         num_tokens=first.num_tokens + second.num_tokens,
         statistics=jax.tree.map(jnp.add, first.statistics, second.statistics),

@@ -20,8 +20,9 @@ ARGUMENTS = ("record", "groups", "state", "method", "step")
 """Arguments that a detector may take.
 
 `record` holds the metrics of the step (`metrics.jsonl`) without times and memory, which differ
-between processes. `groups` are the groups that the step trained on, with advantages. `state` is
-what the detector returned last (plain JSON values, {} at first). `step` counts from 1 in the stage.
+between processes. `groups` are the groups that the step trained on, with advantages. `state` is the
+last state that the detector returned (plain JSON values, {} at first). `step` counts from 1 in the
+stage.
 """
 
 ACTIONS = ("warn", "lower_lr", "roll_back", "stop")
