@@ -13,16 +13,16 @@ from typing import Any
 from jaxrl.logs.eval_summary import (
     CONTROL_SUITES,
     EvalSummary,
+    build_eval_metrics,
     compute_attribution,
     format_suite_line,
     format_tables,
     get_held_out_score,
     is_unscored,
     summarize,
-    to_metrics,
 )
 from jaxrl.logs.metrics import to_json_number
-from jaxrl.logs.records import question_to_record
+from jaxrl.logs.records import build_question_record
 from jaxrl.logs.steps import compute_memory_metrics
 from jaxrl.logs.writers import write_images
 from jaxrl.runtime import distributed
@@ -78,7 +78,7 @@ def build_record(
         "reward_weights": {suite: summary.weights for suite, summary in summaries.items()},
         "questions": {
             suite: [
-                question_to_record(t, first_error([t]))
+                build_question_record(t, first_error([t]))
                 | (compute_attribution(t) if has_results and t.is_scored else {})
                 for t in flatten_groups(questions)
             ]
@@ -114,7 +114,7 @@ def read_metrics(path: Path, weights_step: int, fingerprint: str) -> dict[str, f
                 for name, measures in means.items()
             }
             num_samples = 1 if suite == "greedy" else record["settings"]["samples"]
-            metrics |= to_metrics(
+            metrics |= build_eval_metrics(
                 suite, EvalSummary(num_samples=num_samples, means=numbers, intervals={})
             )
         return metrics
@@ -263,7 +263,7 @@ def run_suites(
     run_state.progress.ledger += ledger
     run_state.pending_usage = UsageStats()
     for suite, summary in summaries.items():
-        metrics |= to_metrics(suite, summary)
+        metrics |= build_eval_metrics(suite, summary)
     return metrics, errors
 
 
@@ -285,6 +285,6 @@ def roll_out_suite(run_state: RunState, suite: str) -> list[Group]:
             ),
         ),
         should_stop=run_state.should_stop,
-        progress=run_state.display.counter(f"evaluating {suite}, trajectories"),
+        progress=run_state.display.make_counter(f"evaluating {suite}, trajectories"),
     )
     return [group for group in groups if group is not None]  # evaluations finish every group

@@ -357,7 +357,7 @@ def prepare_run(
     now = datetime.fromisoformat(
         distributed.broadcast(resume.read_prompt_time(workdir).isoformat())
     )
-    components = build(config, display.activity, workdir=workdir, log=display.log, now=now)
+    components = build(config, display.show_activity, workdir=workdir, log=display.log, now=now)
     if distributed.is_main():
         stack.enter_context(lock_folder(workdir))
     for line in (*notes, *components.notes):

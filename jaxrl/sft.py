@@ -83,7 +83,7 @@ def sft(run_state: RunState, params: Params) -> Params:
         }
         run_state.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SFT_DISPLAY_METRICS.items() if key in record}
-        run_state.display.step(progress.stage_step, shown)
+        run_state.display.show_step(progress.stage_step, shown)
         if run_state.is_checkpoint_due and not run_state.is_stage_done:
             run_state.save()
     return run_state.end_stage(state)

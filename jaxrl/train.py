@@ -118,7 +118,7 @@ class Learner:
 
     def _begin_step(self) -> None:
         """Reset the data collected for the last step."""
-        self._clock = StepTimer()
+        self._timer = StepTimer()
         self._collected: CollectedGroups | None = None
         self._is_streamed = False  # True if `collect` took the tasks
         # Controllers for this step's loss, and for the next step; None before the first is needed.
@@ -193,7 +193,7 @@ class Learner:
             )
         if self.run_state.progress.prefetched is None:
             self._load_weights()
-        with self._clock.sampling():
+        with self._timer.time_sampling():
             collected = self._collector.get_groups(int(self.state.num_updates))
         self._collected, self._controllers, self._is_streamed = collected, None, True
         self._free_sampler()
@@ -227,7 +227,7 @@ class Learner:
             )
         self._load_weights()
         progress, before = self.run_state.progress, self._collected
-        with self._clock.sampling():
+        with self._timer.time_sampling():
             sampled = self._collector.sample(
                 tasks,
                 first=self._num_tasks_taken,
@@ -359,7 +359,7 @@ class Learner:
         # None, not 1.0: the compiled program then has no scale factor and rounds the same as a run
         # without a watch.
         lr_scale = None if scale == 1 else scale
-        run_state.display.activity(
+        run_state.display.show_activity(
             f"update, {len(minibatches) * stage.settings.num_epochs} mini-batches"
         )
         for _ in range(stage.settings.num_epochs):
@@ -516,12 +516,12 @@ class Learner:
         # next step (rollout.async_level).
         prefetched = None
         if collected is not None and self._is_streamed:
-            with self._clock.sampling():
+            with self._timer.time_sampling():
                 prefetched = self._collector.prefetch(collected, next_controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
         self._has_weights = False
         self._load_weights()
-        self._clock.mark_updated()
+        self._timer.mark_updated()
         # Advance the progress, then assemble the step's metrics.
         progress.controllers = next_controllers
         if collected is not None:
@@ -566,7 +566,7 @@ class Learner:
             "rollout/tasks_taken": progress.items_taken,
             "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
             **compute_trajectory_filter_metrics(trajectories, self.method.filter),
-            **self._clock.metrics(trajectories),
+            **self._timer.compute_metrics(trajectories),
             **compute_memory_metrics(),
             **compute_packing_metrics(minibatches),
             **self._estimator.metrics(progress.stage_step - 1),
@@ -759,7 +759,7 @@ def show_step(run_state: RunState, record: Mapping[str, Any]) -> None:
             shown[name] = numbers[0]
     if not run_state.settings.ledger.prices:
         shown.pop("spent", None)
-    run_state.display.step(run_state.progress.stage_step, shown)
+    run_state.display.show_step(run_state.progress.stage_step, shown)
 
 
 def get_best_metric(settings: Settings, eval_metrics: Mapping[str, float]) -> float | None:

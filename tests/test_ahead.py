@@ -113,7 +113,7 @@ def test_groups_are_sampled_by_the_weights_before_the_last_update(
         before = config if step > 1 else settings(tiny_world, stages=("sft",))
         _, params = saved_progress(made_for(before, parts), workdir)
         saved = position(base, NUM_SFT + step)
-        prefetched = serialization.groups_from_json(saved["prefetched"]["groups"])
+        prefetched = serialization.deserialize_groups(saved["prefetched"]["groups"])
         parts.engine.set_weights(params)
         size = config.rollout.tasks_per_step
         draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)

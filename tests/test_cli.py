@@ -89,7 +89,9 @@ def test_the_quickstart_in_an_empty_folder(site, tmp_path):
 def test_an_unknown_subcommand_is_refused_with_all_names(site, tmp_path):
     done = jaxrl(site, "trian", cwd=tmp_path)
     assert done.returncode == 1
-    words = "quickstart, train, plan, audit, evaluate, export, chat, view, report, serve, tiny-model"
+    words = (
+        "quickstart, train, plan, audit, evaluate, export, chat, view, report, serve, tiny-model"
+    )
     assert done.stderr == f"error: jaxrl trian: expected {words}.\n"
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.serialization import deserialize_trajectory, serialize_trajectory
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.logs.records import trajectory_to_record
+from jaxrl.logs.records import build_trajectory_record
 from jaxrl.models.attention.choice import select_kernels
 from jaxrl.models.attention.kernels import find_reads
 from jaxrl.models.policy import Model
@@ -424,8 +424,8 @@ def test_every_token_is_packed_with_what_it_read(seed, shares_prompts):
 
 def test_contexts_are_saved_and_logged(rollouts):
     trajectory = max(rollouts["last_turns"], key=lambda t: len(t.contexts))
-    assert from_json(to_json(trajectory)).contexts == trajectory.contexts
-    logged = trajectory_to_record(trajectory)["contexts"]
+    assert deserialize_trajectory(serialize_trajectory(trajectory)).contexts == trajectory.contexts
+    logged = build_trajectory_record(trajectory)["contexts"]
     assert [tuple(context) for context in logged] == [*trajectory.contexts]
     loss = method_with(**{"loss.mask_observations": False}).loss
     trained = with_loss_mask(trajectory, loss)

@@ -8,7 +8,7 @@ import pytest
 
 from configs import ares, debug_tiny
 from jaxrl.builders.validation import validate
-from jaxrl.data.serialization import to_json
+from jaxrl.data.serialization import serialize_trajectory
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.shaping import BUCKETS
@@ -81,7 +81,9 @@ def assert_same_end(components, workdir, expected):
 
 def without_latencies(groups):
     """Return buffered groups as they are saved, without what depends on the clock."""
-    trajectories = [to_json(trajectory) for group in groups for trajectory in group.trajectories]
+    trajectories = [
+        serialize_trajectory(trajectory) for group in groups for trajectory in group.trajectories
+    ]
     for trajectory in trajectories:
         trajectory["turns"] = [
             {**turn, "latency_s": 0, "records": ()} for turn in trajectory["turns"]

@@ -9,11 +9,11 @@ from jaxrl.data.tasks import check_data_sources
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.evaluate import build_record, read_metrics, read_usage, write_results
 from jaxrl.logs.eval_summary import (
+    build_eval_metrics,
     format_suite_line,
     format_tables,
     get_subset_sizes,
     summarize,
-    to_metrics,
 )
 from jaxrl.logs.metrics import count_unscored_suites
 from jaxrl.training.usage import UsageStats
@@ -147,7 +147,7 @@ def test_precision_and_reliability_by_hand():
     low, high = got.intervals["all"]["reliability"]
     assert 0 <= low < 0.375 < high <= 1
     assert got.intervals["untold"]["precision"] is None
-    assert to_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
+    assert build_eval_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
 
 
 def test_searches_and_python_calls_are_counted_separately():
@@ -213,7 +213,7 @@ def test_intervals_resample_datasets_independently():
 
 def test_names_of_metrics():
     single = summary(members())
-    sampled, greedy = (to_metrics(suite, single) for suite in ("sampled", "greedy"))
+    sampled, greedy = (build_eval_metrics(suite, single) for suite in ("sampled", "greedy"))
     assert sampled["val-core/nq/exact_match/mean@1"] == 0.5
     assert greedy["val-core/nq/exact_match/greedy"] == 0.5
     assert sampled["val-core/mean/exact_match/mean@1"] == 0.25
@@ -222,7 +222,7 @@ def test_names_of_metrics():
     assert not sampled.keys() & greedy.keys()
     assert all(name.startswith(("val-core/", "val-aux/")) for name in sampled)
     several = summary(four_samples(), num_samples=4)
-    sampled = to_metrics("sampled", several)
+    sampled = build_eval_metrics("sampled", several)
     assert {name for name in sampled if name.startswith("val-core/all/")} == {
         "val-core/all/exact_match/mean@4",
         "val-core/all/exact_match/best@2/mean",
@@ -231,7 +231,7 @@ def test_names_of_metrics():
         "val-core/all/exact_match/maj@4/mean",
     }
     assert sampled["val-core/nq/exact_match/best@2/mean"] == pytest.approx(5 / 6)
-    control = to_metrics("empty_search", several)
+    control = build_eval_metrics("empty_search", several)
     assert control["val-core/all/exact_match/empty_search"] == 0.5
     assert control["val-core/nq/exact_match/empty_search/maj@4/mean"] == 1.0
     assert not sampled.keys() & control.keys()
@@ -281,7 +281,7 @@ def test_an_evaluation_that_is_on_disk(tmp_path):
     counts = {"sampled": 4, "greedy": 1}
     groups = {name: questions(trajectories[name], counts[name]) for name in counts}
     summaries = {name: summary(trajectories[name], num_samples=counts[name]) for name in counts}
-    metrics = [to_metrics(suite, summaries[suite]) for suite in counts]
+    metrics = [build_eval_metrics(suite, summaries[suite]) for suite in counts]
     settings = {"samples": 4}
     assert read_metrics(path, 3, "a") is None
     record = build_record(3, "evaluate", settings, groups, summaries, fingerprint="a")
@@ -331,12 +331,12 @@ def test_failures_have_no_score():
     failed = summary([make_failure(), make_failure(task_number=1)])
     line = format_suite_line("greedy", failed)
     assert line == "greedy: nothing could be scored (2 environment errors)"
-    assert count_unscored_suites(to_metrics("greedy", failed)) == 1
+    assert count_unscored_suites(build_eval_metrics("greedy", failed)) == 1
     scored = make_trajectory(parts={"exact_match": 1.0})
     partly = summary([scored, make_failure(task_number=1, data_source="x")])
     line = format_suite_line("greedy", partly)
     assert line.startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
-    assert count_unscored_suites(to_metrics("greedy", partly)) == 0
+    assert count_unscored_suites(build_eval_metrics("greedy", partly)) == 0
 
 
 def test_a_dataset_named_like_a_summary_is_refused():
@@ -395,7 +395,7 @@ def test_attribution_of_answers_by_hand():
     assert (used["answer_in_results"], used["retrieved_but_ignored"]) == (True, False)
     assert (ignored["retrieved_but_ignored"], ignored["redundant_searches"]) == (True, 1)
     assert "answer_in_results" not in failed
-    assert to_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
+    assert build_eval_metrics("sampled", got)["val-aux/hotpot/retrieved_but_ignored/sampled"] == 0.5
     # Everything else is the same without it.
     bare = summary(attributed())
     for name, means in bare.means.items():

@@ -42,7 +42,7 @@ from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
 from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
-from jaxrl.logs.records import trajectory_to_record
+from jaxrl.logs.records import build_trajectory_record
 from jaxrl.logs.writers import write_images
 from jaxrl.sampling.demonstrations import read_demonstrations
 from jaxrl.sampling.episodes import BaseRollout, StartError, TokenLimits
@@ -543,13 +543,13 @@ def test_a_saved_trajectory_restores_its_images(processor, tmp_path):
     task = dataclasses.replace(plain.task, images=pictures[:1])
     attachments = tuple(map(processor, pictures))
     before = dataclasses.replace(plain, task=task, attachments=attachments)
-    saved_fields = json.loads(json.dumps(serialization.to_json(before)))
-    restored = serialization.from_json(saved_fields)
+    saved_fields = json.loads(json.dumps(serialization.serialize_trajectory(before)))
+    restored = serialization.deserialize_trajectory(saved_fields)
     [group] = processor.with_images([Group(trajectories=(restored,))])
     [after] = group.trajectories
     assert after.attachments == attachments  # from the processor's cache
     assert (after.task, after.turns) == (before.task, before.turns)
-    record = json.loads(json.dumps(trajectory_to_record(before)))
+    record = json.loads(json.dumps(build_trajectory_record(before)))
     assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
     [shown] = record["turns"][0]["images"]
     assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
@@ -559,10 +559,10 @@ def test_a_saved_trajectory_restores_its_images(processor, tmp_path):
     assert len(list((tmp_path / "run" / "images").iterdir())) == 1
     saved(file, seed=9)
     with pytest.raises(UnreadableImageError, match=r"a.png, with which the run sampled, was chang"):
-        serialization.from_json(saved_fields)
+        serialization.deserialize_trajectory(saved_fields)
     file.unlink()
     with pytest.raises(UnreadableImageError, match=r"a.png, .* cannot be read \(No such file or"):
-        serialization.from_json(saved_fields)
+        serialization.deserialize_trajectory(saved_fields)
 
 
 class Zoom(Tool):

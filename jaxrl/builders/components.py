@@ -161,7 +161,7 @@ def build(
     reward_combiner = build_rewards(c, workdir, log)
     for split, mixture in (("train", tasks), ("eval", eval_tasks)):
         for source in mixture.sources:
-            reward_combiner.check(source.items[0], f"config.tasks.{split}.source")
+            reward_combiner.check_task(source.items[0], f"config.tasks.{split}.source")
             probe_rewards(c, control, source.items[0])
 
     def make_local_rollout(env: Env, image_processor: Processor | None = processor) -> Any:

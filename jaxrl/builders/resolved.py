@@ -33,7 +33,7 @@ from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
 from jaxrl.sampling.interfaces import POLICIES
 from jaxrl.training import optimizer, watch
-from jaxrl.utils.callables import NamedFunction, is_dotted_path, probe, short_name
+from jaxrl.utils.callables import NamedFunction, get_short_name, is_dotted_path, probe
 
 NO_ENGINE = "none"
 """Value of `search.engine` that disables search."""
@@ -440,13 +440,13 @@ def _resolve_reward_parts(
     """
     # Logged names. A part that only decides correctness needs no weight.
     reward = config.reward
-    short_names = [short_name(name) for name in reward.weights if is_dotted_path(name)]
+    short_names = [get_short_name(name) for name in reward.weights if is_dotted_path(name)]
     configured_names = list(reward.weights)
     if reward.correct in {*REWARD_PARTS, *reward.judges}:
         configured_names.append(reward.correct)
     names = {
-        name: short_name(name)
-        if short_names.count(short_name(name)) == 1 and is_dotted_path(name)
+        name: get_short_name(name)
+        if short_names.count(get_short_name(name)) == 1 and is_dotted_path(name)
         else name
         for name in configured_names
     }

@@ -87,7 +87,7 @@ def load_saved_run(
     fit_config_to_host(config)
     use_compilation_cache(config.compilation_cache, display.log)
     trim_memory_after_compiling()
-    components = build(resolved, display.activity, now=read_prompt_time(run))
+    components = build(resolved, display.show_activity, now=read_prompt_time(run))
     for note in components.notes:
         display.log(note)
     params, weights = load_weights(components.model, config, run, model, display, step=step)
@@ -234,7 +234,7 @@ def load_weights(
     """
     architecture = config.model.architecture
     if model is not None:
-        progress = display.counter("loading weights, MiB")
+        progress = display.make_counter("loading weights, MiB")
         params = load_hf(
             model,
             policy.mesh,

@@ -1,4 +1,4 @@
-"""Chat rendering with a model's chat template that neither loses nor adds content.
+"""Rendering of chats with a model's chat template, without losing or adding content.
 
 Templates rewrite their input. Some remove the thoughts from earlier messages, so that worked
 examples would answer without having searched; others add a default system message. Each chat is
@@ -95,7 +95,7 @@ class ChatTemplate:
         template_text: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
             template does not support images.
-        dropped_system: Default system message that `render` removed from a chat; "" so far if none.
+        dropped_system: Default system message that `render` removed from a chat; "" if none yet.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Parse records of any format into tasks and demonstrations."""
+"""Parsing of records in any format into tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.readers.base import ANSWER_KEYS, to_plain
+from jaxrl.data.readers.base import ANSWER_KEYS, to_json_value
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import IMAGE_TAG, Picture, parse_picture, parse_pictures
 from jaxrl.utils.json_io import parse_json
@@ -128,7 +128,7 @@ def _require_answers(fields: dict[str, Any]) -> tuple[str, ...]:
     answers = parse_answers(value)
     if not answers:
         raise ValueError(
-            f"expected 'answers', a list of at least one text; found {_format_fields(fields)} with "
+            f"expected 'answers', a list of at least one text, found {_format_fields(fields)} with "
             f"the answers {value!r}; {_COLUMNS_HINT}"
         )
     return answers
@@ -149,7 +149,7 @@ def _parse_ground_truth(reward_model: dict[str, Any]) -> tuple[str, ...]:
     answers = parse_answers(truth)
     if not answers:
         raise ValueError(
-            f"'reward_model' holds {_format_fields(reward_model)}; expected 'ground_truth' with an "
+            f"'reward_model' has {_format_fields(reward_model)}; expected 'ground_truth' with an "
             f"answer, found {truth!r}."
         )
     return answers
@@ -164,11 +164,11 @@ def parse_answers(value: Any) -> tuple[str, ...]:
     Raises:
         ValueError: An answer is blank, or is neither a string nor a finite number.
     """
-    expected = "expected a text, a number or a list of these"
+    expected = "expected text, a number, or a list of these"
     try:
-        plain = to_plain(value)
+        plain = to_json_value(value)
     except TypeError as error:
-        raise ValueError(f"an answer holds {error}; {expected}.") from error
+        raise ValueError(f"an answer contains {error}; {expected}.") from error
     answers = []
     for item in plain if isinstance(plain, list) else [plain]:
         if isinstance(item, str):
@@ -246,8 +246,8 @@ def parse_chat(
         return chat, tuple(images)
     if placeholders.count(None) != len(images):
         raise ValueError(
-            f"'images' holds {len(images)}, and the texts have {placeholders.count(None)} marks "
-            f"{IMAGE_TAG} for them; expected the same number, or no marks."
+            f"'images' contains {len(images)} images, and the texts {placeholders.count(None)} "
+            f"placeholders {IMAGE_TAG}; expected the same number, or no placeholders."
         )
     others = iter(images)
     return chat, tuple(image or next(others) for image in placeholders)
@@ -287,7 +287,7 @@ def _normalize_tool_call(call: Any) -> dict[str, Any]:
     function = _drop_nulls(fields.get("function", flat_function))
     if not isinstance(function.get("name"), str):
         raise ValueError(
-            f"'tool_calls' of a message holds {call!r:.100}; expected objects such as "
+            f"'tool_calls' of a message contains {call!r:.100}; expected objects such as "
             '{"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}.'
         )
     if isinstance(arguments := function.get("arguments"), str):

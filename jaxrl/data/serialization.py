@@ -26,18 +26,18 @@ ARRAYS = {
 }
 
 
-MEASURED = ("divergence", "windows", "custom_advantages")
-"""Fields that are not saved, because the next step recomputes them with the new policy."""
+RECOMPUTED_FIELDS = ("divergence", "windows", "custom_advantages")
+"""Fields that are not saved, because the next step recomputes them under the new policy."""
 
 
-def to_json(trajectory: Trajectory) -> dict[str, Any]:
+def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a trajectory to JSON values.
 
-    Arrays are encoded as base64 of their little-endian bytes. `MEASURED` and `attachments` are
-    omitted; `Processor.with_images` restores the latter from the images.
+    Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted, and so
+    are `attachments`, which `Processor.with_images` restores from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    omitted = (*MEASURED, "attachments", "token_arrays")  # `token_arrays` is added below
+    omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below
     fields = {name: getattr(trajectory, name) for name in known if name not in omitted}
     for name, dtype in ARRAYS.items():
         fields[name] = _encode_array(fields[name], dtype)
@@ -46,21 +46,21 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
         saved = {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
         fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
-    task["images"] = list(map(_picture_to_json, trajectory.task.images))
+    task["images"] = list(map(_serialize_picture, trajectory.task.images))
     return fields | {
         "task": task,
-        "turns": list(map(turn_to_json, trajectory.turns)),
+        "turns": list(map(serialize_turn, trajectory.turns)),
         "reward_parts": dict(trajectory.reward_parts),
         "outcome": str(trajectory.outcome),
-        "reward_records": reward_records_to_json(trajectory),
+        "reward_records": serialize_reward_records(trajectory),
     }
 
 
-def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """Restore a trajectory from the output of `to_json`, without the omitted fields.
+def deserialize_trajectory(saved: Mapping[str, Any]) -> Trajectory:
+    """Restore a trajectory from the output of `serialize_trajectory`, except the omitted fields.
 
     Raises:
-        UnreadableError: An image file is missing or has changed.
+        UnreadableImageError: An image file is missing or has changed.
     """
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
@@ -74,10 +74,10 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])
-    task["images"] = _pictures_from_json(task)
+    task["images"] = _deserialize_pictures(task)
     fields["task"] = Task(**task)
-    fields["turns"] = tuple(map(_turn_from_json, fields["turns"]))
-    fields["reward_records"] = _records_from_json(fields.get("reward_records", ()))
+    fields["turns"] = tuple(map(_deserialize_turn, fields["turns"]))
+    fields["reward_records"] = _deserialize_records(fields.get("reward_records", ()))
     for name in ("turn_starts", "turn_rewards", "turn_advantages"):
         if fields.get(name) is not None:  # absent in old checkpoints
             fields[name] = tuple(fields[name])
@@ -96,19 +96,19 @@ def _decode_array(text: str, dtype: DTypeLike) -> np.ndarray:
     return array.astype(dtype)
 
 
-def _turn_from_json(saved: Mapping[str, Any]) -> Turn:
-    records = _records_from_json(saved.get("records", ()))
+def _deserialize_turn(saved: Mapping[str, Any]) -> Turn:
+    records = _deserialize_records(saved.get("records", ()))
     results = tuple(saved.get("results", ()))
     return Turn(
-        **{**saved, "records": records, "results": results, "images": _pictures_from_json(saved)}
+        **{**saved, "records": records, "results": results, "images": _deserialize_pictures(saved)}
     )
 
 
-def turn_to_json(turn: Turn) -> dict[str, Any]:
+def serialize_turn(turn: Turn) -> dict[str, Any]:
     """Convert a turn to JSON values. Omit rarely used fields that are empty."""
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
     rare = {
-        "images": list(map(_picture_to_json, turn.images)),
+        "images": list(map(_serialize_picture, turn.images)),
         "is_cut": turn.is_cut,
         "results": list(turn.results),
     }
@@ -116,18 +116,18 @@ def turn_to_json(turn: Turn) -> dict[str, Any]:
     return always | {name: value for name, value in rare.items() if value}
 
 
-def _picture_to_json(picture: Picture) -> dict[str, str]:
+def _serialize_picture(picture: Picture) -> dict[str, str]:
     """Convert an image to its path and digest, or to base64 bytes if it has no file."""
     if picture.path:
         return {"path": picture.path, "digest": picture.digest}
     return {"data": base64.b64encode(picture.data).decode("ascii")}
 
 
-def _pictures_from_json(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
-    return tuple(map(_picture_from_json, saved.get("images", ())))
+def _deserialize_pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
+    return tuple(map(_deserialize_picture, saved.get("images", ())))
 
 
-def _picture_from_json(saved: Mapping[str, str]) -> Picture:
+def _deserialize_picture(saved: Mapping[str, str]) -> Picture:
     if "data" in saved:
         return Picture(data=base64.b64decode(saved["data"]))
     picture = Picture(path=saved["path"])
@@ -137,26 +137,28 @@ def _picture_from_json(saved: Mapping[str, str]) -> Picture:
         problem = f"cannot be read ({error.strerror or error})"
     if problem:
         raise UnreadableImageError(
-            f"{picture.path}, with which the run sampled, {problem}; restore the image, or start a "
+            f"{picture.path}, which the run used for sampling, {problem}; restore it, or start a "
             "new run with another --workdir."
         )
     return picture
 
 
-def _records_from_json(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
+def _deserialize_records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
     return tuple(CallRecord(**record) for record in saved)
 
 
-def reward_records_to_json(trajectory: Trajectory) -> list[dict[str, Any]]:
+def serialize_reward_records(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Convert the trajectory's judge calls to JSON values."""
     return [dataclasses.asdict(record) for record in trajectory.reward_records]
 
 
-def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
-    """Convert the trajectories of each group with `to_json`."""
-    return [[to_json(trajectory) for trajectory in group.trajectories] for group in groups]
+def serialize_groups(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
+    """Convert the trajectories of each group with `serialize_trajectory`."""
+    return [
+        [serialize_trajectory(trajectory) for trajectory in group.trajectories] for group in groups
+    ]
 
 
-def groups_from_json(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
-    """Restore groups from the output of `groups_to_json`."""
-    return [Group(trajectories=tuple(map(from_json, group))) for group in saved]
+def deserialize_groups(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
+    """Restore groups from the output of `serialize_groups`."""
+    return [Group(trajectories=tuple(map(deserialize_trajectory, group))) for group in saved]

@@ -83,8 +83,11 @@ class Stream(Generic[Item]):
         locations = (locate_item(self._shares, item) for item in range(position, position + count))
         return [self._orders[source][index] for source, index in locations]
 
-    def metrics(self, position: int) -> dict[str, float]:
-        """Return items taken and epochs per source after `position` items; {} for one source."""
+    def compute_metrics(self, position: int) -> dict[str, float]:
+        """Return the items taken and epochs of each source after `position` items.
+
+        Returns {} for a single source.
+        """
         if len(self._sources) == 1:
             return {}
         counts = count_taken(self._shares, position)
@@ -122,7 +125,7 @@ def locate_item(shares: Sequence[int], position: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FixedTasks(Generic[Item]):
-    """Given tasks with the interface of `Stream`; `first` is the stream index of the first one."""
+    """Fixed list of tasks with the interface of `Stream`; `first` is its first stream index."""
 
     tasks: Sequence[Item]
     first: int
@@ -138,6 +141,6 @@ class FixedTasks(Generic[Item]):
         """Return the tasks at `count` stream indices, from `start`."""
         return [*self.tasks[start - self.first :][:count]]
 
-    def metrics(self, num_taken: int) -> dict[str, float]:
-        """Return no metrics; a stream returns its epoch and the shares of its sources."""
+    def compute_metrics(self, num_taken: int) -> dict[str, float]:
+        """Return {}, since there are no sources to report."""
         return {}

@@ -1,4 +1,4 @@
-"""Open, check and mix the task sources that the config names.
+"""Loading, checking and mixing of the task sources in the config.
 
 A small source is parsed once and kept in memory. A large source is read completely to check it, and
 later parsed on access. It needs tens of bytes of memory per task, for its position and for hashes
@@ -186,7 +186,7 @@ class Tasks(Sequence[Task]):
     """
 
     def __init__(self, source: TaskSource, show: Callable[[str], None] = lambda _: None):
-        """Open and check a source. `show` displays the progress for a large one.
+        """Open and check a source. For a large source, `show` displays the progress.
 
         Raises:
             FileNotFoundError, ValueError: The source cannot be read, or a record is malformed. The
@@ -218,7 +218,7 @@ class Tasks(Sequence[Task]):
                 show(f"checking {source.name}, tasks {block.stop:,} of {len(self):,}")
         if self._unseen_columns:
             missing = ", ".join(map(repr, sorted(self._unseen_columns)))
-            expected = f"columns that a record has; none has {missing}"
+            expected = f"columns of the records; none of them has {missing}"
             reject_value(f"{source.key}.columns", dict(source.columns), expected)
         self.ids = np.frombuffer(ids, np.uint64)
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
@@ -286,7 +286,7 @@ class Tasks(Sequence[Task]):
 def open_tasks(
     sources: Sequence[TaskSource], show: Callable[[str], None] = lambda _: None
 ) -> Mixture[Task]:
-    """Open and check all sources. For errors, see `Tasks` and `check_ids`."""
+    """Open and check all sources. Raise the errors of `Tasks` and `check_ids`."""
     opened = [Tasks(source, show) for source in sources]
     check_ids(opened)
     names = [source.name for source in sources]
@@ -336,7 +336,7 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
         if task.data_source in RESERVED:
             raise ValueError(
                 f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
-                "what the evaluation calls its summary over datasets; rename it in that file."
+                "the name of a summary over datasets in evaluations; rename it in that file."
             )
 
 
@@ -373,9 +373,9 @@ def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     task, other = overlapping[0]
     text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
     return (
-        f"warning: {len(overlapping)} of {len(held_out)} held-out questions are among the tasks "
-        f"trained on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
-        f"config.tasks.eval and {other.id!r} of config.tasks.train"
+        f"warning: {len(overlapping)} of {len(held_out)} held-out questions are also training "
+        f"tasks, so their scores are not held out; the first is {text[:100]!r}, {task.id!r} in "
+        f"config.tasks.eval and {other.id!r} in config.tasks.train"
     )
 
 
@@ -427,8 +427,8 @@ def _hash_text(text: str) -> int:
 def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path], str]]:
     """Return the files of each source by key, such as `tasks.train.sources/0`.
 
-    For an entry of `sources`, the other fields of its configuration are returned as JSON, because
-    only its path may change on resume without `--accept_changes`; otherwise "".
+    For an entry of `sources`, also return its other fields as JSON, because only its path may
+    change on resume without `--accept_changes`; otherwise "".
     """
     by_key = {}
     for source in sources:

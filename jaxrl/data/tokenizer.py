@@ -81,7 +81,7 @@ class Tokenizer:
         for token in spec["added_tokens"]:
             if token["special"] and token["id"] in self.encode_plain(token["content"]):
                 raise ValueError(
-                    f"the special token {token['content']!r} is also what the merges make of that "
+                    f"the merges also produce the special token {token['content']!r} from plain "
                     "text, so untrusted text could forge it; expected special tokens that no "
                     "merge produces. Remove it from the merges in tokenizer.json."
                 )
@@ -282,8 +282,8 @@ class Tokenizer:
         end = self.decode(self.encode(first)[:1])
         if self.encode(first)[0] not in self.eos_ids:
             raise ValueError(
-                f"the chat template ends the model's messages with {end!r}, at which nothing "
-                "stops; name the token that ends them in config.model.eos_tokens."
+                f"the chat template ends the model's messages with {end!r}, which is not an "
+                "end-of-sequence token; add it to config.model.eos_tokens."
             )
         pieces = [Piece(first.removeprefix(end), False)]
         for result, text in zip(results, others, strict=True):
@@ -298,7 +298,7 @@ class Tokenizer:
         if num_written != len(image_tokens):
             raise ValueError(
                 f"the chat template writes {num_written} image tokens for {len(image_tokens)} "
-                "images; expected one for each, in the template of a model that reads images "
+                "images; expected one per image, from the template of a model with image support "
                 "(image_token_id in its config.json)."
             )
         if not num_written:
@@ -337,8 +337,8 @@ class Tokenizer:
             forged = [id for id in self.encode(key) if id in self._added_ids]
             if forged:
                 raise ValueError(
-                    f"the description of a tool holds {self.decode(forged[:1])!r}, which is a "
-                    "token of the model; expected plain text. Change the tool's description."
+                    f"the description of a tool contains {self.decode(forged[:1])!r}, which is an "
+                    "added token; expected plain text. Change the tool's description."
                 )
             if not re.search(r"\btools\b", self._hf_tokenizer.get_chat_template(tools=[*tools])):
                 raise ValueError(
@@ -378,7 +378,7 @@ class Tokenizer:
 
     @property
     def dropped_system(self) -> str:
-        """Default system message that was removed from a prompt; "" if none was so far."""
+        """Default system message that was removed from a prompt; "" if none yet."""
         return next(
             (chat.dropped_system for chat in self._templates.values() if chat.dropped_system), ""
         )
@@ -410,11 +410,11 @@ _RESERVED_ARGUMENTS = (
     "add_generation_prompt",
     "chat_template",
 )
-"""Arguments that `prompt.chat_template_kwargs` must not set, because the tokenizer does."""
+"""Arguments that the tokenizer sets, so `prompt.chat_template_kwargs` must not."""
 
 
 def _check_template_arguments(arguments: Mapping[str, Any], template: str) -> None:
-    """Raise a ValueError if the chat template does not read an argument, or it is reserved."""
+    """Raise a ValueError if an argument is reserved or the chat template does not read it."""
     for name in arguments:
         is_read = re.search(rf"\b{re.escape(name)}\b", template)
         if name in _RESERVED_ARGUMENTS or not is_read:
@@ -427,7 +427,7 @@ def _check_template_arguments(arguments: Mapping[str, Any], template: str) -> No
 
 @contextlib.contextmanager
 def _wrap_load_errors(folder: Path, *passthrough: type[Exception]) -> Iterator[None]:
-    """Convert library errors to one-line ValueErrors. Types `passthrough` pass unchanged."""
+    """Convert library errors, except `passthrough`, to one-line ValueErrors."""
     try:
         yield
     except (KeyboardInterrupt, *passthrough):
@@ -470,7 +470,7 @@ def decode_vocab(spec: dict[str, Any]) -> list[bytes]:
     """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
-    char_to_byte = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    char_to_byte = {char: byte for byte, char in enumerate(_list_byte_characters())}
     is_byte_level = model["type"] == "BPE" and '"ByteLevel"' in steps
     foreign = [
         token
@@ -494,7 +494,7 @@ def decode_vocab(spec: dict[str, Any]) -> list[bytes]:
     return [known.get(id, b"") for id in range(max(known) + 1)]
 
 
-def _byte_alphabet() -> list[str]:
+def _list_byte_characters() -> list[str]:
     """Return the character that represents each byte in byte-level BPE, as in GPT-2.
 
     Printable Latin-1 characters represent themselves; U+0100 and up represent the other bytes.

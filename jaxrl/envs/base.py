@@ -19,17 +19,17 @@ NO_INFORMATION = "No information found"
 
 
 class Outcome(enum.StrEnum):
-    """Reason for the end of an episode."""
+    """Reason why an episode ended."""
 
     ANSWERED = "answered"
     ABSTAINED = "abstained"
     MALFORMED = "malformed"
     OUT_OF_BUDGET = "out_of_budget"
-    ENVIRONMENT_ERROR = "environment_error"  # not the policy's fault, so never a reward of 0
+    ENVIRONMENT_ERROR = "environment_error"  # not the policy's fault, so no reward of 0
 
 
 class OutageError(ToolError):
-    """A tool or judge has been down for longer than the run tolerates.
+    """Outage of a tool or judge that has lasted longer than the run allows.
 
     Attributes:
         fallback: Result to show instead; the episode then ends as an environment error. None to
@@ -42,7 +42,7 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Sources of a result, in order: the tool, the cache, an identical call in flight from another
+"""Possible sources of a result: the tool, the cache, an identical call in flight for another
 episode, a recording, or the fallback text of an outage."""
 
 
@@ -55,7 +55,7 @@ class CallRecord:
     source: str = "tool"  # one of SOURCES
     attempts: int = 1
     waited_s: float = 0.0
-    error: str | None = None  # why there is no result
+    error: str | None = None  # error message if there is no result
     result_index: int = 0  # index of the result in the turn
 
 
@@ -83,7 +83,7 @@ class Prompt:
         system: System message; "" for none.
         template: User message that contains `{question}`. Other braces are literal.
         examples: Few-shot messages between the system and user messages.
-        render: Function from a task to its user message, instead of `template`.
+        render: Function that renders a task's user message, instead of `template`.
     """
 
     system: str
@@ -105,7 +105,7 @@ class Prompt:
         return [*system, *self.examples, {"role": "user", "content": self.user_message(task)}]
 
     def user_message(self, task: Task) -> str:
-        """Return the user message around the task's question."""
+        """Return the user message that contains the task's question."""
         if self.render is not None:
             return self.render(task)
         return self.template.replace("{question}", task.question or "")
@@ -174,7 +174,7 @@ class Turn:
     observation: str | None = None  # as inserted, possibly truncated
     results: tuple[str, ...] = ()  # one per call, if the observation is `ToolResults`
     latency_s: float = 0.0
-    error: str | None = None  # why the environment failed
+    error: str | None = None  # error message if the environment failed
     records: tuple[CallRecord, ...] = ()
     images: tuple[Picture, ...] = ()  # images of the observation
     is_cut: bool = False  # True if the token budget truncated the observation
@@ -197,7 +197,7 @@ class Episode:
 
     @property
     def response(self) -> str:
-        """Everything after the prompt, including observations."""
+        """Text after the prompt, including observations."""
         written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
         return self.opener + written
 
@@ -246,14 +246,14 @@ class Env(Protocol):
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
     run ends.
 
-    An environment with a custom rollout also has a method `rollout`, which returns a rollout. It
-    takes the sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a
-    callback for log lines. It may have an `engine_kind`, the class of its sampler. Its `start` and
+    An environment with a custom rollout also has a method `rollout`, which builds it from the
+    sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback for log
+    lines. Such an environment may set `engine_kind`, the class of its sampler. Its `start` and
     `step` are not called.
     """
 
     stop_strings: tuple[str, ...]
-    """Strings that end a model's turn; () if only the end-of-turn token does."""
+    """Strings that end a model's turn, in addition to the end-of-turn token."""
 
     reward_parts: tuple[str, ...]
     """Names of the parts that `score` computes, the same for every episode."""
@@ -265,17 +265,17 @@ class Env(Protocol):
         """Return the initial messages of one episode per task."""
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Return the reply to the new turn `texts[i]` of each episode, not yet in its `turns`.
+        """Return the reply to each episode's new turn `texts[i]`, which is not yet in `turns`.
 
-        Each text ends with a stop string, unless the model ended its turn. Called from several
-        threads. It must not modify the episodes. If it raises, it is called again, one episode at a
-        time.
+        Each text ends with a stop string, unless the model ended its turn. Several threads may call
+        this method, and it must not modify the episodes. If it raises, each episode is retried
+        alone.
         """
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Return the rewards of one task's finished episodes, except environment errors.
 
-        If it raises, it is called again, one episode at a time.
+        If this method raises, each episode is retried alone.
         """
 
 

@@ -16,7 +16,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Supported formats. By default, Pillow tries every format and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
-"""Maximum number of pixels. A small file may decode to many, at about 11 bytes each."""
+"""Maximum number of pixels, since a small file may decode to many, at about 11 bytes each."""
 
 MAX_SCANS = 100
 """Maximum number of scans in a JPEG. Even a tiny scan makes the decoder process all pixels."""
@@ -36,7 +36,7 @@ def open_image(picture: Picture) -> PIL.Image.Image:
     """Open an image without reading its pixels.
 
     Raises:
-        UnreadableError: The image exceeds `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
+        UnreadableImageError: The image exceeds `MAX_PIXELS`, `MAX_SCANS` or 8 bits per value.
         Exception: The image is damaged or has an unsupported format; see `wrap_image_errors`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
@@ -96,7 +96,7 @@ def wrap_image_errors(picture: Picture) -> Iterator[None]:
 def read_orientation(image: PIL.Image.Image) -> int | None:
     """Return the EXIF orientation, or None if there is none.
 
-    Also None for a PNG whose EXIF data follows the pixels, until they are loaded.
+    If a PNG's EXIF data follows the pixels, return None until the pixels are loaded.
     """
     has_exif = image.format != "PNG" or "exif" in image.info
     return image.getexif().get(_ORIENTATION) if has_exif else None

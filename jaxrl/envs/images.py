@@ -16,7 +16,7 @@ IMAGE_TAG = "<image>"
 
 
 class UnreadableImageError(ValueError):
-    """An image cannot be read or has changed; the message names it."""
+    """Error for an image that cannot be read or has changed. The message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Pictured(str):
     images: tuple[Picture, ...]
 
     def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
-        """Create a text with images. Methods of `str` drop the images."""
+        """Create a text with attached images, which methods of `str` drop."""
         pictured = super().__new__(cls, text)
         pictured.images = tuple(images)
         return pictured

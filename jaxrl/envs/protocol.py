@@ -77,15 +77,15 @@ class Protocol:
         stop_strings: Strings that end a turn when the search engine is the only tool.
         result_prefix: Text before a tool's result.
         result_suffix: Text after a tool's result.
-        final_answer: Function from a response to its final answer, or "".
-        is_well_formed: Function that returns True if a response follows the protocol.
-        format_reward: Function from a response to its format reward.
+        final_answer: Function that extracts the final answer of a response, or "".
+        is_well_formed: Predicate that checks whether a response follows the protocol.
+        format_reward: Function that computes the format reward of a response.
         reward_parts: Names of the reward parts that an environment computes.
         correctness_name: Name of the reward part that is specific to this protocol.
-        correctness: Function from a response and the accepted answers to the value of that part.
-        is_correct: Function of the same arguments; returns True if the response is correct.
+        correctness: Function that computes that part from a response and the accepted answers.
+        is_correct: Predicate of a response and the accepted answers.
         read: Function that parses the text of a turn, given the names of the tools.
-        is_abstention: Function that returns True if the answer of a response is "I don't know".
+        is_abstention: Predicate that checks whether a response answers "I don't know".
         in_template: True if the chat template describes tools and renders results, and turns end
             without stop strings.
     """
@@ -147,7 +147,7 @@ def mask_calls(text: str) -> str:
     """Hide tags inside the JSON of calls without changing the length of the text.
 
     In a JSON object that follows `<tool_call>`, `<` becomes `‹`. Text that is not valid JSON is
-    unchanged, so its tags count.
+    unchanged, so its tags stay visible.
     """
     pieces, position = [], 0
     while candidate := _CALL_JSON.search(text, position):
@@ -160,8 +160,7 @@ def mask_calls(text: str) -> str:
 
 
 # JSON has no `<` outside strings, and an object starts with a string. The pattern stops at a `<`
-# outside strings, so it takes linear time: of two objects, only one can extend past the other's
-# start.
+# outside strings, so that matching takes linear time.
 _CALL_JSON = re.compile(
     r'<tool_call>\s*+(\{(?=\s*+["}])(?:[^"<]++|"(?:[^"\\]++|\\.)*+")*+)', re.DOTALL
 )
@@ -172,7 +171,7 @@ def parse_tool_calls(turn: str, tools: Sequence[str] = ()) -> ParsedTurn:
     """Parse a turn in Qwen's format, ignoring calls inside thoughts.
 
     Each `<tool_call>` must contain a JSON object with a name and an object of arguments. Any other
-    or unclosed call is `MalformedCall`. A turn without calls ends the episode.
+    or unclosed call becomes a `MalformedCall`. A turn without calls ends the episode.
     """
     masked = mask_calls(turn)
     begin, end = _find_visible_span(masked)
@@ -278,7 +277,7 @@ def extract_last_answer(response: str) -> str:
     return answer.strip() if opener else ""
 
 
-def _max_answer_reward(response: str, answers: Sequence[str], **amounts: float) -> float:
+def _compute_answer_reward(response: str, answers: Sequence[str], **amounts: float) -> float:
     if is_abstention(response):
         return 0.0
     answer = extract_last_answer(response)
@@ -324,7 +323,7 @@ def search_r1(
         reward_parts=("format", "answer", "exact_match", "f1"),
         correctness_name="answer",
         correctness=partial(
-            _max_answer_reward,
+            _compute_answer_reward,
             reward=answer_reward,
             exact_match_bonus=exact_match_bonus,
             not_found=not_found,
@@ -376,15 +375,15 @@ def qwen(
         format_failure: Reward for a malformed response.
     """
 
-    def final_answer(response: str) -> str:
+    def extract_answer(response: str) -> str:
         return extract_last_answer(strip_thoughts(response))
 
     def abstains(response: str) -> bool:
         text = strip_thoughts(response)
         return "</answer>" in text and is_refusal(extract_last_answer(text))
 
-    def matches(response: str, answers: Sequence[str]) -> float:
-        return 0.0 if abstains(response) else exact_match(final_answer(response), answers)
+    def compute_exact_match(response: str, answers: Sequence[str]) -> float:
+        return 0.0 if abstains(response) else exact_match(extract_answer(response), answers)
 
     return Protocol(
         name="qwen",
@@ -393,13 +392,13 @@ def qwen(
         stop_strings=(),
         result_prefix="",
         result_suffix="",
-        final_answer=final_answer,
+        final_answer=extract_answer,
         is_well_formed=follows_qwen_format,
         format_reward=lambda text: format_reward if follows_qwen_format(text) else format_failure,
         reward_parts=("format", "exact_match", "f1"),
         correctness_name="exact_match",
-        correctness=matches,
-        is_correct=lambda response, answers: matches(response, answers) > 0,
+        correctness=compute_exact_match,
+        is_correct=lambda response, answers: compute_exact_match(response, answers) > 0,
         read=parse_tool_calls,
         is_abstention=abstains,
         in_template=True,

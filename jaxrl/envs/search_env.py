@@ -61,7 +61,7 @@ class SearchEnv(Env):
         Args:
             engine: Search engine with the name `search`. None is allowed only in Qwen's protocol.
             tools: Other tools.
-            prompt: Chat messages that ask the question.
+            prompt: Template of the initial chat messages.
             max_turns: Maximum number of turns with calls, including blank calls. One more turn
                 with a call ends the episode as out of budget.
             max_calls: Maximum number of calls that reach a tool in an episode; 0 for no limit.
@@ -108,16 +108,16 @@ class SearchEnv(Env):
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Return the reply to one turn per episode. Each tool receives its calls as one batch."""
-        plans = [self._plan(e, text) for e, text in zip(episodes, texts, strict=True)]
+        plans = [self._plan_calls(e, text) for e, text in zip(episodes, texts, strict=True)]
         calls: dict[str, list[_Call]] = {}
         for plan in plans:
             for call in plan if isinstance(plan, list) else ():
                 if call.tool is not None:
                     calls.setdefault(call.tool.name, []).append(call)
         parallel_map(_run_calls, list(calls.values()), max_threads=len(self._tools))
-        return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
+        return [plan if isinstance(plan, StepResult) else self._build_reply(plan) for plan in plans]
 
-    def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
+    def _plan_calls(self, episode: Episode, text: str) -> StepResult | list[_Call]:
         """Parse a turn. Return its calls, or the reply if no tool needs to be called."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
@@ -131,7 +131,7 @@ class SearchEnv(Env):
         num_turns = sum(turn.observation is not None for turn in episode.turns)
         if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        calls = [self._resolve(parsed_call) for parsed_call in reading.calls]
+        calls = [self._resolve_call(parsed_call) for parsed_call in reading.calls]
         if self._max_calls:
             num_remaining = self._max_calls - sum(
                 len(get_call_records(turn)) for turn in episode.turns
@@ -146,7 +146,7 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         return calls
 
-    def _resolve(self, parsed_call: ParsedCall | MalformedCall) -> _Call:
+    def _resolve_call(self, parsed_call: ParsedCall | MalformedCall) -> _Call:
         """Look up the tool of a call. The result of an invalid call is an error message."""
         if isinstance(parsed_call, MalformedCall):
             return _Call(result=f"error: {parsed_call.reason}")
@@ -164,7 +164,7 @@ class SearchEnv(Env):
             return _Call(result="error: the call is nested too deeply")
         return _Call(tool=tool, text=text) if text.strip() else _Call(result=tool.blank)
 
-    def _reply(self, calls: list[_Call]) -> StepResult:
+    def _build_reply(self, calls: list[_Call]) -> StepResult:
         """Build the reply from the results of a turn's calls, or from the first failure."""
         outputs, errors = [], []
         for result in [call.result for call in calls]:

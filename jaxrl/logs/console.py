@@ -10,10 +10,10 @@ from rich.console import Console
 def make_console(**settings: Any) -> Console:
     """Return a rich console that prints plain lines in a notebook.
 
-    By itself, rich would turn every line into an HTML output there, even of a console with a file.
+    By default, rich turns every line into an HTML output there, even if the console has a file.
 
     Args:
-        settings: Arguments of `Console`.
+        settings: Arguments of rich's `Console`.
     """
     if Console().is_jupyter:
         settings = {"force_terminal": False, **settings}

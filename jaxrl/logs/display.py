@@ -39,8 +39,8 @@ class Display:
 
         Args:
             interval_s: Seconds between step lines without a terminal.
-            activity_interval_s: Seconds without output after which an activity is printed.
-            is_enabled: True to print; False to print nothing.
+            activity_interval_s: Seconds without output after which a status message is printed.
+            is_enabled: False to print nothing.
         """
         self.console = make_console(highlight=False, quiet=not is_enabled)
         error_console = make_console(highlight=False, quiet=not is_enabled, stderr=True)
@@ -93,7 +93,7 @@ class Display:
                 stage, total=num_steps, completed=first_step, activity=""
             )
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show a step's numbers in the live line, or log them every `interval_s` seconds."""
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
@@ -118,7 +118,7 @@ class Display:
             eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         self.log(f"{self._stage} {step}/{self._num_steps}  {'  '.join(texts)}  {eta} left")
 
-    def activity(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Show a status message during a step or before the first one."""
         text = escape_control_chars(text)
         self._record_progress(text)
@@ -138,9 +138,9 @@ class Display:
         elif time.monotonic() - self._last_line_at >= self._activity_interval_s:
             self.log(text)
 
-    def counter(self, label: str) -> Callable[[int, int], None]:
+    def make_counter(self, label: str) -> Callable[[int, int], None]:
         """Return a callback `(done, total)` that shows progress as a status message."""
-        return lambda done, total: self.activity(f"{label} {done:,}/{total:,}")
+        return lambda done, total: self.show_activity(f"{label} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:
         if self._status is not None:

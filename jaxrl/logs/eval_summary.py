@@ -1,4 +1,4 @@
-"""Evaluation measures on held-out tasks, with confidence intervals, as metrics and as text.
+"""Measures on held-out tasks with confidence intervals, as metrics and as text.
 
 `docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
 order.
@@ -234,7 +234,7 @@ def _count_questions(questions: Sequence[Group]) -> dict[str, int]:
     return dict(zip(COUNTS, counts, strict=True))
 
 
-def to_metrics(suite: str, summary: EvalSummary) -> dict[str, float]:
+def build_eval_metrics(suite: str, summary: EvalSummary) -> dict[str, float]:
     """Return the means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
     is_sampled = suite == "sampled"
     core = "exact_match" if is_sampled else f"exact_match/{suite}"
@@ -335,14 +335,14 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
     names = list(summary.means) if "mean" in summary.means else ["all"]
     measured = summary.means["all"]
 
-    def table(first: str, columns: Mapping[str, str]) -> str:
+    def build_table(first: str, columns: Mapping[str, str]) -> str:
         rows = [
             (name, *(_format_cell(summary, name, measure) for measure in columns)) for name in names
         ]
         return _format_table((first, *columns.values()), rows)
 
     scores = {measure: header for measure, header in SCORE_COLUMNS.items() if measure in measured}
-    tables = [table("", {"num_questions": "questions", **scores})]
+    tables = [build_table("", {"num_questions": "questions", **scores})]
     if not summary.weights.keys() <= scores.keys():
         rows = [
             (name, part, f"{weight:.3g}", _format_cell(summary, name, part))
@@ -350,7 +350,7 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
             for part, weight in summary.weights.items()
         ]
         tables.append(_format_table(("", "reward part", "weight", "mean"), rows))
-    tables.append(table("", BEHAVIOR_COLUMNS))
+    tables.append(build_table("", BEHAVIOR_COLUMNS))
     # Without abstentions, precision and reliability equal the accuracy.
     depends_on = dict.fromkeys(RELIABILITY, "abstained")
     more = {
@@ -359,9 +359,9 @@ def _format_suite(suite: str, summary: EvalSummary) -> str:
         if name in measured and measured[depends_on.get(name, name)] > 0
     }
     if more:
-        tables.append(table("", more))
+        tables.append(build_table("", more))
     if "answer_in_results" in measured:
-        tables.append(table("answer", EVIDENCE_COLUMNS))
+        tables.append(build_table("answer", EVIDENCE_COLUMNS))
     ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
     if ks:
         rows = [

@@ -84,7 +84,7 @@ def to_json_number(value: Any) -> float | int | None:
 
 
 def count_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """Return the number of suites without a scored question, given the output of `to_metrics`."""
+    """Count the suites without a scored question in the output of `build_eval_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
     return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

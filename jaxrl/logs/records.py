@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.serialization import reward_records_to_json, turn_to_json
+from jaxrl.data.serialization import serialize_reward_records, serialize_turn
 from jaxrl.envs.images import Picture
 from jaxrl.types import Trajectory
 
@@ -19,7 +19,7 @@ OPTIONAL_FIELDS = (
 """Trajectory fields that are recorded only if they differ from their defaults."""
 
 
-def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
+def build_trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a training trajectory to its record in `trajectories/`.
 
     Advantages and losses can be recomputed from it, up to rounding.
@@ -39,7 +39,7 @@ def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward_parts": dict(trajectory.reward_parts),
         **(
             {"reward_records": reward_calls}
-            if (reward_calls := reward_records_to_json(trajectory))
+            if (reward_calls := serialize_reward_records(trajectory))
             else {}
         ),
         "final_answer": trajectory.final_answer,
@@ -52,7 +52,7 @@ def trajectory_to_record(trajectory: Trajectory) -> dict[str, Any]:
         },
         "generated_text": trajectory.generated_text,
         "turns": [
-            turn_to_json(turn)
+            serialize_turn(turn)
             | ({"images": _make_image_records(turn.images)} if turn.images else {})
             for turn in trajectory.turns
         ],
@@ -91,7 +91,7 @@ def _make_image_records(images: Iterable[Picture]) -> list[dict[str, str]]:
     ]
 
 
-def question_to_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
+def build_question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
     """Convert an evaluation trajectory to its record in the evaluation file.
 
     `error` is the message of its environment error, or "".

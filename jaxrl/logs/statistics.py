@@ -43,12 +43,12 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
         others = votes.copy()
         num_votes = others.pop(answer)
         other_counts = tuple(sorted(others.values()))
-        total += count / num_votes * _win_probability(num_votes, other_counts, num_blank, k)
+        total += count / num_votes * _compute_win_probability(num_votes, other_counts, num_blank, k)
     return total
 
 
 @functools.lru_cache(maxsize=100_000)
-def _win_probability(
+def _compute_win_probability(
     num_votes: int, other_counts: tuple[int, ...], num_blank: int, k: int
 ) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.

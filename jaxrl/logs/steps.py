@@ -34,7 +34,7 @@ DISPLAYED_METRICS = {
     "tokens/s": ("perf/throughput",),
     "spent": ("perf/ledger/total/cost",),
 }
-"""Metrics that the display shows after a training step, by label: the first that is present.
+"""Metrics that the display shows after a training step, by label. The first one present is shown.
 
 `held_out` is the score of the last evaluation; see `logs.eval_summary.get_held_out_score`.
 """
@@ -49,8 +49,8 @@ class StepTimer:
     updated_at: float = math.nan
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Count the time of the block as sampling, for this step or the next."""
+    def time_sampling(self) -> Iterator[None]:
+        """Add the duration of the block to the sampling time of this step or the next."""
         start = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - start
@@ -59,7 +59,7 @@ class StepTimer:
         """Mark the end of the update, when the sampler has the new weights."""
         self.updated_at = time.perf_counter()
 
-    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def compute_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return durations in seconds, and tokens per second."""
         step_s = self.updated_at - self.started
         return {
@@ -71,7 +71,7 @@ class StepTimer:
 
 
 def compute_engine_metrics(engine: Sampler, before: EngineCounts) -> dict[str, float]:
-    """Summarize the samplers' work since the counters in `before`, over all processes."""
+    """Summarize the work of all processes' samplers since the counters in `before`."""
     now, previous = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     deltas = {name: now[name] - previous[name] for name in now}
     cache_use = engine.peak_pages / engine.num_pages
@@ -142,7 +142,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return the fraction of tokens saved by shared prompts, the padding, and the imbalance."""
+    """Return the padding, the imbalance, and the fraction of tokens saved by shared prompts."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)

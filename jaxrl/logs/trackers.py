@@ -21,7 +21,7 @@ from jaxrl.training.settings import Settings
 
 
 def warn_about_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a list with a warning if files that the records refer to are missing, else []."""
+    """Return a warning, in a list, if files that the records refer to are missing; else []."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.logs.metrics import to_json_numbers
-from jaxrl.logs.records import round_token_arrays, trajectory_to_record
+from jaxrl.logs.records import build_trajectory_record, round_token_arrays
 from jaxrl.training.interfaces import Record
 from jaxrl.types import Trajectory
 from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
@@ -23,7 +23,7 @@ class Tracker(Protocol):
     """Mirror of the records in another system. `metrics.jsonl` stays authoritative."""
 
     def write(self, index: int, record: Record) -> None:
-        """Write record number `index` of the run."""
+        """Write the record with this index in the run."""
         ...
 
     def close(self) -> None:
@@ -82,17 +82,17 @@ class MetricsLog:
         if damaged:
             backup = quarantine_file(path, keeps_original=True)
             for number in damaged:
-                log(f"warning: {path}:{number} is no valid record and is removed; see {backup}")
+                log(f"warning: {path}:{number} is not a valid record and was removed; see {backup}")
         valid_lines = truncate(path, lines)
         if self._sentinel_path.exists():
             truncate(self._sentinel_path, self._sentinel_path.read_bytes().splitlines())
         if len(valid_lines) < num_records:
             if valid_lines:
                 last = json.loads(valid_lines[-1])
-                detail = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
+                detail = f"the last is from step {last['step']} ({last.get('stage', 'train')})"
             log(
-                f"warning: {path} holds {len(valid_lines)} of the {num_records} records that the "
-                f"run has written; {detail}. Reports do not contain lost records"
+                f"warning: {path} contains {len(valid_lines)} of the {num_records} records that "
+                f"the run has written; {detail}. Reports do not contain lost records"
             )
 
     def records(self) -> list[Record]:
@@ -123,7 +123,7 @@ class MetricsLog:
         self.num_records += 1
 
     def write_sign(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
-        """Append an alert of the sentinel to `sentinel.jsonl`."""
+        """Append a sentinel alert to `sentinel.jsonl`."""
         if self._path is not None:
             line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
             del line["name"]
@@ -180,5 +180,5 @@ def write_trajectories(
     with open_atomic(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
             arrays = {name: x for name, x in more.items() if isinstance(x, np.ndarray)}
-            record = trajectory_to_record(trajectory) | dict(more) | round_token_arrays(arrays)
+            record = build_trajectory_record(trajectory) | dict(more) | round_token_arrays(arrays)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

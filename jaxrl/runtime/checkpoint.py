@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.runtime import distributed
 from jaxrl.types import Params, TrainState
-from jaxrl.utils.files import begin_replacing, open_atomic, recover, remove_atomic, unused_path
+from jaxrl.utils.files import begin_replacing, find_unused_path, open_atomic, recover, remove_atomic
 from jaxrl.utils.json_io import read_object
 
 MANIFEST = "manifest.json"
@@ -267,7 +267,7 @@ class Checkpointer:
                 damaged_folder.mkdir(exist_ok=True)
                 for bad, damage in damaged:
                     new_path = (self._folder / str(bad)).rename(
-                        unused_path(damaged_folder / str(bad))
+                        find_unused_path(damaged_folder / str(bad))
                     )
                     self._log(
                         f"warning: checkpoint {bad} is damaged ({damage}); moved to {new_path}"

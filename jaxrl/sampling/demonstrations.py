@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.chat_template import check_result_order
-from jaxrl.data.readers.lines import jsonl
+from jaxrl.data.readers.lines import open_jsonl
 from jaxrl.data.records import parse_demonstration
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import ToolResults
@@ -118,7 +118,7 @@ def read_demonstrations(
             return demonstration
         return dataclasses.replace(demonstration, pictures=pictures, processor=processor)
 
-    reader = jsonl(path, "config.sft.source")
+    reader = open_jsonl(path, "config.sft.source")
     records = reader.read(range(len(reader)))
     return [parse(fields, reader.location(index)) for index, fields in enumerate(records)]
 

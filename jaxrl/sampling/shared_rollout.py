@@ -45,7 +45,7 @@ class SharedRollout:
         payload: Any = None
         try:
             sampled = self.local(draws[local_slice(len(draws))], sampling, **options)
-            payload = serialization.groups_to_json(filter(None, sampled))
+            payload = serialization.serialize_groups(filter(None, sampled))
         except Interrupted:
             payload = None
         except OutageError as error:
@@ -56,4 +56,4 @@ class SharedRollout:
             raise OutageError(outage)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return self.restore([g for part in parts for g in serialization.groups_from_json(part)])
+        return self.restore([g for part in parts for g in serialization.deserialize_groups(part)])

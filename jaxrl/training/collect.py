@@ -70,14 +70,16 @@ class CollectedGroups:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values; lossless if no divergences are measured yet."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], buffered_groups=[]))
-        groups = {name: serialization.groups_to_json(getattr(self, name)) for name in _GROUP_FIELDS}
+        groups = {
+            name: serialization.serialize_groups(getattr(self, name)) for name in _GROUP_FIELDS
+        }
         return {**plain, **groups}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> CollectedGroups:
         """Create an instance from the result of `to_json`."""
         fields: dict[str, Any] = {
-            n: serialization.groups_from_json(saved[n]) for n in _GROUP_FIELDS
+            n: serialization.deserialize_groups(saved[n]) for n in _GROUP_FIELDS
         }
         fields["sampled_stats"] = [GroupStats(**stats) for stats in saved["sampled_stats"]]
         fields["ledger"] = UsageStats.from_json(saved["ledger"])

@@ -164,7 +164,7 @@ class Collector:
             | compute_wait_metrics(engine)
         )
         self._warn_if_idle(metrics["timing_s/wait_lag"], time.perf_counter() - started)
-        metrics |= stream.metrics(collected.num_tasks_taken)
+        metrics |= stream.compute_metrics(collected.num_tasks_taken)
         engine.clear()  # each collection counts its pages from an empty cache
         return dataclasses.replace(collected, metrics=metrics)
 
@@ -221,7 +221,7 @@ def make_sampler(
         rollout=run_state.components.rollout,
         sampling=sampling,
         should_stop=should_stop,
-        progress=run_state.display.counter("trajectories"),
+        progress=run_state.display.make_counter("trajectories"),
         check_budget=run_state.check_budget,
         on_usage=report_usage,
         prices=run_state.settings.ledger.prices,

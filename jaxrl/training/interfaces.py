@@ -70,13 +70,13 @@ class ProgressBar(Protocol):
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Start the progress line of a stage."""
 
-    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+    def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show the main metrics of a step."""
 
-    def activity(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Show the run's current activity."""
 
-    def counter(self, what: str) -> Callable[[int, int], None]:
+    def make_counter(self, what: str) -> Callable[[int, int], None]:
         """Return a function that shows progress, given the number done and the total."""
 
     def stop(self) -> None:

@@ -176,7 +176,7 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values."""
-        buffered_groups = serialization.groups_to_json(self.buffered_groups)
+        buffered_groups = serialization.serialize_groups(self.buffered_groups)
         prefetched = None if self.prefetched is None else self.prefetched.to_json()
         record = None if self.record is None else to_json_numbers(self.record)
         plain = dataclasses.asdict(dataclasses.replace(self, buffered_groups=[], prefetched=None))
@@ -199,7 +199,7 @@ class Progress:
         fields |= {
             "best": Best(**saved["best"]),
             "controllers": Controllers.from_json(saved["controllers"], method),
-            "buffered_groups": serialization.groups_from_json(buffered_groups),
+            "buffered_groups": serialization.deserialize_groups(buffered_groups),
             "prefetched": CollectedGroups.from_json(saved["prefetched"])
             if saved["prefetched"]
             else None,
@@ -343,7 +343,7 @@ class RunState:
             return
         started = time.perf_counter()
         with interruptible(self.should_stop):
-            engine.compile(self.display.activity)
+            engine.compile(self.display.show_activity)
         self.metrics_log.add_to_next("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
@@ -353,7 +353,7 @@ class RunState:
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
-        self.display.activity("saving a checkpoint")
+        self.display.show_activity("saving a checkpoint")
         trim_memory()  # make room for the host copies of the save
         self.checkpointer.save(
             self.progress.step,
@@ -373,5 +373,5 @@ class RunState:
         has_state = self.state is not None and self.progress.stage_step > 0
         if has_state and self.progress != self.saved:
             self.save()
-        self.display.activity("waiting for the checkpoint to be written")
+        self.display.show_activity("waiting for the checkpoint to be written")
         self.checkpointer.wait()

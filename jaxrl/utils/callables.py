@@ -17,7 +17,7 @@ MAX_ERROR_CHARS = 2000
 
 
 class UserCodeError(ValueError):
-    """User code failed or returned an unusable value. The text names the config key."""
+    """Error for user code that failed or returned an invalid value. The text names its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class NamedFunction:
 
     @classmethod
     def from_callable(cls, key: str, function: Callable[..., Any]) -> NamedFunction:
-        """Name a function that is passed in the place of config key `key`."""
+        """Name a function that is passed instead of the config key `key`."""
         owner = function if hasattr(function, "__qualname__") else type(function)
         name = f"{owner.__module__}.{owner.__qualname__}"
         return cls(key=key, name=name, function=function, settings={})
@@ -50,12 +50,12 @@ class NamedFunction:
 
     @property
     def is_custom(self) -> bool:
-        """True if the config names it by dotted path."""
+        """True if the config names the function by dotted path."""
         return is_dotted_path(self.name)
 
     @property
     def is_user_code(self) -> bool:
-        """True if it is defined outside jaxrl. A user may have added it to a table."""
+        """True if the function is defined outside jaxrl, even if a table contains it."""
         return is_user_code(self.function)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -68,7 +68,7 @@ def is_dotted_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def short_name(name: str) -> str:
+def get_short_name(name: str) -> str:
     """Return the last part of a dotted path."""
     return re.split(r"[.:]", name)[-1]
 
@@ -148,7 +148,7 @@ def probe(
         function: The code, or a wrapper such as `partial(jax.eval_shape, loss)`.
         example: Example inputs with the types and shapes of a real call.
         expected: Description of a valid result, for the error message.
-        is_valid: Function that returns True for a valid result.
+        is_valid: Predicate that checks the result.
 
     Returns:
         The result.

@@ -23,7 +23,7 @@ _EXIT_TIMEOUT_S = 5.0  # time for a process to end by itself, or after it is kil
 
 
 class ChildExitedError(ChildProcessError):
-    """A child has ended. `status` is negative if a signal killed it."""
+    """Error for a child that has ended. `status` is negative if a signal killed it."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(f"{what} ended with {status}")
@@ -31,7 +31,7 @@ class ChildExitedError(ChildProcessError):
 
 
 class ChildTimeoutError(TimeoutError):
-    """A child did not respond or end in time."""
+    """Error for a child that did not respond or end in time."""
 
 
 class ChildProcess(contextlib.AbstractContextManager):
@@ -108,7 +108,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
-            ChildTimeoutError: Neither happened within `timeout_s` seconds.
+            ChildTimeoutError: The child did neither within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with selectors.PollSelector() as selector:

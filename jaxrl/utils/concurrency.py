@@ -22,7 +22,7 @@ MAX_ERROR_CHARS = 2000
 """Maximum length of an exception's text in characters, since some libraries write pages."""
 
 MAX_TIMEOUT_S = 1e9
-"""Maximum value of a timeout setting in seconds. Locks accept at most 9 times as much."""
+"""Maximum value of a timeout setting in seconds. Python's locks accept at most 9 times as much."""
 
 _CANCEL_TIMEOUT_S = 1.0  # time for a canceled coroutine to end
 
@@ -66,7 +66,7 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
 def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Run `work` in a daemon thread.
 
-    Unlike a thread of an executor, it does not delay the interpreter's exit if it hangs.
+    Unlike an executor's thread, a hanging daemon thread does not delay the interpreter's exit.
     """
     future: Future[Result] = Future()
     threading.Thread(target=_run, args=(future, work), daemon=True, name="env").start()
@@ -174,14 +174,14 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class DeadlineError(TimeoutError):
-    """A call exceeded its deadline."""
+    """Error for a call that exceeded its deadline."""
 
 
 def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in `get_event_loop` and cancel it at the deadline.
+    """Run a coroutine in the event loop of `get_event_loop` and cancel it at the deadline.
 
     Raises:
-        DeadlineError: The coroutine took longer. It continues if it ignores cancellation.
+        DeadlineError: The coroutine exceeded the deadline. It continues if it ignores cancellation.
     """
 
     async def timed() -> Result:
@@ -202,7 +202,7 @@ def call_with_deadline(deadline_s: float, work: Callable[[], Result]) -> Result:
     """Run `work` in a thread, which is abandoned at the deadline.
 
     Raises:
-        DeadlineError: The call took longer.
+        DeadlineError: The call exceeded the deadline.
     """
     return _wait_for_result(run_in_thread(work), deadline_s)
 

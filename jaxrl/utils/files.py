@@ -17,7 +17,7 @@ from jaxrl.utils.text import replace_surrogates
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a full disk, an exceeded quota and an exceeded file size limit."""
 
-_PERMISSION_REMEDY = "give this user permission (ls -l shows who has it)."
+_PERMISSION_REMEDY = "give this user permission (ls -l shows the owner)."
 _NOT_A_FOLDER_REMEDY = "a folder belongs there; move the file away."
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _PERMISSION_REMEDY),
@@ -32,7 +32,7 @@ REMEDIES = {
 
 
 class FolderMovedError(OSError):
-    """A folder locked by this process was moved or removed. The text names it."""
+    """Error for a folder that was moved or removed while this process locked it."""
 
 
 _locked_folders: dict[Path, int] = {}
@@ -71,7 +71,7 @@ def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) 
 
 
 def find_disk_full_error(error: BaseException | None) -> OSError | None:
-    """Return the disk-full error among an exception and its causes, or None.
+    """Find the disk-full error among an exception and its causes; return None if there is none.
 
     Some libraries report it only in the text of another exception.
     """
@@ -138,7 +138,7 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
         recover(path)
     if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
         raise FileExistsError(
-            f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
+            f"{path} exists and contains no {marker}, so it is not an earlier output to replace; "
             "name another folder."
         )
     temp_path = path.with_name(f".{path.name}.unfinished")
@@ -164,7 +164,7 @@ def begin_replacing(folder: Path) -> None:
 
 
 def remove_atomic(folder: Path) -> None:
-    """Remove a folder atomically. A kill may leave `<name>.removed`, which `recover` removes."""
+    """Remove a folder atomically. If killed, leave `<name>.removed`, which `recover` removes."""
     _remove(folder, _sibling_path(folder, "removed"))
 
 
@@ -196,11 +196,11 @@ def quarantine_file(path: Path, *, keeps_original: bool = False) -> Path:
         path: Damaged file.
         keeps_original: True to copy the file instead of moving it.
     """
-    quarantined = unused_path(path.with_name(f"{path.name}.damaged"))
+    quarantined = find_unused_path(path.with_name(f"{path.name}.damaged"))
     return Path(shutil.copy2(path, quarantined)) if keeps_original else path.rename(quarantined)
 
 
-def unused_path(path: Path) -> Path:
+def find_unused_path(path: Path) -> Path:
     """Return `path`, with a number appended if it exists."""
     candidate, number = path, 0
     while candidate.exists():

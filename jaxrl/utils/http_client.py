@@ -33,7 +33,7 @@ _KEEP_ALIVE_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRequest:
-    """A POST request if it has a body, otherwise a GET request.
+    """HTTP request: POST if it has a body, otherwise GET.
 
     Attributes:
         url: URL with scheme and path.
@@ -50,7 +50,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """Limits: seconds per request, requests in flight, MiB per decompressed response."""
+    """Limits on seconds per request, requests in flight, and MiB per decompressed response."""
 
     timeout_s: float
     connections: int
@@ -60,8 +60,8 @@ class ClientLimits:
 class JsonClient:
     """Thread-safe client with pooled connections.
 
-    It does not retry; a `ToolError` says whether and when a retry may succeed. Responses and errors
-    are redacted.
+    It does not retry; a `ToolError` states whether and when a retry may succeed. Responses and
+    errors are redacted.
     """
 
     def __init__(self, bounds: ClientLimits, *, headers: Mapping[str, str] | None = None) -> None:
@@ -184,7 +184,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env next to it") 
     Raises:
         ValueError: The URL is malformed, or contains a user, a password or a key.
     """
-    expected = "expected the address of a server, such as http://127.0.0.1:8000"
+    expected = "expected a server URL, such as http://127.0.0.1:8000"
     try:
         parsed = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Download files that are named on the Hugging Face Hub.
+"""Downloads from the Hugging Face Hub.
 
 A model is `hf://org/name`, a data file `hf://datasets/org/name/path`, whose path may contain `*`.
 Both take a revision: `hf://org/name@v1`, `hf://datasets/org/name@v1/path`. Cache, token and
@@ -22,7 +22,7 @@ MODEL_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "LICE
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if `name` is on the Hub, not a local path."""
+    """Return True if `name` refers to the Hub rather than to a local path."""
     return name.startswith(PREFIX)
 
 
@@ -30,7 +30,7 @@ def parse_name(name: str, key: str) -> HfUri:
     """Parse the name of a model or a data file.
 
     Args:
-        name: Name that starts with `hf://`.
+        name: Hub name that starts with `hf://`.
         key: Flag or config key that holds the name, for errors.
 
     Raises:
@@ -62,7 +62,7 @@ def format_name(uri: HfUri) -> str:
 def download(
     uri: HfUri, key: str, files: tuple[str, ...] = (), *, local_only: bool = False
 ) -> tuple[Path, HfUri]:
-    """Download files of a repository to the cache, or find them there.
+    """Return files of a repository from the cache, downloading what is missing.
 
     Args:
         uri: Parsed name.

@@ -38,7 +38,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     value = parse_json(path.read_bytes(), str(path))
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
+        raise ValueError(f"{path} contains a {type(value).__name__}; expected a JSON object.")
     return value
 
 

@@ -76,10 +76,10 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{location} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text."
+            f"{location} contains half of a surrogate pair (\\ud800 to \\udfff), which is not text."
         ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{location} is not valid JSON in UTF-8: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{location} holds a {type(fields).__name__}; expected a JSON object.")
+        raise ValueError(f"{location} is a {type(fields).__name__}; expected a JSON object.")
     return fields

@@ -97,15 +97,15 @@ class CircuitBreaker:
             self._is_open = True
             self._open_until = max(self._open_until, now + max(cooldown_s, retry_after_s))
 
-    def outage_s(self, now: float) -> float:
+    def get_outage_s(self, now: float) -> float:
         """Return the duration of the current outage in seconds; 0 if there is none."""
         return max(now - self._down_since, 0.0)
 
-    def remaining_patience_s(self, now: float) -> float:
+    def get_remaining_patience_s(self, now: float) -> float:
         """Return the seconds left until the outage counts as permanent."""
-        return 0.0 if self.rejects_all else self._patience_s - self.outage_s(now)
+        return 0.0 if self.rejects_all else self._patience_s - self.get_outage_s(now)
 
-    def cooldown_s(self, now: float) -> float:
+    def get_cooldown_s(self, now: float) -> float:
         """Return the seconds for which no call is admitted."""
         return max(self._open_until - now, 0.0) if self._is_open else 0.0
 

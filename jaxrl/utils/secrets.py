@@ -71,7 +71,7 @@ class _RedactedStream:
 
 @contextlib.contextmanager
 def redact_output() -> Iterator[None]:
-    """Redact what the block prints, and any exception that ends it."""
+    """Redact the output of the block and any exception that it raises."""
     out, err = [_RedactedStream(stream) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

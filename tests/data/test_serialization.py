@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 
-from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.serialization import deserialize_trajectory, serialize_trajectory
 from jaxrl.envs.base import CallRecord, Task, Turn
 from tests.episodes import in_turns, make_trajectory, strayed, wavering
 
@@ -30,7 +30,7 @@ def test_a_trajectory_survives_json_bit_for_bit():
             ),
         ),
     )
-    restored = from_json(json.loads(json.dumps(to_json(trajectory))))
+    restored = deserialize_trajectory(json.loads(json.dumps(serialize_trajectory(trajectory))))
     for field in dataclasses.fields(trajectory):
         np.testing.assert_equal(getattr(restored, field.name), getattr(trajectory, field.name))
     assert restored.token_ids.dtype == np.int32
@@ -40,8 +40,10 @@ def test_a_trajectory_survives_json_bit_for_bit():
 def test_what_a_step_recomputes_is_not_saved():
     trajectory = make_trajectory()
     computed = {"divergence": strayed(0.1, 0.2, 0.3, 0.4), "windows": wavering(2, length=6)}
-    assert to_json(dataclasses.replace(trajectory, **computed)) == to_json(trajectory)
-    restored = from_json(to_json(trajectory))
+    assert serialize_trajectory(
+        dataclasses.replace(trajectory, **computed)
+    ) == serialize_trajectory(trajectory)
+    restored = deserialize_trajectory(serialize_trajectory(trajectory))
     assert (restored.divergence, restored.windows, restored.advantage) == (None, None, None)
 
 
@@ -50,12 +52,12 @@ def test_older_trajectories_are_read():
     judged = dataclasses.replace(
         make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),)
     )
-    saved = to_json(judged) | {"group_id": 3}
+    saved = serialize_trajectory(judged) | {"group_id": 3}
     del saved["reward_records"]
     for turn in saved["turns"]:
         del turn["records"]
     saved = {name: saved[name] for name in saved if not name.startswith(("turn_", "rest"))}
-    restored = from_json(saved)
+    restored = deserialize_trajectory(saved)
     assert restored.reward_records == ()
     assert (restored.turn_starts, restored.turn_rewards) == ((), ())
     assert restored.turn_advantages is None
@@ -64,6 +66,6 @@ def test_older_trajectories_are_read():
 def test_rewards_of_turns_survive_json():
     trajectory = in_turns([0.1, -0.2], 1 / 3, lengths=[1, 2])
     trajectory = dataclasses.replace(trajectory, advantage=0.5, turn_advantages=(0.1, 0.7))
-    restored = from_json(json.loads(json.dumps(to_json(trajectory))))
+    restored = deserialize_trajectory(json.loads(json.dumps(serialize_trajectory(trajectory))))
     for name in ("turn_starts", "turn_rewards", "rest_reward", "turn_advantages", "advantage"):
         assert getattr(restored, name) == getattr(trajectory, name), name

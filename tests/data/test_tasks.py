@@ -521,7 +521,7 @@ class TestMixtures:
             [Source(items=range(4), weight=2, name="a"), Source(items=range(10), name="b")]
         )
         stream = Stream(mixture, seed=0)
-        assert stream.metrics(12) == {
+        assert stream.compute_metrics(12) == {
             "tasks/a/taken": 8, "tasks/a/epochs": 2.0, "tasks/b/taken": 4, "tasks/b/epochs": 0.4,
         }  # fmt: skip
         assert stream.epoch_length == 30  # a third of the draws are of b, which has ten

@@ -33,7 +33,7 @@ class TestDisplay:
         display.start("train", 10, 70)
         for step in range(11, 71):
             clock[0] += 2 if step > 11 else 100  # the first step compiles
-            display.step(step, NUMBERS)
+            display.show_step(step, NUMBERS)
         display.stop()
         lines = display.console.file.getvalue().splitlines()
         numbers = "reward 0.123  exact match 0.25  searches 1.5  tokens/s 16,759"
@@ -45,9 +45,9 @@ class TestDisplay:
     def test_a_resumed_stage_shows_the_hours_left(self, clock):
         display = make_display()
         display.start("sft", 0, 101)
-        display.step(1, {})
+        display.show_step(1, {})
         clock[0] += 60
-        display.step(2, {"loss": math.nan})
+        display.show_step(2, {"loss": math.nan})
         assert display.console.file.getvalue().endswith("\nsft 2/101  loss nan  1:39:00 left\n")
 
     def test_hostile_text_is_escaped_on_a_terminal(self):
@@ -57,12 +57,12 @@ class TestDisplay:
 
     def test_parts_of_a_step_are_shown_after_a_long_silence(self, clock):
         display = make_display(activity_interval_s=30)
-        count = display.counter("trajectories")
+        count = display.make_counter("trajectories")
         for done in range(0, 100, 10):
             clock[0] += 7
             count(done, 1000)
         display.start("train", 0, 2)
-        display.step(1, {})
+        display.show_step(1, {})
         clock[0] += 29
         count(5, 8)
         lines = display.console.file.getvalue().splitlines()
@@ -74,10 +74,10 @@ class TestDisplay:
 
     def test_a_terminal_shows_parts_of_a_step_on_a_live_line(self):
         display = make_display(terminal=True, width=120)
-        display.activity("building the index of [c].jsonl, documents 1,000")
+        display.show_activity("building the index of [c].jsonl, documents 1,000")
         display.log("sampler shapes")
         display.start("train", 0, 2)
-        display.activity("trajectories 3/8")
+        display.show_activity("trajectories 3/8")
         display.stop()
         text = display.console.file.getvalue()
         assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")

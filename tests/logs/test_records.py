@@ -5,10 +5,10 @@ import numpy as np
 from jaxrl.envs.base import CallRecord, Task
 from jaxrl.logs.records import (
     OPTIONAL_FIELDS,
-    question_to_record,
+    build_question_record,
+    build_trajectory_record,
     round_token_arrays,
     round_values,
-    trajectory_to_record,
 )
 from tests.episodes import in_turns, make_trajectory
 
@@ -17,14 +17,14 @@ def test_calls_of_judges_are_recorded():
     judged = dataclasses.replace(
         make_trajectory(), reward_records=(CallRecord(call="p", tool="j"),)
     )
-    [record] = trajectory_to_record(judged)["reward_records"]
+    [record] = build_trajectory_record(judged)["reward_records"]
     assert (record["call"], record["tool"], record["source"]) == ("p", "j", "tool")
-    assert "reward_records" not in trajectory_to_record(make_trajectory())
+    assert "reward_records" not in build_trajectory_record(make_trajectory())
 
 
 def test_optional_fields_are_recorded_where_they_differ_from_the_default():
     plain = dataclasses.replace(make_trajectory(), turn_starts=())
-    assert not trajectory_to_record(plain).keys() & set(OPTIONAL_FIELDS)
+    assert not build_trajectory_record(plain).keys() & set(OPTIONAL_FIELDS)
     trajectory = dataclasses.replace(
         in_turns([0.1, -0.2], 0.25, lengths=[1, 2]),
         turn_advantages=(0.1, 0.7),
@@ -34,7 +34,7 @@ def test_optional_fields_are_recorded_where_they_differ_from_the_default():
         opener="<think>",
         contexts=((3, 2),),
     )
-    record = trajectory_to_record(trajectory)
+    record = build_trajectory_record(trajectory)
     assert {name: record[name] for name in OPTIONAL_FIELDS} == {
         "turn_starts": list(trajectory.turn_starts),
         "contexts": [(3, 2)],
@@ -62,6 +62,6 @@ def test_numbers_are_rounded_so_that_small_weights_remain():
 def test_the_question_of_a_chat_is_its_last_message():
     messages = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
     chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=messages))
-    assert question_to_record(chat, "")["question"] == "Where?"
+    assert build_question_record(chat, "")["question"] == "Where?"
     alone = make_trajectory()
-    assert question_to_record(alone, "")["question"] == alone.task.question
+    assert build_question_record(alone, "")["question"] == alone.task.question

@@ -101,21 +101,21 @@ def main(argv):
             lambda: display.log("warning: before the first step"),
             lambda: print("printed before the first step", file=sys.stderr),
             lambda: display.start("train", 0, 600),
-            lambda: display.step(100, NUMBERS),
+            lambda: display.show_step(100, NUMBERS),
             lambda: display.log("warning: " + "long " * 40 + "end"),
             lambda: display.log("exact match 0.250"),
             lambda: print("printed by a library", file=sys.stderr),
             lambda: logging.getLogger("my_reward").warning("logged by a reward"),
             lambda: os.kill(os.getpid(), signal.SIGINT),
-            lambda: display.step(101, NUMBERS),
+            lambda: display.show_step(101, NUMBERS),
         ]
         for write in writes:
-            display.activity("something [under] way")
+            display.show_activity("something [under] way")
             time.sleep(0.2)  # several refreshes of the live line
             write()
         with watchdog(display, 0.2):
             time.sleep(0.4)
-        display.activity("")
+        display.show_activity("")
         display.stop()
 
 app.run(main, flags_parser=launch.parse_flags)

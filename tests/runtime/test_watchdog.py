@@ -25,7 +25,7 @@ def test_stacks_are_printed_after_each_doubled_silence(capfd):
         return "".join(outputs).count("no progress for")
 
     with watchdog(display, 0.2):
-        display.activity("waiting for the search")
+        display.show_activity("waiting for the search")
         began = time.monotonic()
         wait_for(lambda: num_warnings() == 1)
         assert time.monotonic() - began >= 0.19
@@ -39,10 +39,10 @@ def test_only_a_run_without_progress_ends_at_the_deadline(capfd):
     display, exits = Display(), []
     with watchdog(display, 0.5, 0.5, exit_process=exits.append):
         for step in range(20):  # longer than the deadline, with progress
-            display.activity(f"step {step}")
+            display.show_activity(f"step {step}")
             time.sleep(0.05)
         assert capfd.readouterr().err == ""
-        display.activity("waiting for the search")
+        display.show_activity("waiting for the search")
         began = time.monotonic()
         wait_for(lambda: exits)
         assert time.monotonic() - began >= 0.49

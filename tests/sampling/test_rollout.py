@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.serialization import deserialize_trajectory, serialize_trajectory
 from jaxrl.envs.base import (
     CallRecord,
     Observation,
@@ -17,7 +17,7 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.rewards.combiner import RewardCombiner
-from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
+from jaxrl.envs.rewards.functions import RewardFunction, detect_convention
 from jaxrl.envs.search.base import SearchEngine
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.sampling.observations import encode_observation
@@ -195,7 +195,7 @@ def test_turns_have_their_tokens_and_rewards(player, first):
     observations = [OBSERVATION] if first == FIRST else []
     ids, mask = teach(player, first, *observations, LAST)
     parts = {
-        f.__name__: RewardFunction(name=f.__name__, function=f, kind=detect_kind(f))
+        f.__name__: RewardFunction(name=f.__name__, function=f, convention=detect_convention(f))
         for f in (turn_reward, count_tokens)
     }
     weights = {"exact_match": 1.0, "turn_reward": 2.0, "count_tokens": 0.0}
@@ -520,7 +520,9 @@ def test_a_task_that_cannot_start_is_an_environment_error(player):
             error = trajectory.turns[-1].error
             assert error.startswith("SearchEnv.start of task 'task 0': SystemExit: 0")
             assert len(trajectory.token_ids) == 0
-            assert from_json(to_json(trajectory)).turns == trajectory.turns
+            assert (
+                deserialize_trajectory(serialize_trajectory(trajectory)).turns == trajectory.turns
+            )
     # Before the first step such a task is refused, like one that is too long.
     rollout = Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY)
     with pytest.raises(ValueError, match=r"SearchEnv\.start of task 'x': "):

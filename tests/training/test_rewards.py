@@ -7,7 +7,7 @@ import pytest
 
 from configs import dapo, dapo_small, search_r1_small
 from jaxrl.envs.base import Outcome
-from jaxrl.logs.records import trajectory_to_record
+from jaxrl.logs.records import build_trajectory_record
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -50,8 +50,8 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
     )
     assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
     assert (honest.reward_reason, slow.reward_reason) == ("IDK encouraged", "")
-    assert trajectory_to_record(honest)["reward_reason"] == "IDK encouraged"
-    assert "reward_reason" not in trajectory_to_record(slow)
+    assert build_trajectory_record(honest)["reward_reason"] == "IDK encouraged"
+    assert "reward_reason" not in build_trajectory_record(slow)
     # 11 tokens after the prompt, 3 of them in the buffer of 4.
     assert (slow.reward, dict(slow.reward_parts)) == (-0.75, {"abstention": 0, "overlong": -0.75})
     assert (failed.reward, dict(failed.reward_parts)) == (0.0, {})

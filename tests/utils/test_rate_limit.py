@@ -54,20 +54,20 @@ def test_a_breaker_opens_half_opens_and_closes():
     assert breaker.allows_call(2.0)  # after two failures
     breaker.record_failure(3.0, started_at=2.0)
     assert not breaker.allows_call(7.9)
-    assert breaker.cooldown_s(4.0) == 4.0
+    assert breaker.get_cooldown_s(4.0) == 4.0
     assert breaker.allows_call(8.0)  # one probe
     assert not breaker.allows_call(8.0)  # and only one
     breaker.record_failure(9.0, started_at=8.0)
     assert not breaker.allows_call(13.9)
     assert breaker.allows_call(14.0)
-    assert breaker.outage_s(14.0) == 14.0  # since the start of the first call that failed
+    assert breaker.get_outage_s(14.0) == 14.0  # since the start of the first call that failed
     breaker.record_success(15.0)
     assert breaker.allows_call(15.0)
     assert breaker.allows_call(15.0)
-    assert breaker.outage_s(16.0) == 0.0
+    assert breaker.get_outage_s(16.0) == 0.0
     breaker.record_failure(17.0, started_at=16.5)
     assert breaker.allows_call(17.0)  # the count starts again
-    assert breaker.outage_s(18.0) == 1.5
+    assert breaker.get_outage_s(18.0) == 1.5
 
 
 def test_a_wait_that_the_server_asks_for_opens_the_breaker():
@@ -78,7 +78,7 @@ def test_a_wait_that_the_server_asks_for_opens_the_breaker():
     assert not breaker.allows_call(8.0)
     breaker.record_failure(9.0, started_at=8.0)
     breaker.record_failure(9.0, started_at=8.0, retry_after_s=1.0)
-    assert breaker.cooldown_s(9.0) == 5.0  # the longer one
+    assert breaker.get_cooldown_s(9.0) == 5.0  # the longer one
 
 
 def test_a_server_that_rejects_every_call_leaves_no_patience():
@@ -89,7 +89,7 @@ def test_a_server_that_rejects_every_call_leaves_no_patience():
     assert not breaker.rejects_all
     breaker.record_failure(1.0, started_at=0.0, num_permanent=1)
     assert breaker.rejects_all
-    assert breaker.remaining_patience_s(1.0) == 0.0
+    assert breaker.get_remaining_patience_s(1.0) == 0.0
     breaker.record_success(2.0)
     assert not breaker.rejects_all
 

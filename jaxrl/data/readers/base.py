@@ -25,7 +25,7 @@ ANSWER_KEYS = ("answers", "golden_answers", "answer")
 
 
 class Reader(ABC):
-    """Random access to the records of a source. Keeps an index in memory, not the records.
+    """Random access to the records of a source, with only an index in memory.
 
     The factory of a reader accepts some of these arguments by name: `source` (the configured
     string), `config_key` (the key that holds it, for error messages), `split`, `columns` and the
@@ -40,7 +40,7 @@ class Reader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of records, which is at least 1."""
+        """Return the number of records, at least 1."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
@@ -104,12 +104,12 @@ class SequenceReader(Reader):
         """
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise ValueError(
-                f"{key} names {name!r}, which made a {type(records).__name__}; expected something "
-                "with len() whose items are objects with the fields of a task."
+                f"{key} names {name!r}, which returned a {type(records).__name__}; expected a "
+                "sequence of objects with the fields of a task."
             )
         self._records, self._name = records, name
         if not len(records):
-            raise ValueError(f"{name} holds no task; {key} must name at least one.")
+            raise ValueError(f"{name} contains no tasks; {key} must name at least one.")
 
     def __len__(self) -> int:
         return len(self._records)
@@ -193,7 +193,7 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def to_record(fields: Mapping[str, Any], location: str) -> Record:
-    """Convert a row to a record: non-null fields as JSON values. See `to_plain`.
+    """Convert a row to a record: non-null fields as JSON values. See `to_json_value`.
 
     Raises:
         ValueError: A value has no JSON form. The message names the field and `location`.
@@ -201,7 +201,7 @@ def to_record(fields: Mapping[str, Any], location: str) -> Record:
     record = {}
     for name, value in fields.items():
         try:
-            plain = to_plain(value)
+            plain = to_json_value(value)
         except TypeError as error:
             raise ValueError(
                 f"{location}: {name!r} holds {error}; {_format_drop_hint(name)}."
@@ -235,8 +235,8 @@ def shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:300].rstrip(".")
 
 
-def to_plain(value: Any) -> Any:
-    """Convert a Python, NumPy or Arrow value to JSON values. Invalid UTF-8 stays bytes.
+def to_json_value(value: Any) -> Any:
+    """Convert a Python, NumPy or Arrow value to a JSON value. Invalid UTF-8 stays bytes.
 
     Raises:
         TypeError: The type has no JSON form.
@@ -252,11 +252,11 @@ def to_plain(value: Any) -> Any:
             except UnicodeDecodeError:
                 return value
         case np.ndarray() | np.generic():
-            return to_plain(value.tolist())
+            return to_json_value(value.tolist())
         case list() | tuple():
-            return [to_plain(item) for item in value]
+            return [to_json_value(item) for item in value]
         case Mapping():
-            return {str(name): to_plain(item) for name, item in value.items()}
+            return {str(name): to_json_value(item) for name, item in value.items()}
         case datetime.date() | datetime.time():
             return value.isoformat()
         case decimal.Decimal():
@@ -277,8 +277,8 @@ def split_range(count: int, size: int) -> Iterable[range]:
 
 
 READERS: Mapping[str, str] = {
-    "jsonl": "jaxrl.data.readers.lines.jsonl",
-    "csv": "jaxrl.data.readers.lines.csv_table",
+    "jsonl": "jaxrl.data.readers.lines.open_jsonl",
+    "csv": "jaxrl.data.readers.lines.open_csv",
     "parquet": "jaxrl.extras.readers.parquet.parquet",
     "tfds": "jaxrl.extras.readers.tfds.tfds",
     "hf": "jaxrl.extras.readers.hf.hugging_face",

@@ -16,13 +16,13 @@ from jaxrl.utils.json_io import is_too_deep, parse_json
 from jaxrl.utils.jsonl import parse_line, reject_other_formats
 
 
-def jsonl(source: str, config_key: str) -> Reader:
+def open_jsonl(source: str, config_key: str) -> Reader:
     """Open JSONL files: one JSON object per line. Blank lines are skipped."""
     return open_files(
         lambda path: _JsonlReader(path, config_key),
         source,
         config_key,
-        expected="a JSONL file, one object a line",
+        expected="a JSONL file, one object per line",
         suffixes=(".jsonl",),
     )
 
@@ -40,7 +40,7 @@ class _LineReader(Reader):
         self._find_records()
         if not self._offsets:
             raise ValueError(
-                f"{path} holds no line; {config_key} must name a file with at least one record."
+                f"{path} is empty; {config_key} must name a file with at least one record."
             )
 
     @abstractmethod
@@ -82,7 +82,7 @@ class _JsonlReader(_LineReader):
         return parse_line(self._source.file.readline(), f"{self._source.path}:{line_number}")
 
 
-def csv_table(
+def open_csv(
     source: str,
     config_key: str,
     columns: Mapping[str, str] | None = None,
@@ -136,8 +136,8 @@ class _CsvReader(_LineReader):
         column_names = [name for name in self._names if name.strip()]
         if not column_names or len(set(column_names)) < len(column_names):
             raise ValueError(
-                f"{path} begins with the columns {self._names!r}, of {self.config_key}; expected "
-                "a line of names, each once."
+                f"{path} of {self.config_key} begins with the columns {self._names!r}; expected a "
+                "line of unique names."
             )
         offset, line_number = self._offset, self._line_number + 1
         for row in rows:
@@ -204,7 +204,7 @@ def _parse_literal(cell: str, location: str) -> Any:
     parses as a list of one string.
 
     Raises:
-        ValueError: The cell is neither.
+        ValueError: The cell is neither JSON nor such a literal.
     """
     text = cell.strip()
     try:

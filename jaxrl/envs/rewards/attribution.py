@@ -1,8 +1,8 @@
 """Attribution of an answer to the search results of an episode.
 
-Evidence is the text of executed searches that the model saw. Errors and results of other tools do
-not count. An answer does not count either if all of its words are in the query, since the result
-may merely repeat them.
+Evidence is the text that executed searches returned and the model saw. Errors and results of other
+tools do not count. Neither does an answer whose words are all in the query, since the result may
+merely repeat the query.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.utils.text import UNSPACED, fold_case
 
 _TAG = re.compile(r"</?[A-Za-z]\w*>")
 _DOCUMENT = re.compile(r"^ *Doc \d+ ?\(Title: ", re.MULTILINE)
-_NO_WORD = regex.compile(r"[^\p{L}\p{M}\p{N}]+")
+_NON_WORD = regex.compile(r"[^\p{L}\p{M}\p{N}]+")
 _UNSPACED = regex.compile(rf"({UNSPACED}\p{{M}}*)", regex.V1)
 _ESCAPE = re.compile(r"\\(?:[bfnrt]|u[0-9a-fA-F]{4})")
 _MAX_JOINED = 8  # maximum number of query words that a result may write as one word
@@ -41,7 +41,7 @@ class Attribution:
 
 
 def attribute_answers(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
-    """Look for accepted answers in an episode's search results, and count redundant searches."""
+    """Find accepted answers in an episode's search results, and count redundant searches."""
     query_terms: set[str] = set()
     seen_results: list[str] = []
     num_redundant = 0
@@ -52,7 +52,7 @@ def attribute_answers(turns: Sequence[Turn], answers: Sequence[str]) -> Attribut
         results = [
             piece for _, result in get_search_results(turn) for piece in split_documents(result)
         ]
-        # A result may have been truncated, so a prefix of an earlier result is known too.
+        # A result may have been truncated, so a prefix of an earlier result is not new.
         is_known = bool(results) and all(
             any(old.startswith(new) for old in seen_results) for new in results
         )
@@ -81,26 +81,26 @@ def shows_answer(turn: Turn, answers: Sequence[str]) -> bool:
     for query, result in get_search_results(turn):
         if not split_documents(result):
             continue
-        query_terms = _query_words(query)
+        query_terms = _split_query(query)
         for answer in answers:
             is_in_query = any(
                 words and query_terms.issuperset(words.split())
-                for words in _normalized_forms(answer)
+                for words in _build_normalized_forms(answer)
             )
             if not is_in_query and occurs_in(answer, result):
                 return True
     return False
 
 
-def _query_words(query: str) -> set[str]:
-    """Return the words of a query and of joined runs: `java script` includes `javascript`."""
+def _split_query(query: str) -> set[str]:
+    """Return the words of a query and their concatenations: `javascript` for `java script`."""
     words: set[str] = set()
     # A call with several arguments is JSON, which may escape whitespace.
     for text in (query, _ESCAPE.sub(" ", query)):
         plain = _fold_text(text)
         # The article "a" in the query may be a letter in the answer, so keep articles too.
-        spellings = plain.translate(NO_PUNCTUATION), _NO_WORD.sub(" ", plain)
-        for word_list in map(str.split, (*spellings, *_normalized_forms(text))):
+        spellings = plain.translate(NO_PUNCTUATION), _NON_WORD.sub(" ", plain)
+        for word_list in map(str.split, (*spellings, *_build_normalized_forms(text))):
             for start in range(len(word_list)):
                 words.update(itertools.accumulate(word_list[start : start + _MAX_JOINED]))
     return words
@@ -115,14 +115,14 @@ def occurs_in(answer: str, observation: str) -> bool:
     document numbers do not count.
     """
     text = _DOCUMENT.sub(" ", _TAG.sub(" ", observation))
-    form_pairs = zip(_normalized_forms(answer), _normalized_forms(text), strict=True)
+    form_pairs = zip(_build_normalized_forms(answer), _build_normalized_forms(text), strict=True)
     return any(f" {words} " in f" {others} " for words, others in form_pairs if words)
 
 
-def _normalized_forms(text: str) -> tuple[str, str]:
+def _build_normalized_forms(text: str) -> tuple[str, str]:
     """Normalize a text twice: with punctuation removed, and with it replaced by spaces."""
     text = _fold_text(text)
-    return normalize_answer(text), normalize_answer(_NO_WORD.sub(" ", text))
+    return normalize_answer(text), normalize_answer(_NON_WORD.sub(" ", text))
 
 
 def _fold_text(text: str) -> str:

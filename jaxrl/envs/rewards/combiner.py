@@ -44,9 +44,9 @@ class PartCall:
     Attributes:
         members: Indices of the call's episodes in their group.
         invoke: Function that runs the call; returns a coroutine if the part is async.
-        parse: Function from the result to one `PartResult` per episode. It may raise.
-        records: Function to call afterwards. It returns the records of tool calls with a price,
-            which are attributed to the first episode.
+        parse: Function that converts the result to one `PartResult` per episode. It may raise.
+        records: Function that returns, after the call, the records of tool calls with a price. They
+            are attributed to the first episode.
     """
 
     members: tuple[int, ...]
@@ -122,8 +122,8 @@ class RewardCombiner:
         custom_parts: Parts that do not come from the environment, by name.
         correct: Name of the part that decides correctness: an answer is correct if the part is
             above 0 and the answer is not an abstention. "" to use the environment's decision.
-        deadline_s: Time limit in seconds for all functions of a batch; late results are errors.
-            With 0, there is no limit, and sync functions run in sequence in the calling thread.
+        deadline_s: Time limit in seconds for all functions of a batch; late results are errors. 0
+            for no limit; sync functions then run in sequence in the calling thread.
     """
 
     weights: Mapping[str, float]
@@ -137,7 +137,7 @@ class RewardCombiner:
     ) -> list[list[Reward | BaseException]]:
         """Return the reward of each episode, including its total, or the exception raised instead.
 
-        Fills in the `records` of the episodes.
+        Also set the `records` of the episodes.
 
         Raises:
             OutageError: A judge or tool has been down for too long.
@@ -150,7 +150,7 @@ class RewardCombiner:
             for call in part.requests(group)
         ]
         outcomes = self._run_calls(calls)
-        # Repeat a failed call one episode at a time, so that one episode cannot fail the others.
+        # Retry a failed call one episode at a time, so that one episode cannot fail the others.
         retries = [
             replace(failed, call=replace(call, members=(member,)))
             for failed, outcome in zip(calls, outcomes, strict=True)
@@ -174,7 +174,7 @@ class RewardCombiner:
             for pair in zip(groups, results, strict=True)
         ]
 
-    def check(self, task: Task, key: str) -> None:
+    def check_task(self, task: Task, key: str) -> None:
         """Check that a task has the fields that parts require.
 
         Args:

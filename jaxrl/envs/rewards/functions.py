@@ -1,7 +1,7 @@
 """User reward functions, recognized by the names of their parameters.
 
-There are four kinds: functions of a response and the accepted answers, functions of an episode's
-turns, verl's and TRL's. Each is called by keyword with the arguments that its signature accepts.
+There are four calling conventions: a response and the accepted answers, an episode's turns, verl's
+and TRL's. Each function is called by keyword with the arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from jaxrl.envs.rewards.combiner import PartCall, PartResult, to_number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class CallingConvention:
     """Calling convention of reward functions.
 
     Attributes:
         label: Signature for error messages.
-        arguments: Function from a group to the members and available arguments of each call.
-        parse: Function from part name, result and episodes to one `PartResult` per episode.
+        arguments: Function that returns the members and available arguments of each call for a
+            group.
+        parse: Function that converts a part's name, result and episodes to one `PartResult` per
+            episode.
     """
 
     label: str
@@ -44,7 +46,7 @@ class RewardFunction:
     Attributes:
         name: Name of the part.
         function: Sync or async function.
-        kind: Calling convention.
+        convention: Calling convention of the function.
         settings: Keyword arguments from the config.
         answer_is_text: True to pass the first answer as `ground_truth` to verl's functions, False
             to pass `{"target": [all answers]}`. Ignored for tasks with a `ground_truth`.
@@ -52,7 +54,7 @@ class RewardFunction:
 
     name: str
     function: Callable[..., Any]
-    kind: Kind
+    convention: CallingConvention
     settings: Mapping[str, Any] = field(default_factory=dict)
     answer_is_text: bool = False
 
@@ -63,11 +65,11 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
-        """Return one call per episode, or one for the group, depending on the kind."""
+        """Return one call per episode, or one for the group, depending on the convention."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []
-        for members, available in self.kind.arguments(group, self.answer_is_text):
+        for members, available in self.convention.arguments(group, self.answer_is_text):
             accepted = {
                 name: value
                 for name, value in available.items()
@@ -81,7 +83,7 @@ class RewardFunction:
     def missing_fields(self, task: Task) -> list[str]:
         """Return the names of required arguments that the task lacks."""
         blank = ScoredEpisode(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
-        [(_, available)] = self.kind.arguments([blank], self.answer_is_text)
+        [(_, available)] = self.convention.arguments([blank], self.answer_is_text)
         known = {**available, **self.settings}
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [
@@ -91,7 +93,7 @@ class RewardFunction:
         ]
 
     def _parse(self, episodes: Sequence[ScoredEpisode], result: Any) -> list[PartResult]:
-        return self.kind.parse(self.name, result, episodes)
+        return self.convention.parse(self.name, result, episodes)
 
 
 def build_reward_part(
@@ -107,17 +109,19 @@ def build_reward_part(
         answer_is_text: See `RewardFunction`.
 
     Raises:
-        ValueError: The object is not a function of a known kind, or does not accept a setting.
+        ValueError: The object follows no known convention, or does not accept a setting.
     """
     # Classes and generator functions are callable, but do not return a reward.
-    kind, label = None, f"a {type(function).__name__}"
+    convention, label = None, f"a {type(function).__name__}"
     if callable(function) and not isinstance(function, type):
         try:
-            kind, label = detect_kind(function), f"a function of {inspect.signature(function)}"
+            convention = detect_convention(function)
+            label = f"a function of {inspect.signature(function)}"
         except (TypeError, ValueError) as error:  # a builtin without a signature
             label = str(error)
-    if kind is None or inspect.isgeneratorfunction(function):
-        expected = "; or ".join(kind.label for kind in reversed(KINDS.values()))
+    if convention is None or inspect.isgeneratorfunction(function):
+        labels = [convention.label for convention in CALLING_CONVENTIONS.values()]
+        expected = "; or ".join(reversed(labels))
         raise ValueError(
             f"config.reward.weights names {name!r}, {label}; expected a function {expected}."
         )
@@ -133,19 +137,19 @@ def build_reward_part(
     return RewardFunction(
         name=part,
         function=function,
-        kind=kind,
+        convention=convention,
         settings=settings,
         answer_is_text=answer_is_text,
     )
 
 
-def detect_kind(function: Callable[..., Any]) -> Kind | None:
-    """Detect the kind of a function by its parameter names; None if it has none."""
+def detect_convention(function: Callable[..., Any]) -> CallingConvention | None:
+    """Detect the calling convention by the parameter names; return None if there is no match."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters):
         return None
     names = {p.name for p in parameters}
-    return next((kind for name, kind in KINDS.items() if name in names), None)
+    return next((value for name, value in CALLING_CONVENTIONS.items() if name in names), None)
 
 
 Arguments = list[tuple[tuple[int, ...], dict[str, Any]]]
@@ -196,7 +200,7 @@ def get_ground_truth(task: Task, answer_is_text: bool) -> Any:
 
 
 def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -> Arguments:
-    def arguments(item: ScoredEpisode) -> dict[str, Any]:
+    def make_arguments(item: ScoredEpisode) -> dict[str, Any]:
         task = item.episode.task
         return {
             "data_source": task.data_source,
@@ -205,7 +209,7 @@ def _make_verl_arguments(group: Sequence[ScoredEpisode], answer_is_text: bool) -
             "extra_info": copy.deepcopy(task.metadata.get("extra_info", dict(task.metadata))),
         }
 
-    return _make_call_per_episode(group, arguments)
+    return _make_call_per_episode(group, make_arguments)
 
 
 def _parse_verl(name: str, result: Any, _: Sequence[ScoredEpisode]) -> list[PartResult]:
@@ -262,25 +266,25 @@ def _parse_trl(name: str, result: Any, episodes: Sequence[ScoredEpisode]) -> lis
     return [PartResult(score=None if item is None else to_number(name, item)) for item in values]
 
 
-KINDS: dict[str, Kind] = {
-    "completions": Kind(
+CALLING_CONVENTIONS: dict[str, CallingConvention] = {
+    "completions": CallingConvention(
         label="f(prompts, completions, completion_ids, **columns) as TRL calls it",
         arguments=_make_trl_arguments,
         parse=_parse_trl,
     ),
-    "solution_str": Kind(
+    "solution_str": CallingConvention(
         label="compute_score(data_source, solution_str, ground_truth, extra_info) as verl calls it",
         arguments=_make_verl_arguments,
         parse=_parse_verl,
     ),
-    "turns": Kind(
+    "turns": CallingConvention(
         label="f(turns, answers), which returns a list with a value for each turn",
         arguments=lambda group, _: _make_call_per_episode(
             group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
         ),
         parse=_parse_turns,
     ),
-    "response": Kind(
+    "response": CallingConvention(
         label="f(response, answers)",
         arguments=lambda group, _: _make_call_per_episode(
             group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
@@ -288,4 +292,4 @@ KINDS: dict[str, Kind] = {
         parse=lambda name, result, _: [PartResult(score=to_number(name, result))],
     ),
 }
-"""Kinds of functions by identifying parameter, in order of precedence."""
+"""Calling conventions by identifying parameter, in order of precedence."""

@@ -74,7 +74,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 def compare_values(answer: str, truth: str) -> bool | None:
     """Compare two answers like `is_equivalent`; return None if they may differ only in notation.
 
-    Returns False for two different numbers.
+    Two different numbers return False.
     """
     answer, truth = (unicodedata.normalize("NFC", text) for text in (answer, truth))
     value, expected = _canonicalize(answer), _canonicalize(truth)

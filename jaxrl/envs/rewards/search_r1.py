@@ -81,7 +81,7 @@ def is_close_answer(answer: str, truth: str) -> bool:
     answer, truth = _normalize(answer), _normalize(truth)
     if answer in ("", truth, NOT_FOUND):
         return answer != "" and answer == truth
-    answer, truth = _squeeze(answer), _squeeze(truth)
+    answer, truth = _fold_for_similarity(answer), _fold_for_similarity(truth)
     if max(len(answer), len(truth)) > MAX_SIMILAR_CHARS:
         return answer == truth
     return SequenceMatcher(None, answer, truth, autojunk=False).ratio() >= 0.5
@@ -92,5 +92,5 @@ def _normalize(text: str) -> str:
     return unicodedata.normalize("NFC", text.strip())
 
 
-def _squeeze(text: str) -> str:
+def _fold_for_similarity(text: str) -> str:
     return "".join(text.split()).lower()

@@ -12,7 +12,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class SearchEngine(Tool):
-    """Tool that searches: `run` returns the results for a query as text."""
+    """Base class of search engines. `run` returns the results for a query as text."""
 
     name = "search"
     blank = NO_INFORMATION
@@ -117,7 +117,7 @@ def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class HitReader:
-    """Parser of a server's hits that skips malformed ones and logs their growing number."""
+    """Parser of a server's hits that skips malformed ones and logs how many were skipped."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0

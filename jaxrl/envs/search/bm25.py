@@ -41,7 +41,7 @@ from jaxrl.utils.text import UNSPACED, fold_case
 # A word: a letter, number or underscore; later characters may also be marks.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
 
-# A letter of a script without spaces, with its marks, and a run of such letters.
+# A letter of a script without word spaces, with its marks; and a run of such letters.
 _CLUSTER = regex.compile(rf"{UNSPACED}\p{{M}}*", regex.V1)
 _UNSPACED_PART = regex.compile(rf"((?:{UNSPACED}\p{{M}}*)+)", regex.V1)
 
@@ -125,7 +125,9 @@ class LocalSearch(DocumentSearch):
         check_corpus(corpus, index_dir, section="search.local")
         # The folder's name depends on content and format, so a stale index is never opened.
         digest = compute_corpus_digest(corpus, index_dir)
-        folder = index_dir / hashlib.sha256(f"{digest} {_index_format()}".encode()).hexdigest()[:32]
+        folder = (
+            index_dir / hashlib.sha256(f"{digest} {_get_index_format()}".encode()).hexdigest()[:32]
+        )
         build_index_once(
             folder,
             lambda: _build_index(corpus, digest, folder, progress),
@@ -142,7 +144,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
-        Tied documents get the score of the first of them.
+        Tied documents share the score of the first one.
         """
         best = functools.partial(self._search, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
@@ -208,28 +210,30 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
         digests, source = dict(manifest["files"]), (manifest["sha256"], manifest["format"])
     except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{_MANIFEST_FILE} is missing or damaged") from error
-    if source != (corpus_sha256, _index_format()):
+    if source != (corpus_sha256, _get_index_format()):
         raise ValueError(f"{_MANIFEST_FILE} belongs to another corpus or index format")
     for name, digest in _hash_files(folder, list(digests)).items():
         if digest != digests[name]:
-            what = "has changed since it was written" if digest else "is missing"
-            raise ValueError(f"{name} {what}")
+            problem = "has changed since it was written" if digest else "is missing"
+            raise ValueError(f"{name} {problem}")
 
 
 def _hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of files by name; "" for missing files."""
 
-    def digest(name: str) -> str:
+    def hash_if_present(name: str) -> str:
         return hash_file(folder / name) if (folder / name).exists() else ""
 
-    return dict(zip(names, parallel_map(digest, names, max_threads=_NUM_THREADS), strict=True))
+    return dict(
+        zip(names, parallel_map(hash_if_present, names, max_threads=_NUM_THREADS), strict=True)
+    )
 
 
 def _open_index(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
-    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder,
-    which may be deleted later: tantivy does not look up files by name once the index is open.
+    Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
+    instead. Deleting them later is safe: an open index no longer looks up files by name.
     """
     try:
         return tantivy.Index.open(str(folder))
@@ -243,7 +247,7 @@ def _open_index(folder: Path) -> Any:
         return tantivy.Index.open(link_folder)
 
 
-def _index_format() -> str:
+def _get_index_format() -> str:
     """Return the index format: the versions of our tokenizer and of tantivy."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
@@ -271,7 +275,11 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         ids = _write_index(corpus, building, prefix, progress)
         (building / _IDS_FILE).write_bytes(ids.tobytes())
         names = sorted(part.name for part in building.iterdir() if part.suffix != ".lock")
-        manifest = {"sha256": digest, "num_bytes": corpus.stat().st_size, "format": _index_format()}
+        manifest = {
+            "sha256": digest,
+            "num_bytes": corpus.stat().st_size,
+            "format": _get_index_format(),
+        }
         manifest["files"] = _hash_files(building, names)
         (building / _MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
         for part in building.iterdir():  # tantivy lets only the owner read some files
@@ -306,7 +314,7 @@ def _find_indexed_prefix(corpus: Path, index_dir: Path) -> tuple[Path | None, In
     for path in index_dir.glob(f"*/{_MANIFEST_FILE}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = read_object(path)
-            if manifest["format"] == _index_format() and path.parent.name != "building":
+            if manifest["format"] == _get_index_format() and path.parent.name != "building":
                 sizes[manifest["sha256"]] = int(manifest["num_bytes"])
                 folders[manifest["sha256"]] = path.parent
     digest, num_lines = find_longest_prefix(corpus, sizes)

@@ -115,7 +115,7 @@ class CorpusDocuments:
         Args:
             corpus: JSONL file, which must not change.
             offsets: Byte offset of each document's line; None to compute them on first use.
-            checksums: `line_checksum` of each document's line; None to skip the check.
+            checksums: `compute_line_checksum` of each document's line; None to skip the check.
         """
         self._path, self._given_offsets, self._checksums = corpus, offsets, checksums
 
@@ -141,7 +141,9 @@ class CorpusDocuments:
         end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[index + 1])
         # Blank lines may follow the document's line.
         line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
-        if self._checksums is not None and line_checksum(line) != int(self._checksums[index]):
+        if self._checksums is not None and compute_line_checksum(line) != int(
+            self._checksums[index]
+        ):
             raise ToolError(
                 f"{self._path}, byte {begin}: this line differs from the one that was indexed. The "
                 "file has changed, or the index is damaged; start the run again, and if that does "
@@ -150,7 +152,7 @@ class CorpusDocuments:
         return parse_document(json.loads(line.decode("utf-8-sig")), f"{self._path}, byte {begin}")
 
 
-def line_checksum(line: bytes) -> int:
+def compute_line_checksum(line: bytes) -> int:
     """Return the CRC-32 of a line without its newline."""
     return zlib.crc32(line.removesuffix(b"\n"))
 

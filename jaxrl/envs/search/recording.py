@@ -37,7 +37,7 @@ class Recording:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Index the existing results. Nothing is written before the first `add`.
+        """Index the existing results. The first `add` creates the file.
 
         Args:
             folder: Folder of all recordings of a run.

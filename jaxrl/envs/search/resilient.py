@@ -214,7 +214,7 @@ class ResilientSearch(SearchEngine):
                     self._in_flight[query] = misses[query] = miss
         try:
             unresolved = [miss for miss in misses.values() if not self._replay(miss)]
-            # One at a time, or in batches as large as the rate limit admits at once.
+            # Send queries one at a time, or in batches as large as the rate limit admits at once.
             size = max(len(unresolved) if self._takes_batches else 1, 1)
             size = min(size, self._limit.burst) if self._limit else size
             batches = [
@@ -228,7 +228,7 @@ class ResilientSearch(SearchEngine):
             for miss in misses.values():
                 self._set_result(miss, miss.error)
         wait_for([miss.future for miss in shared.values()])
-        # Return results in the order of the calls. Of several equal queries, the first is a call.
+        # Return results in the order of the calls. Of equal queries, only the first is a call.
         results = []
         for query in calls:
             if query in cached:
@@ -290,7 +290,7 @@ class ResilientSearch(SearchEngine):
         while misses:
             results = self._attempt([miss.query for miss in misses], misses)
             if results is None:
-                duration_s = self._breaker.outage_s(time.monotonic())
+                duration_s = self._breaker.get_outage_s(time.monotonic())
                 for miss in misses:
                     reason = (
                         f"{self.label} has not answered for {duration_s:.1f} s "
@@ -305,7 +305,7 @@ class ResilientSearch(SearchEngine):
             max_attempts = max(miss.attempts for miss in misses)
             num_doublings = min(max_attempts - 1, self._config.retries, 10)
             wait_s = min(self._config.backoff_s * 2**num_doublings, MAX_BACKOFF_S)
-            patience_s = self._breaker.remaining_patience_s(time.monotonic())
+            patience_s = self._breaker.get_remaining_patience_s(time.monotonic())
             time.sleep(max(min(wait_s * random.uniform(0.75, 1.25), patience_s), 0.0))
             if len(misses) > 1 and max_attempts >= self._config.retries:
                 parallel_map(
@@ -380,8 +380,8 @@ class ResilientSearch(SearchEngine):
     def _call_engine(self, queries: list[str], started_at: float) -> list[str | ToolError]:
         """Call the engine once and wait for the result until the deadline."""
         with self._condition:
-            is_down = self._breaker.outage_s(started_at) > 0
-            patience_s = self._breaker.remaining_patience_s(started_at)
+            is_down = self._breaker.get_outage_s(started_at) > 0
+            patience_s = self._breaker.get_remaining_patience_s(started_at)
             if self._num_hanging >= MAX_HANGING:
                 text = f"{MAX_HANGING} calls to {self.label} hang; it needs a timeout"
                 return [ToolError(text)] * len(queries)
@@ -413,7 +413,9 @@ class ResilientSearch(SearchEngine):
         with self._condition:
             while True:
                 now = time.monotonic()
-                is_permanent_outage = self._breaker.remaining_patience_s(now) <= 0 and not is_forced
+                is_permanent_outage = (
+                    self._breaker.get_remaining_patience_s(now) <= 0 and not is_forced
+                )
                 if is_permanent_outage and not is_new:
                     return False
                 has_slot = self._num_running < self._max_running
@@ -424,8 +426,8 @@ class ResilientSearch(SearchEngine):
                     return False
                 is_new = False
                 waits = [
-                    self._breaker.cooldown_s(now) or 1.0,
-                    self._breaker.remaining_patience_s(now),
+                    self._breaker.get_cooldown_s(now) or 1.0,
+                    self._breaker.get_remaining_patience_s(now),
                 ]
                 self._condition.wait(max(min(waits), 0.0) + 1e-3)
 
@@ -445,9 +447,12 @@ class ResilientSearch(SearchEngine):
                     retry_after_s=max([clip_wait_s(e.retry_after_s) for e in failed], default=0),
                     num_permanent=len(failed) if are_permanent else 0,
                 )
-                if not self._is_outage_logged and self._breaker.outage_s(now) > self._warn_after_s:
+                if (
+                    not self._is_outage_logged
+                    and self._breaker.get_outage_s(now) > self._warn_after_s
+                ):
                     self._is_outage_logged = True
-                    patience_s = max(self._breaker.remaining_patience_s(now), 0.0)
+                    patience_s = max(self._breaker.get_remaining_patience_s(now), 0.0)
                     self._log(
                         f"warning: {self.label} does not answer; it is retried for "
                         f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
@@ -458,7 +463,7 @@ class ResilientSearch(SearchEngine):
                 if self._is_outage_logged:
                     self._is_outage_logged = False
                     self._log(
-                        f"{self.label} answers again, after {self._breaker.outage_s(now):.1f} s"
+                        f"{self.label} answers again, after {self._breaker.get_outage_s(now):.1f} s"
                     )
                 self._breaker.record_success(now)
                 self._last_good_query = texts[-1]

@@ -20,14 +20,14 @@ MAX_ERROR = 2_000  # maximum length of an error in characters
 
 
 class CallError(ValueError):
-    """The model's arguments are invalid. The message is shown to the model."""
+    """Error for invalid arguments in a model's call. The model sees the message."""
 
 
 class Tool(abc.ABC):
     """Base class of tools. `run` may be called from several threads."""
 
     name: str
-    """Name that the model uses in calls."""
+    """Name of the tool in the model's calls."""
 
     blank: str
     """Result of a blank call, which never reaches the tool."""
@@ -72,7 +72,7 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def run(self, call: str, /) -> str:
-        """Run a call and return its result. An error in the model's call is a result too.
+        """Run a call and return its result, which may describe an error in the model's call.
 
         Equal calls must return equal results of bounded length. The result may be a `Pictured`,
         except for search engines.
@@ -84,7 +84,8 @@ class Tool(abc.ABC):
     def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
         """Run several calls concurrently; return a result or a ToolError for each.
 
-        An override that cannot tell which call failed raises; each call is then repeated alone.
+        If an override cannot determine which call failed, it raises; each call is then retried
+        alone.
         """
         return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
@@ -146,7 +147,7 @@ class JsonTool(Tool):
         """JSON schema of the arguments, with `properties` and `required`."""
 
     @abc.abstractmethod
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Validate the arguments.
 
         Raises:
@@ -176,7 +177,7 @@ class JsonTool(Tool):
             if not arguments.strip():
                 return ""
             arguments = {str(self._text_argument): arguments}
-        self.check(arguments)
+        self.check_arguments(arguments)
         return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
 
 
@@ -191,7 +192,7 @@ class CallResult:
     def build(
         cls, tool: Tool, call: str, result: str | ToolError, **record_fields: Any
     ) -> CallResult:
-        """Wrap a tool's result. `record_fields` holds the other fields of its `CallRecord`."""
+        """Wrap a tool's result. `record_fields` contains the other fields of its `CallRecord`."""
         error = str(result) or type(result).__name__ if isinstance(result, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(

@@ -65,7 +65,7 @@ class FunctionTool(JsonTool):
         """JSON schema of the arguments."""
         return {name: value for name, value in self._schema.items() if name != "description"}
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Validate arguments against the type hints.
 
         Raises:

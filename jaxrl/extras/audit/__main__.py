@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = load_config_file(arguments.config)
         config.update_from_flattened_dict(overrides)
         figures = audit(
-            validate(config), max_tasks=arguments.max_tasks, show=display.activity, log=display.log
+            validate(config),
+            max_tasks=arguments.max_tasks,
+            show=display.show_activity,
+            log=display.log,
         )
         with open_atomic(arguments.out) as file:
             file.write(json.dumps(figures, indent=2, ensure_ascii=False) + "\n")

@@ -33,9 +33,9 @@ from jaxrl.envs.search.corpus import (
     check_corpus,
     check_unchanged,
     compute_corpus_digest,
+    compute_line_checksum,
     find_longest_prefix,
     hash_file,
-    line_checksum,
     read_corpus,
 )
 from jaxrl.utils.files import open_atomic
@@ -226,7 +226,7 @@ def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
         for number, line in enumerate(lines):
             if line.strip():
                 next(documents)
-                yield offset, line_checksum(line)
+                yield offset, compute_line_checksum(line)
             offset += len(line)
             if number % 10_000 == 9_999:
                 progress(0)

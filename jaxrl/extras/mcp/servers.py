@@ -385,7 +385,7 @@ class McpTool(JsonTool):
         """Return the JSON schema of the arguments."""
         return self._schema
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Validate arguments against the tool's schema.
 
         Raises:

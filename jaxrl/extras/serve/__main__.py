@@ -114,7 +114,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
                 name=arguments.name or name,
                 keys=parse_overrides(overrides),
             )
-        loaded.engine.compile(display.activity)
+        loaded.engine.compile(display.show_activity)
         display.stop()
         tokenizer = loaded.tokenizer
         worker = Worker(

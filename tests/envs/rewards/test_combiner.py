@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, OutageError, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import RewardCombiner
-from jaxrl.envs.rewards.functions import RewardFunction, detect_kind
+from jaxrl.envs.rewards.functions import RewardFunction, detect_convention
 from jaxrl.utils.concurrency import DeadlineError, format_error_report
 
 TASK = Task(id="t0", question="?", answers=("Paris",))
@@ -27,7 +27,7 @@ def make_episode(text, reward=ENV_REWARD):
 def make_combiner(weights, *functions, **settings):
     parts = {
         function.__name__: RewardFunction(
-            name=function.__name__, function=function, kind=detect_kind(function)
+            name=function.__name__, function=function, convention=detect_convention(function)
         )
         for function in functions
     }
@@ -218,6 +218,6 @@ def solves(completions, solution, **kwargs):
 def test_a_field_that_tasks_lack_is_refused_before_the_run():
     combiner = make_combiner({"solves": 1.0}, solves)
     with pytest.raises(ValueError, match="'solves', which requires 'solution'; the tasks of"):
-        combiner.check(TASK, "config.tasks.train.source")
+        combiner.check_task(TASK, "config.tasks.train.source")
     task = Task(id="1", question="?", metadata={"solution": 1.0})
-    combiner.check(task, "config.tasks.train.source")
+    combiner.check_task(task, "config.tasks.train.source")

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, Reward, ScoredEpisode, Task, Turn
 from jaxrl.envs.rewards.combiner import PartResult
-from jaxrl.envs.rewards.functions import KINDS, RewardFunction, detect_kind
+from jaxrl.envs.rewards.functions import CALLING_CONVENTIONS, RewardFunction, detect_convention
 
 QUESTION = Task(
     id="q1", question="Where?", answers=("Paris", "Lutetia"), data_source="nq", metadata={"hop": 2}
@@ -41,7 +41,7 @@ def make_episode(task=QUESTION, turns=TURNS, ids=(5, 6, 7), opener=""):
 
 def make_part(function, answer_is_text=False, **settings):
     return RewardFunction(
-        name="mine", function=function, kind=detect_kind(function), settings=settings,
+        name="mine", function=function, convention=detect_convention(function), settings=settings,
         answer_is_text=answer_is_text,
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_async_functions_are_detected():
     ],
 )
 def test_names_of_parameters_tell_the_signature(function, kind):
-    assert detect_kind(function) is KINDS.get(kind)
+    assert detect_convention(function) is CALLING_CONVENTIONS.get(kind)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.serialization import deserialize_trajectory, serialize_trajectory
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.extras.experts.routing import (
@@ -115,14 +115,14 @@ def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
 
 
 def test_recorded_experts_survive_json(sampled):
-    saved = to_json(sampled[0])
-    got = from_json(saved).token_arrays[ROUTED_EXPERTS]
+    saved = serialize_trajectory(sampled[0])
+    got = deserialize_trajectory(saved).token_arrays[ROUTED_EXPERTS]
     assert got.dtype == np.uint8
     np.testing.assert_array_equal(got, sampled[0].token_arrays[ROUTED_EXPERTS])
-    assert to_json(from_json(saved)) == saved
+    assert serialize_trajectory(deserialize_trajectory(saved)) == saved
     without = dataclasses.replace(sampled[0], token_arrays={})
-    assert "token_arrays" not in to_json(without)
-    assert from_json(to_json(without)).token_arrays == {}
+    assert "token_arrays" not in serialize_trajectory(without)
+    assert deserialize_trajectory(serialize_trajectory(without)).token_arrays == {}
 
 
 def test_the_smallest_dtype_has_a_number_that_is_no_experts():

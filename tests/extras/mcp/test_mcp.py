@@ -199,10 +199,10 @@ def test_an_invalid_schema_is_rejected_before_a_call(properties):
 def test_patterns_are_not_checked():
     tool = make_tool({"x": {"type": "string", "pattern": "^(a+)+$"}})
     start = time.process_time()
-    tool.check({"x": "a" * 60 + "b"})  # on which Python's `re` would not end
+    tool.check_arguments({"x": "a" * 60 + "b"})  # on which Python's `re` would not end
     assert time.process_time() - start < 5
     with pytest.raises(CallError, match="is not of type 'string'"):
-        tool.check({"x": 1})
+        tool.check_arguments({"x": 1})
 
 
 def test_no_server_process_outlives_its_tools(tmp_path):
