@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxrl.builders.resolved import CORPUS_SECTIONS, ResolvedConfig
-from jaxrl.config.keys import CORPUS, MODEL
+from jaxrl.config.keys import CORPUS, FILE, MODEL
 from jaxrl.config.schema import KEYS, flatten
 from jaxrl.data.tasks import list_task_files
 from jaxrl.envs.search.corpus import compute_corpus_digest, get_index_folder
@@ -57,7 +57,7 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
             is_single = len(files) == 1 and not extra
             joined = "\n".join(parts).encode()
             digests[key] = parts[0] if is_single else hashlib.sha256(joined).hexdigest()
-    if config.corpus_section:
+    if config.needs_live_engine:
         digests |= compute_search_fingerprints(config)
     # Files with user code, without the modules that they import.
     names = {key: flat[key] for key, entry in KEYS.items() if entry.names_code}
@@ -75,18 +75,18 @@ def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
 
 
 def compute_search_fingerprints(config: ResolvedConfig) -> dict[str, str]:
-    """Hash the corpus and encoder files of the search engine; see `compute_fingerprints`."""
-    section = CORPUS_SECTIONS.get(config.search.engine, "")
-    if not section:
-        return {}
-    settings, digests = config.search[section], dict[str, str]()
-    folder = get_index_folder(Path(settings.corpus), settings.index)
+    """Hash the files of the search engine; see `compute_fingerprints`."""
+    section = CORPUS_SECTIONS.get(config.search.engine, config.search.engine)
+    settings, digests = config.search.get(section, {}), dict[str, str]()
     for name, value in settings.items():
         key = f"search.{section}.{name}"
         if KEYS[key].holds == MODEL:
             digests |= _hash_model_files(key, Path(value))
         elif KEYS[key].holds == CORPUS and Path(value).is_file():
+            folder = get_index_folder(Path(value), settings.index)
             digests[key] = compute_corpus_digest(Path(value), folder)
+        elif KEYS[key].holds == FILE and Path(value).is_file():
+            digests[key] = _hash_file(Path(value))
     return digests
 
 

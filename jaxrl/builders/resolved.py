@@ -17,6 +17,7 @@ from jaxrl.config.registry import (
     check_settings,
     instantiate,
     resolve,
+    resolve_aliases,
     resolve_entry_points,
     resolve_reward_entry_points,
     select_function_settings,
@@ -27,7 +28,7 @@ from jaxrl.data.tasks import TaskSource, resolve_sources
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.rewards.combiner import JUDGE, REWARD_PARTS, RewardPart
-from jaxrl.envs.search.base import ENGINES
+from jaxrl.envs.search.base import ENGINE_ALIASES, ENGINES
 from jaxrl.envs.search_env import SearchEnv, get_stop_strings
 from jaxrl.envs.tools.base import SANDBOXES, TOOLS, Tool
 from jaxrl.objectives import advantages, aggregation, filters, kl, losses
@@ -281,6 +282,7 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
     """
     # The environment comes first: its reward parts decide which other parts to resolve.
     resolve_entry_points(config)
+    resolve_aliases(config, "search.engine", ENGINE_ALIASES)
     env_class = _resolve_env_class(config)
     make_protocol, protocol = _resolve_protocol(config)
     environment_parts = env_class.reward_parts or protocol.reward_parts

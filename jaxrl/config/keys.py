@@ -31,6 +31,9 @@ MODEL = "a model"
 CORPUS = "a corpus"
 """Value of `Key.holds` for a corpus, whose content hash is stored with its index."""
 
+FILE = "a file"
+"""Value of `Key.holds` for any other file."""
+
 DTYPES = ("float32", "bfloat16")
 REPLAY = ("off", "record", "only")
 
@@ -56,7 +59,7 @@ class Key:
     group: str = ""  # entry-point group whose names are valid values
     names_code: bool = False  # True if the value may be the dotted path of a user's function
     required: str = ""  # expected value, if it must be set when the run reads its section
-    holds: str = ""  # `MODEL` or `CORPUS`: a path whose content is compared on resume
+    holds: str = ""  # `MODEL`, `CORPUS` or `FILE`: a path whose content is compared on resume
     file: str = ""  # file in the folder that the key names; also compared on resume
     written_to: str = ""  # export folder in the workdir, which must not be the value
     # Returns True if checkpoints depend on the value, so that a resumed run must not change it.

@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.config.keys import reject_value
 from jaxrl.config.schema import KEYS
 from jaxrl.utils.callables import format_failure, is_dotted_path, is_user_code
 
@@ -181,6 +182,25 @@ def _check_arguments(
     missing = [n for n in required if n not in arguments]
     if missing:
         raise ValueError(f"config.{key} lacks {missing[0]!r}, which {name} requires.")
+
+
+def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace an alias in the config with the keys that it stands for.
+
+    Args:
+        config: Configuration, changed in place.
+        key: Full dotted key that may hold an alias.
+        aliases: Values by key, for each alias.
+
+    Raises:
+        ValueError: One of these keys has another value already.
+    """
+    name = attrgetter(key)(config)
+    for changed, value in aliases.get(name, {}).items():
+        current = attrgetter(changed)(config)
+        if changed != key and current not in (KEYS[changed].default, value):
+            reject_value(changed, current, f"{value!r} with {key}={name!r}")
+        config.update_from_flattened_dict({changed: value})
 
 
 REWARD_KEYS = ("reward.weights", "reward.settings")

@@ -21,6 +21,7 @@ from jaxrl.config.keys import (
     CORPUS,
     DTYPES,
     EVALUATION,
+    FILE,
     FREE,
     MODEL,
     REPLAY,
@@ -263,8 +264,9 @@ _ENTRIES: dict[str, Key] = {
     "env.search.qwen.format_failure": Key(-1.0, "Reward of a response that does not."),
     # --------------------------------------------------------------------------- search
     "search.engine": Key("local", "`local`: BM25; `dense`: vectors; `hybrid`: both, fused; "
-        "`http`: an HTTP retriever; `web`: a web search provider; `empty`: finds nothing; "
-        "`none`: no search tool (`env.search.protocol='qwen'` only); or a dotted name.",
+        "`http`: an HTTP retriever; `web`: a web search provider; `google`: `web` with `serper`; "
+        "`mock`: fixed texts; `empty`: finds nothing; `none`: no search tool "
+        "(`env.search.protocol='qwen'` only); or a dotted name.",
         group="jaxrl.engines", names_code=True),
     "search.settings": Key({}, "Keyword arguments of your engine.", example=1,
         is_nested=True),
@@ -316,6 +318,9 @@ _ENTRIES: dict[str, Key] = {
     "search.http.batch_size": Key(64, "Maximum queries per request.", above=0, restart=FREE),
     "search.http.max_response_mib": Key(64.0, "Maximum size of a response in MiB; a larger one "
         "is a failure.", above=0, restart=FREE),
+    "search.mock.documents": Key({}, "Text by keyword, such as `{'paris': 'Paris is in France.'}`.",
+        example="Paris is in France."),
+    "search.mock.path": Key("", "JSON file of such a mapping, instead.", holds=FILE),
     **_extra_keys("search.web"),
     **_extra_keys("search.dense"),
     **_extra_keys("search.hybrid"),

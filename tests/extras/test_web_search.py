@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs import debug_tiny
+from jaxrl.builders.validation import validate
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.search.base import Document, Hit, HitReader
 from jaxrl.extras.web_search.engine import PROVIDERS, WebSearch
@@ -262,3 +264,15 @@ def test_invalid_settings_are_rejected(settings, message):
         WebSearch(**settings)
     assert str(raised.value).startswith(message)
     assert KEY not in str(raised.value)
+
+
+def test_google_is_web_search_through_serper():
+    config = debug_tiny.get_config()
+    config.search.engine = "google"
+    assert validate(config).engine_class is WebSearch
+    assert (config.search.engine, config.search.web.provider) == ("web", "serper")
+    config.search.engine, config.search.web.provider = "google", "brave"
+    with pytest.raises(
+        ValueError, match=r"provider is 'brave'; expected 'serper' with search\.eng"
+    ):
+        validate(config)

@@ -159,6 +159,12 @@ ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "dense": "jaxrl.extras.dense.engine.DenseSearch",
     "hybrid": "jaxrl.extras.dense.hybrid.HybridSearch",
     "web": "jaxrl.extras.web_search.engine.WebSearch",
+    "mock": "jaxrl.envs.search.mock.MockSearch",
     "empty": EmptySearch,
 }
 """Search engines by config name."""
+
+ENGINE_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "google": {"search.engine": "web", "search.web.provider": "serper"},
+}
+"""Keys that another name of an engine stands for."""

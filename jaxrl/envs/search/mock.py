@@ -1,0 +1,44 @@
+"""Mock search engine: fixed texts by keyword."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxrl.envs.base import NO_INFORMATION
+from jaxrl.envs.search.base import SearchEngine
+from jaxrl.utils.json_io import read_object
+
+
+class MockSearch(SearchEngine):
+    """Search engine that returns the texts of all keywords in a query, one per line."""
+
+    def __init__(self, *, documents: Mapping[str, str], path: str = "") -> None:
+        """Store the texts.
+
+        Args:
+            documents: Text by keyword.
+            path: JSON file with such an object, instead of `documents`.
+
+        Raises:
+            OSError, ValueError: The file is missing or malformed, or not exactly one is given.
+        """
+        if bool(documents) == bool(path):
+            raise ValueError(
+                f"config.search.mock.documents is {dict(documents)!r:.80} and "
+                f"config.search.mock.path is {path!r}; set exactly one of them."
+            )
+        items = read_object(Path(path)) if path else documents
+        for keyword, text in items.items():
+            if not (keyword.strip() and isinstance(text, str)):
+                raise ValueError(
+                    f"{path or 'config.search.mock.documents'} has the item {keyword!r}: "
+                    f"{text!r:.80}; expected a text for a keyword that is not blank."
+                )
+        self._texts = {keyword.casefold(): text for keyword, text in items.items()}
+
+    def run(self, query: str, /) -> str:
+        """Return the texts whose keyword occurs in the query, ignoring case."""
+        lowered = query.casefold()
+        texts = [text for keyword, text in self._texts.items() if keyword in lowered]
+        return "\n".join(texts) or f"{NO_INFORMATION} for: {query}"
