@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from jaxrl.builders.probe import probe_method, probe_rewards, probe_schedule, pr
 from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.config.keys import import_optional
 from jaxrl.config.schema import KEYS, LOCAL_MODEL
-from jaxrl.data.stream import Mixture, Source
+from jaxrl.data.stream import Mixture, Source, Stream
 from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
@@ -96,7 +97,7 @@ def build(
     The search index is built last, after all cheaper checks.
 
     Args:
-        c: Resolved configuration.
+        c: Resolved configuration. A `num_steps` of 0 is replaced in place.
         show: Function that displays the current activity.
         workdir: Folder of the run, which holds the recordings by default.
         log: Function that logs a message.
@@ -109,7 +110,6 @@ def build(
     # The model: local, or behind an endpoint and thus without weights.
     clear_cache_if_edited()
     mesh = make_mesh(**c.mesh)
-    method = build_method(c)
     external = _build_external_model(c, workdir, log)
     architecture, tokenizer = read_model_and_tokenizer(
         c, mesh, is_local=external is None, now=now, log=log
@@ -150,13 +150,12 @@ def build(
             chat_tools=chat_tools,
             processor=processor,
         )
-    # Sampler, model, training stages and rewards.
+    # Sampler, model and rewards.
     engine = None
     if external is None:
         kind = getattr(control, "engine_kind", Engine)
         engine = build_engine(c, policy, mesh, automaton, tokenizer, kind=kind)
     model = build_model(c, mesh, policy, tokenizer)
-    stages = build_stages(c, model, method)
     schedule = build_reply_schedule(c, mesh.devices.flat[0].platform)
     reward_combiner = build_rewards(c, workdir, log)
     for split, mixture in (("train", tasks), ("eval", eval_tasks)):
@@ -191,9 +190,12 @@ def build(
     if audit_tasks and tasks and c.corpus_section:
         tasks, audit_notes = audit_tasks(c, tasks, workdir=workdir, show=show)
         notes += audit_notes
-    notes += [*eval_notes, describe_overlap(tasks, eval_tasks)]
+    notes += [*eval_notes, describe_overlap(tasks, eval_tasks), _set_num_steps(c, tasks)]
     if engine:
         notes = [*collect_template_notes(tokenizer), *notes]
+    # Training stages, whose schedules need the number of steps.
+    method = build_method(c)
+    stages = build_stages(c, model, method)
     # The environment with the real search engine, and the rollouts of control suites.
     env, controls = control, {"empty_search": make_shared_rollout(control)}
     if c.has_search:
@@ -648,6 +650,22 @@ def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixtur
         ]
         eval_tasks = Mixture(truncated)
     return tasks, eval_tasks
+
+
+def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
+    """Replace `num_steps=0` with the steps of `num_epochs`, in place. Return a note, or "".
+
+    The number is fixed at the start, because learning-rate schedules need it. Steps that draw more
+    tasks (filter.name) thus pass over the tasks more often.
+    """
+    if "train" not in c.stages or c.num_steps:
+        return ""
+    length, tasks_per_step = Stream(tasks, seed=0).epoch_length, c.rollout.tasks_per_step
+    c.config.num_steps = math.ceil(c.num_epochs * length / tasks_per_step)
+    return (
+        f"config.num_epochs={c.num_epochs}: {c.num_steps:,} steps of {tasks_per_step} tasks, from "
+        f"{length:,} per epoch"
+    )
 
 
 def _filter_sources(

@@ -417,6 +417,8 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
                 "model.replay",
                 "False with a model behind an endpoint: it does not report its experts",
             )
+    if "train" in c.stages and bool(c.num_steps) == bool(c.num_epochs):
+        yield "num_epochs", "0 with num_steps above 0, or above 0 with num_steps=0"
     if c.model.head_dtype == c.model.dtype:
         yield "model.head_dtype", "'' if it equals model.dtype"
 
@@ -577,7 +579,7 @@ def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
         ("train", "optimizer", "num_steps * optimizer.num_minibatches * optimizer.num_epochs"),
         ("sft", "sft.optimizer", "sft.num_steps"),
     ):
-        if stage in c.stages and c[section].warmup_steps > c.num_updates(stage):
+        if stage in c.stages and 0 < c.num_updates(stage) < c[section].warmup_steps:
             yield (
                 f"{section}.warmup_steps",
                 f"at most {num_updates}: the learning rate does not reach its peak",

@@ -162,8 +162,10 @@ _ENTRIES: dict[str, Key] = {
         is_valid=lambda v: v and v == tuple(sorted(set(v), key=STAGES.index)),
         expected=f"each at most once, in the order of {STAGES}", restart=FREE),
     "seed": Key(0, "Random seed of task order and samples.", at_least=0, below=2**31),
-    "num_steps": Key(100, "Steps of the stage `train`.", above=0,
+    "num_steps": Key(100, "Steps of the stage `train`. 0: by `num_epochs`.", at_least=0,
         restart=TRAINING),
+    "num_epochs": Key(0, "Passes over the training tasks, with `num_steps=0`. The number of steps "
+        "is computed at the start.", at_least=0, restart=TRAINING),
     "compilation_cache": Key("", "Folder of JAX's compilation cache. Empty: "
         "`$XDG_CACHE_HOME/jaxrl/programs`; `off`: none.", restart=FREE),
     # ---------------------------------------------------------------------------- model

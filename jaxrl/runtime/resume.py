@@ -181,10 +181,9 @@ def find_changes(
     """
     now = normalize_json(config)
     changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
-    # The memory plan replaces 0 later.
-    changed_keys = [
-        key for key in changed_keys if not (key.endswith("micro_rows") and now[key] == 0)
-    ]
+    # 0 is replaced later.
+    chosen = ("micro_rows", "num_steps")
+    changed_keys = [key for key in changed_keys if not (key.endswith(chosen) and now[key] == 0)]
     if contents is None:  # a new path may hold the same files
         changed_keys = [
             key for key in changed_keys if not _select_fingerprints(key, record.contents)
@@ -228,9 +227,9 @@ def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> b
     stages = config["stages"]
     if set(stages) == {"evaluate"}:
         return restart != RESULTS
-    if key in ("num_steps", "sft.num_steps"):
+    if key in ("num_steps", "num_epochs", "sft.num_steps"):
         # A decaying learning rate depends on the number of steps.
-        schedule = f"{key.removesuffix('num_steps')}optimizer.schedule"
+        schedule = f"{key.rpartition('num_')[0]}optimizer.schedule"
         is_constant = {before.get(schedule), config[schedule]} == {"constant"}
         return is_constant or (key.startswith("sft") and "sft" not in stages)
     if key.startswith("sft.") and "sft" not in stages:

@@ -77,6 +77,26 @@ def test_overlong_prompts_are_refused_dropped_or_cut():
         filter_tasks("drop", "x" * 50, "y" * 60)
 
 
+def test_epochs_determine_the_number_of_steps(tiny_world, tmp_path):
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()[:10]
+    for name, part in (("a", lines[:7]), ("b", lines[7:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages, config.num_steps, config.num_epochs = ("train",), 0, 3
+    config.rollout.tasks_per_step, config.optimizer.schedule = 4, "linear"
+    config.tasks.train.source = str(tmp_path / "a.jsonl")
+    parts = build(config)
+    # Three passes over seven tasks: 21 tasks, so six steps, of which the last has tasks left over.
+    assert (parts.num_steps, config.num_steps) == ({"train": 6}, 6)
+    assert parts.stages["train"].schedule(6) == 0
+    assert "config.num_epochs=3: 6 steps of 4 tasks, from 7 per epoch" in parts.notes
+    # Of a mixture, each source is passed over: a third of the draws for three tasks of ten.
+    sources = ({"source": str(tmp_path / "a.jsonl")}, {"source": str(tmp_path / "b.jsonl")})
+    config.update_from_flattened_dict({"tasks.train.source": "", "tasks.train.sources": sources})
+    config.num_steps, config.num_epochs = 0, 1
+    assert build(config).num_steps == {"train": 4}  # 14 draws
+
+
 def test_a_message_end_that_stops_nothing_is_reported(tiny_world, tmp_path):
     config = debug_tiny.get_config(str(tiny_world))
     model = shutil.copytree(tiny_world / "model", tmp_path / "model")

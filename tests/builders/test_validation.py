@@ -72,6 +72,8 @@ BROKEN = [
     ("model.lora.path", {"model.lora.path": "adapter"}),
     ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
     ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),
+    ("num_epochs", {"num_epochs": 2}),
+    ("num_epochs", {"num_steps": 0}),
     ("search.web.url", {"search.engine": "web", "search.web.provider": "searxng"}),
     ("loss.term.name", {"loss.term.name": "llds"}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),

@@ -82,6 +82,7 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
     ("key", "value"),
     [
         ("num_steps", 500),
+        ("num_epochs", 2),
         ("mesh.fsdp", 2),
         ("optimizer.micro_rows", 4),
         ("search.http.url", "http://elsewhere:8000/retrieve"),
@@ -94,6 +95,7 @@ def test_a_change_without_effect_on_results_is_free(tmp_path, key, value):
     assert (change.key, change.is_free) == (key, True)
 
 
+EPOCHS = {"num_steps": 0, "num_epochs": 3}
 COSINE = {"optimizer.schedule": "cosine"}
 PRICES = {"ledger.prices": {"search": 1.0}}
 OTHER_PRICES = {"ledger.prices": {"search": 2.0}, "ledger.max_cost": 9.0, "ledger.max_calls": 5}
@@ -107,6 +109,9 @@ EVALUATE = {"stages": ("evaluate",)}
     [
         # The number of steps determines a decaying learning rate.
         (COSINE, COSINE | {"num_steps": 500}, ["num_steps"]),
+        (COSINE, COSINE | {"num_epochs": 2}, ["num_epochs"]),
+        # A start records the steps that it has computed for the epochs.
+        (COSINE | {"num_steps": 75, "num_epochs": 3}, COSINE | EPOCHS, []),
         # Prices matter only if they limit trajectories.
         (PRICES, OTHER_PRICES, []),
         (PRICES, OTHER_PRICES | LIMIT, ["ledger.prices", "rollout.max_cost"]),

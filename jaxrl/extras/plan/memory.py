@@ -581,7 +581,7 @@ def _plan_checkpoint(
     state = _state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
     kept = state | _search_bytes(config, target)[0]
-    is_last = config.num_steps <= config.checkpoint.every_steps  # sampling is over
+    is_last = 0 < config.num_steps <= config.checkpoint.every_steps  # sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
         kept["decode weights"] = _decode_weight_bytes(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
