@@ -17,6 +17,7 @@ MODULES = {
     "pillow": "PIL",
     "pyyaml": "yaml",
     "reasoning-gym": "reasoning_gym",
+    "rouge-score": "rouge_score",
     "tensorflow-datasets": "tensorflow_datasets",
 }
 """Modules whose name differs from that of their package."""

@@ -484,7 +484,7 @@ def _resolve_reward_parts(
         elif name in REWARD_PARTS:
             cls = resolve("reward.weights", name, REWARD_PARTS, example="my_reward.brevity")
             try:
-                parts[part] = instantiate(f"reward.{name}", cls, reward[name].to_dict())
+                parts[part] = instantiate(f"reward.{name}", cls, dict(reward.get(name, {})))
             except ImportError as error:
                 raise ValueError(f"config.reward names {name!r}, but {error}") from error
     return parts, names

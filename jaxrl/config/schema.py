@@ -328,8 +328,8 @@ _ENTRIES: dict[str, Key] = {
     **_extra_keys("search.hybrid"),
     # --------------------------------------------------------------------------- reward
     "reward.weights": Key({"exact_match": 1.0}, "Weights of reward parts: those of the "
-        "environment; `math_verify` (extra `math`); judges by name; your functions by dotted "
-        "name, with our, verl's or TRL's signature. The reward is the weighted sum.",
+        "environment; `math_verify` (extra `math`), `bleu`, `rouge_l` (`text-metrics`); judges by "
+        "name; your functions by dotted name, with our, verl's or TRL's signature.",
         example=1.0, group="jaxrl.rewards",
         is_valid=lambda v: all(map(is_finite, v.values())),
         expected="a finite number for each part"),

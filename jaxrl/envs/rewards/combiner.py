@@ -323,5 +323,9 @@ async def _await_call(call: PartCall) -> Any:
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
 """Import paths of the LLM-judge reward part and its settings."""
 
-REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.part.MathVerify"}
-"""Optional reward parts for any environment. Their settings are in `config.reward.<name>`."""
+REWARD_PARTS: Mapping[str, str] = {
+    "bleu": "jaxrl.extras.text_metrics.part.Bleu",
+    "math_verify": "jaxrl.extras.symbolic_math.part.MathVerify",
+    "rouge_l": "jaxrl.extras.text_metrics.part.RougeL",
+}
+"""Optional reward parts for any environment. Their settings, if any, are in `reward.<name>`."""

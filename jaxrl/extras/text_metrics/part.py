@@ -1,0 +1,88 @@
+"""BLEU and ROUGE-L of the final answer as reward parts, computed by sacrebleu and rouge-score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+from jaxrl.envs.base import ScoredEpisode, Task
+from jaxrl.envs.rewards.combiner import PartCall, PartResult
+
+
+class TextMetric(ABC):
+    """Reward part in [0, 1]: the best match of the final answer with an accepted answer.
+
+    An abstention scores 0.
+    """
+
+    is_async = False
+
+    @abstractmethod
+    def compare(self, answer: str, truths: Sequence[str]) -> float:
+        """Return the score of an answer, maximized over `truths`."""
+
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+        """Return one scoring call per episode."""
+        return [
+            PartCall(
+                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
+            )
+            for index, sample in enumerate(group)
+        ]
+
+    def missing_fields(self, task: Task) -> list[str]:
+        """Return `["answers"]` if the task has no accepted answers, else []."""
+        return [] if task.answers else ["answers"]
+
+    def measure(self, sample: ScoredEpisode) -> PartResult:
+        """Score the final answer of an episode."""
+        reward = sample.reward
+        if reward.is_abstention or not reward.final_answer:
+            return PartResult(score=0.0)
+        return PartResult(score=self.compare(reward.final_answer, sample.episode.task.answers))
+
+
+class Bleu(TextMetric):
+    """Reward part `bleu`: sentence BLEU with sacrebleu's default tokenizer and smoothing."""
+
+    def __init__(self) -> None:
+        """Import sacrebleu.
+
+        Raises:
+            ImportError: sacrebleu is not installed.
+        """
+        try:
+            from sacrebleu import sentence_bleu
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'jaxrl[text-metrics]'") from error
+        self._sentence_bleu = sentence_bleu
+
+    def compare(self, answer: str, truths: Sequence[str]) -> float:
+        """Return the BLEU of an answer, maximized over `truths`."""
+        best = max(self._sentence_bleu(answer, [truth]).score for truth in truths)
+        return min(best / 100, 1.0)  # sacrebleu rounds a perfect score up to 100.00000000000004
+
+
+class RougeL(TextMetric):
+    """Reward part `rouge_l`: F measure of ROUGE-L with rouge-score's default tokenizer.
+
+    The tokenizer drops all characters except a-z and 0-9, ignoring case, so that an answer in
+    another script scores 0.
+    """
+
+    def __init__(self) -> None:
+        """Import rouge-score.
+
+        Raises:
+            ImportError: rouge-score is not installed.
+        """
+        try:
+            from rouge_score.rouge_scorer import RougeScorer
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'jaxrl[text-metrics]'") from error
+        self._scorer = RougeScorer(["rougeL"])
+
+    def compare(self, answer: str, truths: Sequence[str]) -> float:
+        """Return the F measure of an answer, maximized over `truths`."""
+        return float(self._scorer.score_multi(truths, answer)["rougeL"].fmeasure)
