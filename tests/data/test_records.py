@@ -121,8 +121,8 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
             "is nested too deeply to be read; flatten it",
         ),
         ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
-        ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
-        ('{"question": "x", "answers": [true]}', "expected a text, a number or a list of these"),
+        ('{"question": "x"}', "expected 'answers', a list of at least one text, found"),
+        ('{"question": "x", "answers": [true]}', "expected text, a number, or a list of these"),
     ],
 )
 def test_a_malformed_line_is_named(file, line, message):
@@ -146,7 +146,7 @@ def test_an_empty_or_missing_file_is_refused(file):
     with pytest.raises(FileNotFoundError, match=r"is not a file; set config.tasks.train.source to"):
         read_tasks(file, KEY)
     file.write_text("\n")
-    with pytest.raises(ValueError, match=r"holds no line; config.tasks.train.source must name"):
+    with pytest.raises(ValueError, match=r"is empty; config.tasks.train.source must name"):
         read_tasks(file, KEY)
 
 
@@ -174,7 +174,7 @@ def test_half_a_surrogate_pair_is_refused(tmp_path):
     file.write_text(whole + "\n")
     assert read_tasks(file, "tasks.train.source")[0].question == "Who\U0001f600?"
     file.write_text(whole + "\n" + r'{"question": "Who?", "answers": ["x\ud83d"]}' + "\n")
-    with pytest.raises(ValueError, match=r"tasks.jsonl:2 holds half of a surrogate pair"):
+    with pytest.raises(ValueError, match=r"tasks.jsonl:2 contains half of a surrogate pair"):
         read_tasks(file, "tasks.train.source")
 
 

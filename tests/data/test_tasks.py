@@ -145,7 +145,7 @@ class TestFormats:
             assert (task.question, task.answers) == ("1+1?", ("2",))
             assert {name: int(value) for name, value in task.metadata.items()} == {"level": 3}
         with pytest.raises(
-            ValueError, match=r"config.tasks.train.columns is .*that a record has; none has 'gald'"
+            ValueError, match=r"config.tasks.train.columns is .*columns of the records; none of them has 'gald'"
         ):
             open_source(file, columns=columns | {"gald": "answers"})
 
@@ -185,7 +185,7 @@ class TestAnswers:
         if field == "target":
             rows = [{**VERL, "reward_model": {"ground_truth": row}} for row in rows]
         assert with_answers(name, tmp_path, rows[:2]) == [("Ada",), ("Bo", "Cy")]
-        with pytest.raises(ValueError, match=r":[34]: (expected 'answers'|'reward_model' holds)"):
+        with pytest.raises(ValueError, match=r":[34]: (expected 'answers'|'reward_model' has)"):
             with_answers(name, tmp_path / "none", rows)
 
     @pytest.mark.parametrize("row", [{"answers": [None, None]}, {"answers": []}])
@@ -315,8 +315,8 @@ class TestCsv:
         ("text", "message"),
         [
             ("question,answer\na,b,c\n", r"tasks.csv:2 has 3 cells, and 2 columns have names"),
-            ("question,question\na,b\n", "expected a line of names, each once"),
-            ("question,answer\n", "holds no line; config.tasks.train.source must name a file"),
+            ("question,question\na,b\n", "expected a line of unique"),
+            ("question,answer\n", "is empty; config.tasks.train.source must name a file"),
             ('question,answer\n"a,b\n', "tasks.csv:2 is not valid UTF-8 CSV: unexpected end"),
             ('question,answer,metadata\na,b,{"x"\n', r"tasks.csv:2: 'metadata' is not valid JSON"),
         ],
@@ -588,7 +588,7 @@ class TestOverlap:
         chat = {"id": "e4", "messages": CHAT * 2, "answer": "a"}
         evaluated = open_source(write_jsonl(tmp_path / "eval.jsonl", [*held_out, chat]))
         line = describe_overlap(train, evaluated)
-        assert line.startswith("warning: 3 of 5 held-out questions are among the tasks trained on")
+        assert line.startswith("warning: 3 of 5 held-out questions are also training tasks")
         assert line.endswith(
             "'WHAT is  7+7', 'e0' of config.tasks.eval and 'q7' of config.tasks.train"
         )

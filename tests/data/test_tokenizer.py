@@ -192,7 +192,7 @@ def test_a_missing_folder_is_refused_without_asking_a_hub():
         ({"chat_template": None}, "no chat template"),
         ({"chat_template": {"tool_use": CHATML, "rag": CHATML}}, "none called default"),
         ({"eos_token": None}, "eos_token"),
-        ({"special": ("<|im_end|>", "<|im_start|>", "search")}, "'search' is also"),
+        ({"special": ("<|im_end|>", "<|im_start|>", "search")}, "special token 'search'"),
     ],
 )
 def test_a_tokenizer_without_a_required_field_is_refused(tmp_path, fields, message):

@@ -61,7 +61,7 @@ class TestLog:
             path.write_text("".join(lines[:num_kept]))
         log = MetricsLog(path, 9, log=messages.append)
         [warning] = messages
-        assert f"{path} holds {num_kept or 0} of the 9 records" in warning
+        assert f"{path} contains {num_kept or 0} of the 9 records" in warning
         assert log.num_records == 9  # as W&B counts them
         # Killed before the next checkpoint, the run resumes from the same one.
         log.write(9, "train", {})
@@ -75,8 +75,8 @@ class TestLog:
         path.write_text(text, errors="surrogateescape")
         log = MetricsLog(path, 3, log=messages.append)
         aside = path.with_name("metrics.jsonl.damaged")
-        assert f"{path}:2 is no valid record" in messages[0]
-        assert "holds 2 of the 3 records" in messages[1]
+        assert f"{path}:2 is not a valid record" in messages[0]
+        assert "contains 2 of the 3 records" in messages[1]
         assert aside.read_text(errors="surrogateescape") == text
         assert [record["step"] for record in log.records()] == [1, 3]
 
