@@ -93,7 +93,7 @@ class ChunkReport:
 
 @struct.dataclass
 class PackedReport:
-    """A report packed into one array, for a single transfer to the host."""
+    """Report packed into one array, for a single transfer to the host."""
 
     values: Array  # int32 [r, 3 * C + 2]: token ids, log-probabilities, entropies, status, state
     recorded: dict[str, Array]  # see `ChunkReport`
@@ -306,7 +306,7 @@ class Programs:
         return self._constrain_cache(layer_scan.cache), recorded
 
     def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
-        """Check and return the arrays in `recorded`, `[M, ...]`, after a pass over M tokens."""
+        """Validate and return the arrays `[M, ...]` recorded by a pass over M tokens."""
         for name, spec in self.recorded.items():
             expected = (num_tokens, *spec.shape), spec.dtype
             array = aux.recorded.get(name)

@@ -513,7 +513,7 @@ class Engine:
             )
         self._temperature, self._top_p = temperature, top_p
 
-    # extras/serve/engine.py overrides these two to sample each request with its own settings.
+    # extras/serve/engine.py overrides the next two methods, for settings by request.
     def _select_chunk_kind(self, running: list[list[Row]]) -> str:
         """Return the sampling method for a chunk of these rows."""
         return self._select_kind(self._temperature, self._top_p)

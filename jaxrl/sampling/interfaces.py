@@ -156,7 +156,7 @@ PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"
 
 
 class ExternalModel(Protocol):
-    """A model behind an endpoint that writes the turns of episodes."""
+    """Model behind an endpoint, which writes the turns of episodes."""
 
     @property
     def display_name(self) -> str:

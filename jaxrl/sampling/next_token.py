@@ -81,7 +81,7 @@ def sample(
 
 
 def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
-    """Return the weights of the most likely tokens that together reach `top_p`, 0 for the others.
+    """Zero the weights of all tokens except the most likely ones that together reach `top_p`.
 
     Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a total
     probability of at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary

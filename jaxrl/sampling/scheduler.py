@@ -51,7 +51,7 @@ class PromptTokens(NamedTuple):
 
 @dataclass(eq=False)
 class Prefix:
-    """A cached prompt. Samples share its full pages and copy its partial last page."""
+    """Cached prompt. Samples share its full pages and copy its partial last page."""
 
     prompt: PromptTokens
     shared: list[int] = field(default_factory=list)  # full pages
@@ -69,7 +69,7 @@ class Prefix:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Row:
-    """An admitted request."""
+    """Admitted request."""
 
     request: int
     slot: int  # index of the row's key and block table in the engine's arrays
