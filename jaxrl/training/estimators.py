@@ -17,7 +17,7 @@ from jaxrl.utils.callables import UserCodeError, wrap_user_code
 
 
 class AdvantageEstimator:
-    """The configured advantage estimator. Trajectories with environment errors get 0."""
+    """Configured advantage estimator. Trajectories with environment errors get 0."""
 
     def __init__(self, advantage: AdvantageSettings, seed: int):
         """Prepare the estimator, which compiles on first use. Estimators that sample use `seed`."""
@@ -81,7 +81,7 @@ class AdvantageEstimator:
             )
         if len(shape) == 1:
             return replace_fields(groups, advantage=[float(advantage) for advantage in advantages])
-        # Each turn has its own advantage. The trajectory's is the mean over its sampled tokens.
+        # Average the advantages of a trajectory's turns over its sampled tokens.
         turns = [
             tuple(map(float, row[: max(len(t.turns), 1)]))
             for t, row in zip(flatten_groups(groups), advantages, strict=True)

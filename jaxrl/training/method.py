@@ -1,4 +1,4 @@
-"""The method of a run: frozen settings and functions, built by `builders.method`.
+"""Method of a run: frozen settings and functions, built by `builders.method`.
 
 docs/configuration.md describes the fields that are named after a config key. The functions below
 also accept config sections, so that validation rules use the same conditions.

@@ -139,7 +139,7 @@ class PackedAttachments:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A batch on the host, with statistics of its packing."""
+    """Batch on the host, with packing statistics."""
 
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # non-empty micro-batches

@@ -45,7 +45,7 @@ from jaxrl.types import Group, Params, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A training stage, with its optimizer, batch shape and update step."""
+    """Training stage, with its optimizer, batch shape and update step."""
 
     num_steps: int
     batch_size: int  # trajectories or demonstrations per mini-batch

@@ -96,7 +96,7 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh; each process has all of it and supplies its own shards."""
+    """Put a host batch on the mesh; each process holds all of it and supplies its local shards."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
