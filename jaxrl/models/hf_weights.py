@@ -211,8 +211,8 @@ def load_tensors(
         config: Model that the tensors belong to.
         stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
             them. With a function, nothing is read yet: each returned parameter is a function that
-            opens the tensors and loads the parameter. safetensors keeps what it reads from a file
-            in memory until the file is closed.
+            opens the tensors and loads the parameter. safetensors keeps data that it reads from a
+            file in memory until the file is closed.
         shardings: Sharding of each parameter, by path (keys joined by `/`).
         dtype: Dtype of the parameters.
         progress: See `load_hf`.

@@ -176,7 +176,7 @@ class Model:
         hidden = self._hidden_states(params, batch, aux or self.make_aux(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
-        # Hidden states stay in place; targets and masks shift to the token before.
+        # Hidden states do not move; targets and masks shift to the previous token.
         is_selected, targets = (
             split_into_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
