@@ -34,8 +34,8 @@ def grpo(
         ddof: 0 for the population standard deviation, 1 for the sample standard deviation.
         epsilon: Constant added to the standard deviation, in units of reward.
     """
-    # N x N comparisons instead of segment sums: N is only a few thousand, and the order of a GPU
-    # scatter is not deterministic.
+    # Use N x N comparisons instead of segment sums: N is only a few thousand, and the order of a
+    # GPU scatter is not deterministic.
     same = (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
     count = jnp.maximum(same.sum(axis=1), 1)
     table = jnp.broadcast_to(rewards, same.shape)
@@ -171,7 +171,7 @@ def pass_at_k_full_sampling(
 
     From https://arxiv.org/abs/2508.10751. A subset gets reward 1 if any member is correct. Its
     advantage is `grpo` over the subsets of the group, with the population standard deviation, and
-    every member gets it. Subsets are consecutive in batch order; leftover trajectories get 0.
+    every member gets it. Subsets are consecutive in batch order; the remaining trajectories get 0.
 
     Args:
         is_correct: See `pass_at_k`.

@@ -28,7 +28,7 @@ def importance_weights(
     - `mask`: `q` if it is within `[low, high]`, else 0; IcePop, https://arxiv.org/abs/2510.18855.
     - `reject`: 1 if `q` is within `[low, high]`, else 0; verl's rejection sampling.
 
-    The log-ratio, its sum or its mean is clipped to [-20, 20] nats. Weights carry no gradient and
+    The log-ratio, its sum or its mean is clipped to [-20, 20] nats. Weights have no gradient and
     are 0 outside `loss_mask`.
 
     Args:

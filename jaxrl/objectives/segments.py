@@ -14,7 +14,7 @@ def segment_sums(
     """Sum `values` over each token's segment; all tokens of a segment get bit-identical sums.
 
     Uses two associative scans of logarithmic depth: running sums that restart at each segment, then
-    a reverse scan that copies each segment's total to its tokens. A scatter on GPU adds in
+    a reverse scan that copies each segment's total to its tokens. A scatter on a GPU adds in
     nondeterministic order, and a T x T segment mask would not fit in memory for long rows.
 
     Args:
