@@ -93,7 +93,7 @@ def is_compiling() -> bool:
 
 @atexit.register
 def _wait_for_compilations() -> None:
-    """Wait for compilations before JAX's exit handler frees what they use."""
+    """Wait for compilations before JAX's exit handler frees their resources."""
     for thread in _threads:
         thread.join()
 

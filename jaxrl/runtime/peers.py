@@ -236,7 +236,7 @@ def _report_waiting(
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
 
     def watch() -> None:
-        # Not print: the main thread may hold the buffer while it blocks in JAX.
+        # Do not use print: the main thread may hold the buffer while it blocks in JAX.
         if not has_joined.wait(silent_s):
             text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
             os.write(2, f"{text}\n".encode())

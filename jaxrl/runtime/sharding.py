@@ -83,7 +83,7 @@ def compute_mesh_sizes(
         raise ValueError(
             f"config.mesh ({shape}) does not fit the number of devices, {num_devices}"
             f"{' without those of rollout_devices' if rollout_devices else ''}; the sizes "
-            "must be positive and multiply to it; one of them may be -1 (the other devices)."
+            "must be positive and multiply to it; one of them may be -1 (remaining devices)."
         )
     if free_axes:
         sizes[free_axes[0]] = num_devices // fixed_product
