@@ -202,8 +202,8 @@ def run_suites(
     groups_by_suite: dict[str, list[Group]] = {}
     ledger = UsageStats()
     for suite in suites:
-        # Earlier suites may have spent the budget of a model behind an endpoint. Its responses are
-        # recorded, so the next start continues from them.
+        # Earlier suites may have spent the budget of an endpoint model. Its responses are recorded,
+        # and the next start reuses them.
         if run_state.components.external:
             run_state.check_budget()
         groups = groups_by_suite[suite] = roll_out_suite(run_state, suite)

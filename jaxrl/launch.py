@@ -328,7 +328,7 @@ def prepare_run(
     from jaxrl.runtime.compilation_cache import use_compilation_cache
     from jaxrl.runtime.host_memory import trim_memory_after_compiling
 
-    # Cheap checks first, so that nothing is written or compiled for a run that cannot start.
+    # Run cheap checks first, so that a run that cannot start writes and compiles nothing.
     record = resume.read_record(workdir, accept_changes=accept_changes)
     config = download_files(config, record.config if record else None)
     _check_workdir(config.recorded, workdir, accept_changes=accept_changes)

@@ -142,7 +142,7 @@ class Learner:
         return progress.stage_step >= self.stage.num_steps or is_early
 
     def start(self) -> None:
-        """Load the sampler's weights; evaluate first, or finish the step of the checkpoint."""
+        """Load the sampler's weights; run the initial evaluation, or finish the restored step."""
         run_state = self.run_state
         run_state.compile_sampler()
         # A signal may abort a compilation here: no state changes before a step's first update.
@@ -168,7 +168,7 @@ class Learner:
         self._has_weights = True
 
     def _free_sampler(self) -> None:
-        """Free the sampler's memory for the update, unless it samples meanwhile."""
+        """Free the sampler's memory for the update, unless it samples during the update."""
         if not self._collector.should_prefetch:
             self.run_state.components.engine.release()
             self._has_weights = False
@@ -356,8 +356,8 @@ class Learner:
                 )
         # Update. Without any learning signal the optimizer still steps, with a zero gradient.
         update_metrics: list[dict[str, Any]] = []
-        # None, not 1.0: the compiled program then has no scale factor and rounds the same as a run
-        # without a watch.
+        # Pass None instead of 1.0: the compiled program then has no scale factor, and rounds as in
+        # a run without a watch.
         lr_scale = None if scale == 1 else scale
         run_state.display.show_activity(
             f"update, {len(minibatches) * stage.settings.num_epochs} mini-batches"
@@ -803,7 +803,7 @@ def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the first `num_logged_trajectories` trajectories of the step to its file."""
+    """Write the step's first `num_logged_trajectories` trajectories to the file of the step."""
     if not distributed.is_main():
         return
     count = run_state.settings.num_logged_trajectories

@@ -115,8 +115,8 @@ class Trajectory:
     opener: str = ""  # start of the response that the chat template writes into the prompt
     turns: tuple[Turn, ...]
     turn_starts: tuple[int, ...] = ()  # index of each turn's first token
-    # For each context after the first: its start in `token_ids`, and how many of its first tokens
-    # repeat an earlier context. Tokens attend only within their own context.
+    # For each context after the first: its start in `token_ids`, and the number of first tokens
+    # that repeat an earlier context. Tokens attend only within their own context.
     contexts: tuple[tuple[int, int], ...] = ()
     outcome: Outcome
     reward: float = 0.0
