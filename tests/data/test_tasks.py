@@ -590,7 +590,7 @@ class TestOverlap:
         line = describe_overlap(train, evaluated)
         assert line.startswith("warning: 3 of 5 held-out questions are also training tasks")
         assert line.endswith(
-            "'WHAT is  7+7', 'e0' of config.tasks.eval and 'q7' of config.tasks.train"
+            "'WHAT is  7+7', 'e0' in config.tasks.eval and 'q7' in config.tasks.train"
         )
         assert (
             describe_overlap(train, open_source(write_jsonl(tmp_path / "c.jsonl", held_out[2:4])))
