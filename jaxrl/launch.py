@@ -345,7 +345,7 @@ def prepare_run(
     begun, changes = _check_changes(
         config.recorded, workdir, contents, accept_changes=accept_changes
     )
-    notes = validation.warnings(config)
+    notes = validation.list_warnings(config)
     if begun is not None:
         # With --step the run itself stays unchanged.
         prefix = f"changed after step {begun.step}" if step is None else "differs from the run"

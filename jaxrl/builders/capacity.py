@@ -1,4 +1,4 @@
-"""Check row counts and context length, and size the KV cache, for the configured devices."""
+"""Checks of row counts and context length, and the size of the KV cache on each device."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def check_context_length(config: ResolvedConfig, model: Architecture) -> None:
     """Check that trajectories fit in the model's context window.
 
     Raises:
-        ValueError: They do not fit. The message names the key.
+        ValueError: The trajectories do not fit. The message names the key.
     """
     length = config.context_tokens
     if length > model.max_positions:
         raise ValueError(
-            f"config.rollout.{_context_length_key(config)}={length} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
-            "or what YaRN in rope_scaling makes of them)."
+            f"config.rollout.{_get_context_length_key(config)}={length} exceeds the "
+            f"model's {model.max_positions} positions (max_position_embeddings in its config.json, "
+            "extended by YaRN if rope_scaling is set)."
         )
 
 
@@ -103,7 +103,7 @@ class CacheSizes:
         num_processes: int,
         page_tokens: int,
     ) -> CacheSizes:
-        """Compute the sizes for pages of `page_tokens`. The mesh may be abstract, as in a plan."""
+        """Compute the sizes for pages of `page_tokens` tokens. The mesh may be abstract."""
         heads = model.num_kv_heads // mesh.shape["tensor"]
         values = 2 * model.num_layers * heads * model.head_dim
         return cls(
@@ -114,10 +114,10 @@ class CacheSizes:
 
     @property
     def max_pages(self) -> int:
-        """Number of pages that hold all rows at maximum length."""
+        """Number of pages for all rows at maximum length."""
         return self.rows * self.pages_per_row
 
-    def fixed_num_pages(self, config: ResolvedConfig, platform: str) -> int | None:
+    def compute_num_pages(self, config: ResolvedConfig, platform: str) -> int | None:
         """Return the number of cache pages; None if it depends on the device's free memory.
 
         `rollout.cache_gib` sets the size. If it is 0, the cache holds all rows at maximum length on
@@ -132,13 +132,13 @@ class CacheSizes:
         pages = int(config.rollout.cache_gib * GIB) // self.page_bytes
         if pages < self.pages_per_row:
             raise ValueError(
-                f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
+                f"config.rollout.cache_gib={config.rollout.cache_gib} cannot hold one trajectory "
                 f"of {config.context_tokens} tokens, which "
-                f"takes {format_bytes(self.pages_per_row * self.page_bytes)} of each device; raise "
-                f"cache_gib or lower {_context_length_key(config)}."
+                f"takes {format_bytes(self.pages_per_row * self.page_bytes)} per device; raise "
+                f"cache_gib or lower {_get_context_length_key(config)}."
             )
         return pages
 
 
-def _context_length_key(config: ResolvedConfig) -> str:
+def _get_context_length_key(config: ResolvedConfig) -> str:
     return "context.max_tokens" if config.has_contexts else "max_total_tokens"

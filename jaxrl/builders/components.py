@@ -98,8 +98,8 @@ def build(
 
     Args:
         c: Resolved configuration. A `num_steps` of 0 is replaced in place.
-        show: Function that displays the current activity.
-        workdir: Folder of the run, which holds the recordings by default.
+        show: Function that displays a status message.
+        workdir: Folder of the run, which contains the recordings by default.
         log: Function that logs a message.
         now: Time that the chat template sees; by default the current time.
 
@@ -121,7 +121,7 @@ def build(
     if c.has_contexts and architecture.tower is not None:
         raise ValueError(
             f"config.rollout.context.name is {c.rollout.context.name!r}, but the model of "
-            "config.model.path reads images; expected 'none', or a model without images."
+            "config.model.path supports images; expected 'none', or a model without image support."
         )
     tools = build_tools(c, log)
     # The control environment, whose search engine finds nothing. All checks use it, because they
@@ -314,8 +314,8 @@ def _build_external_model(
         return None
     if workdir is not None and latest_complete_step(workdir / "checkpoints") is not None:
         raise ValueError(
-            f"config.policy.name is {c.policy.name!r}, but {workdir} holds checkpoints of a "
-            "model of its own; set --workdir to another folder."
+            f"config.policy.name is {c.policy.name!r}, but {workdir} contains checkpoints of a "
+            "local model; set --workdir to another folder."
         )
     settings, process = c.policy[c.policy.name].to_dict(), jax.process_index()
     external: ExternalModel = c.policy_class(settings, workdir=workdir, process=process, log=log)
@@ -353,7 +353,7 @@ def read_model_and_tokenizer(
             ("freeze_tower", model.tower),
         ):
             if c.model[key] and not supported:
-                problem = "reads no images" if key == "freeze_tower" else "has no experts"
+                problem = "does not support images" if key == "freeze_tower" else "has no experts"
                 raise ValueError(
                     f"config.model.{key} is {c.model[key]}, but the model of config.model.path "
                     f"{problem}; set it to {KEYS[f'model.{key}'].default}."
@@ -384,7 +384,7 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
     if end := tokenizer.unknown_message_end:
         known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
         notes.append(
-            f"warning: the chat template ends a message with {end}, but only {known} stops the "
+            f"warning: the chat template ends messages with {end}, but only {known} stops the "
             f"sampler; the model may continue after {end}. Set config.model.eos_tokens to "
             f"({end!r},)"
         )
@@ -394,9 +394,8 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
         )
     if default_system := tokenizer.dropped_system:
         notes.append(
-            f"the chat template's default system message {default_system!r:.200} is left out of "
-            "prompts without one. To add a system message, set config.prompt.system or put it into "
-            "the chats"
+            f"the chat template's default system message {default_system!r:.200} is removed from "
+            "prompts. To add a system message, set config.prompt.system or put it into the chats"
         )
     return notes
 
@@ -405,8 +404,8 @@ def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> No
     """Reject a tokenizer that has more ids than the model, or EOS ids outside its vocabulary."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
-            f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
-            f"{model.vocab_size} (vocab_size in config.json); they belong to two models."
+            f"the tokenizer in {path!r} has {tokenizer.num_tokens} ids, but the model has "
+            f"{model.vocab_size} (vocab_size in config.json); use the model's own tokenizer."
         )
     invalid_ids = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
     if invalid_ids:
@@ -420,7 +419,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
     """Check that the devices can offload optimizer moments or activations to host memory.
 
     Raises:
-        ValueError: They cannot. The message names the key that enables offloading.
+        ValueError: The devices cannot. The message names the key that enables offloading.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -439,7 +438,7 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
 
 
 def build_model(c: ResolvedConfig, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer) -> Model:
-    """Create the `Model` for an architecture. It holds no parameters yet."""
+    """Create the `Model` for an architecture, without parameters."""
     return Model(
         policy.with_kernels(mesh, experts=c.model.experts, check_dtype=c.model.dtype),
         mesh,
@@ -470,14 +469,14 @@ def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> F
         tokenizer: Tokenizer of the policy.
 
     Raises:
-        ValueError, OSError: The folder holds no model, or one with another tokenizer.
+        ValueError, OSError: The folder contains no model, or one with another tokenizer.
     """
     architecture, mesh = read_architecture(folder, c.model.architecture), make_mesh(**c.mesh)
     other = Tokenizer.from_folder(folder)
     if list(other.vocab_bytes) != list(tokenizer.vocab_bytes):
         raise ValueError(
-            f"the tokenizer in {folder} has other tokens than that of config.model.path; a scorer "
-            "needs the same ids."
+            f"the tokenizer in {folder} differs from the one in config.model.path; a scorer needs "
+            "the same ids."
         )
     model = build_model(c, mesh, architecture, tokenizer)
     params = load_hf(folder, mesh, architecture=c.model.architecture)
@@ -566,7 +565,7 @@ def build_engine(
     kernels = select_kernels(c.model.attention, sampling_mesh, policy, check_dtype=c.model.dtype)
     page_tokens, platform = kernels.page_tokens, sampling_mesh.devices.flat[0].platform
     cache = capacity.CacheSizes.compute(c, policy.unwrapped, mesh, jax.process_count(), page_tokens)
-    num_pages = cache.fixed_num_pages(c, platform)
+    num_pages = cache.compute_num_pages(c, platform)
     if num_pages is None:
         num_pages = count_free_pages(c, policy.unwrapped, page_tokens)
     engine = kind(
@@ -602,14 +601,14 @@ def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -
     page_counter = import_optional(PAGE_COUNTER)
     if page_counter is None:
         raise ValueError(
-            "config.rollout.cache_gib is 0, which leaves the size to the memory plan, but "
+            "config.rollout.cache_gib is 0, so the memory plan sets the size, but "
             "jaxrl/extras/plan is missing; set it to GiB per device."
         )
     return int(page_counter(c, model, page_tokens))
 
 
 PAGE_COUNTER = "jaxrl.extras.plan.fitting:count_free_pages"
-"""Function that computes how many cache pages fit next to everything else on a device."""
+"""Function that computes how many cache pages fit into a device's free memory."""
 
 
 AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
@@ -617,7 +616,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the sampling kinds (`next_token`) that the stages need; without stages, for chat."""
+    """Return the sampling kinds of `next_token` that the stages need, or chat without stages."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:

@@ -65,8 +65,7 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
     """Instantiate the environment, injecting the objects that its constructor accepts.
 
     Raises:
-        ValueError: `reward.weights` names a part that nothing computes, or `ledger.prices` names an
-            unknown tool.
+        ValueError: `reward.weights` names an unknown part, or `ledger.prices` an unknown tool.
     """
     env: Env = instantiate(
         "env.settings",
@@ -86,7 +85,7 @@ def build_environment(c: ResolvedConfig, engine: Tool | None, tools: Sequence[To
     if unknown_parts:
         raise ValueError(
             f"config.reward.weights names {unknown_parts.pop()!r}, which {c.env.name!r} does not "
-            f"measure; its reward_parts are {env.reward_parts!r}."
+            f"compute; its reward_parts are {env.reward_parts!r}."
         )
     _check_prices(c, [SEARCH, *(tool.name for tool in tools)])
     return env
@@ -180,8 +179,8 @@ def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
     engine = search.engine
     if not isinstance(engine, DocumentSearch) or engine.documents is None:
         raise ValueError(
-            f"config.search.engine is {c.search.engine!r}, which has no documents to draw from; "
-            "leave the suite 'random_search' out, or give the engine `documents` "
+            f"config.search.engine is {c.search.engine!r}, which has no documents to sample from; "
+            "remove the suite 'random_search', or add `documents` to the engine "
             "(jaxrl.envs.search.base.DocumentSearch)."
         )
     from jaxrl.envs.search.random_search import RandomSearch  # imported late: few runs need it

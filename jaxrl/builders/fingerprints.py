@@ -19,7 +19,7 @@ from jaxrl.runtime.distributed import gather
 from jaxrl.training.run_state import USER_CODE_SUFFIX
 from jaxrl.utils.callables import is_dotted_path
 
-MAX_DIFFERENCES = 10  # listed in one message
+MAX_DIFFERENCES = 10  # maximum number of differences listed in a message
 
 NUM_WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
 

@@ -1,4 +1,4 @@
-"""Replace names on the Hugging Face Hub in a configuration by local paths."""
+"""Replacement of Hugging Face Hub names in a configuration with local paths."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def download_files(
     *,
     for_plan: bool = False,
 ) -> ResolvedConfig:
-    """Download the models and data that the run needs, and put their paths into the config.
+    """Download the models and data that the run needs, and set their paths in the config.
 
     A name without a revision means the commit that the run has recorded, or else the newest one.
 
     Args:
         c: Resolved configuration; its values are changed in place.
-        recorded: Values by dotted key with which the run has trained so far, if it has.
+        recorded: Values by dotted key with which the run has trained so far, if any.
         for_plan: True to download only `config.json` of each model.
 
     Returns:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxrl.builders.resolved import ADAPTERS, ResolvedConfig, adapter_key
+from jaxrl.builders.resolved import ADAPTERS, ResolvedConfig, get_adapter_key
 from jaxrl.config.registry import select_settings
 from jaxrl.models.architecture import Architecture
 from jaxrl.training.method import (
@@ -91,9 +91,9 @@ def build_optimizer_settings(c: ResolvedConfig, stage: str) -> OptimizerSettings
     """Create the optimizer settings of the stage `sft` or `train`."""
     return build_from_section(
         OptimizerSettings,
-        c.optimizer_section(stage),
+        c.get_optimizer_section(stage),
         schedule=c.schedules[stage],
-        num_updates=c.num_updates(stage),
+        num_updates=c.count_updates(stage),
     )
 
 
@@ -117,7 +117,7 @@ def compute_batch_shape(
     replays = stage == "train" and c.model.replay
     return BatchShape.for_sequences(
         num_sequences,
-        micro_rows=c.optimizer_section(stage).micro_rows,
+        micro_rows=c.get_optimizer_section(stage).micro_rows,
         row_tokens=-(-rollout.max_total_tokens // unit) * unit,
         shards_with_prompts=shards_with_prompts,
         tower=model.tower if model else None,
@@ -136,7 +136,7 @@ def build_policy_architecture(c: ResolvedConfig, model: Architecture) -> Archite
     """
     if c.model.head_dtype:
         model = model.with_head_dtype(c.model.head_dtype)
-    key = adapter_key(c)
+    key = get_adapter_key(c)
     if not key:
         return model
     settings = c[key.rpartition(".")[0]].to_dict()
@@ -146,5 +146,5 @@ def build_policy_architecture(c: ResolvedConfig, model: Architecture) -> Archite
 
 def find_frozen_entries(c: ResolvedConfig, model: Architecture) -> tuple[str, ...]:
     """Return the frozen parameter entries. An adapter freezes its base weights separately."""
-    is_frozen = c.model.freeze_tower and not adapter_key(c)
+    is_frozen = c.model.freeze_tower and not get_adapter_key(c)
     return (model.tower.entry,) if model.tower and is_frozen else ()

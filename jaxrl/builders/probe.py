@@ -1,4 +1,4 @@
-"""Call user code on example inputs, to report errors before the run starts."""
+"""Calls of user code on example inputs, to report errors before the run starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_SCHEDULE_STEPS = 100_000
 """Maximum number of steps, evenly spaced over a stage, at which a schedule is evaluated."""
 
 _DTYPES = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
-_DIFFERENTIATED = ("logprobs", "entropies", "log_ratios")
+_DIFFERENTIABLE_ARRAYS = ("logprobs", "entropies", "log_ratios")
 
 
 def probe_schedule(settings: OptimizerSettings) -> None:
@@ -65,7 +65,7 @@ def probe_schedule(settings: OptimizerSettings) -> None:
 
 
 def probe_method(method: Method, max_response_tokens: int) -> None:
-    """Call the method's custom functions on arrays with the shapes and dtypes of a training step.
+    """Call the method's custom functions on arrays shaped like those of a training step.
 
     Losses, KL estimators and advantage estimators are traced, not executed.
 
@@ -178,7 +178,9 @@ def _probe_loss(function: NamedFunction, *, is_filter: bool) -> None:
         is_valid=is_valid,
     )
     # Trace its gradient, which can fail even if the function itself does not.
-    argnums = tuple(i for i, name in enumerate(function.arguments) if name in _DIFFERENTIATED)
+    argnums = tuple(
+        i for i, name in enumerate(function.arguments) if name in _DIFFERENTIABLE_ARRAYS
+    )
     if is_filter or not argnums:
         return
 

@@ -24,8 +24,8 @@ def open_recording(
 
     Args:
         config: Resolved configuration.
-        workdir: Folder of the run, which holds the recording unless `search.replay_folder` is set;
-            None if there is no run.
+        workdir: Folder of the run, which contains the recording unless `search.replay_folder` is
+            set; None if there is no run.
         log: Function that logs a message about each damaged record.
 
     Raises:
@@ -35,8 +35,8 @@ def open_recording(
     search = config.search
     if not (search.replay_folder or workdir):
         raise ValueError(
-            f"config.search.replay is {search.replay!r} without a run; name the folder of a "
-            "recording by config.search.replay_folder."
+            f"config.search.replay is {search.replay!r} without a run; set "
+            "config.search.replay_folder to the folder of a recording."
         )
     folder = Path(search.replay_folder or Path(workdir or "") / "searches")
     engine = {"engine": search.engine, "settings": _collect_engine_settings(config)}
@@ -47,8 +47,8 @@ def open_recording(
         known = "; ".join(map(json.dumps, list_recorded_engines(folder))) or "nothing"
         raise FileNotFoundError(
             f"config.search.replay is 'only', but {folder} has no searches of "
-            f"{json.dumps(engine)}; there is: {known}. Name the folder by "
-            "config.search.replay_folder, or set the engine and its settings as they were."
+            f"{json.dumps(engine)}; it has: {known}. Set config.search.replay_folder to another "
+            "folder, or restore the recorded engine and its settings."
         )
     return recording
 
@@ -62,7 +62,7 @@ _NEUTRAL_SETTINGS = {
 
 
 def _collect_engine_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Return the settings that affect results. A file's value is its hash; None if missing."""
+    """Return the settings that affect results, with hashes of files; None for a missing file."""
     engine = config.search.engine
     if is_dotted_path(engine):
         return dict(config.search.settings)
@@ -108,6 +108,6 @@ def _fill_missing_hashes(engine: Mapping[str, Any], folder: Path) -> dict[str, A
     if len(matches) > 1:
         raise FileNotFoundError(
             f"the file of config.search.{missing[0]} is missing, and {folder} has searches of "
-            f"{len(matches)} such files; restore the one to use at the configured path."
+            f"{len(matches)} such files; restore one of them at the configured path."
         )
     return matches[0] if matches else settings

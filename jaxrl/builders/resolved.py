@@ -72,7 +72,7 @@ class ResolvedConfig:
         estimator, policy_loss, loss_term, token_filter, aggregation, kl_estimator, group_filter,
             trajectory_filter, detector: Functions of the method; None if the name is "none".
         schedules: Learning-rate schedule of each stage.
-        hub_names: Names on the Hub, with commits, by key; `config` has their local paths.
+        hub_names: Hub names with commits, by key; `config` contains their local paths.
     """
 
     config: ConfigDict
@@ -104,14 +104,14 @@ class ResolvedConfig:
         return self.config[key]
 
     def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
-        """Return a copy with new values by dotted key. Keys that hold names must not change."""
+        """Return a copy with new values by dotted key, none of which may be a resolved name."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
 
     @property
     def recorded(self) -> ConfigDict:
-        """Configuration as a run records it: names on the Hub instead of local paths."""
+        """Configuration as recorded by a run, with Hub names instead of local paths."""
         return self.with_values(self.hub_names).config
 
     @property
@@ -130,7 +130,7 @@ class ResolvedConfig:
 
     @property
     def has_tools(self) -> bool:
-        """True if a turn can end with a stop string, after which an observation follows."""
+        """True if a turn can end with a stop string, followed by an observation."""
         return bool(self.env_class.stop_strings)
 
     @property
@@ -214,7 +214,7 @@ class ResolvedConfig:
         """Response length in tokens at which the overlong penalty reaches its maximum.
 
         With tools, the response includes observations, which `rollout.max_response_tokens` does
-        not count. The default limit is therefore what the prompt leaves of `max_total_tokens`.
+        not count, so the default limit is `max_total_tokens` minus the longest prompt.
         """
         rollout = self.config.rollout
         remaining = rollout.max_total_tokens - rollout.max_prompt_tokens
@@ -224,27 +224,27 @@ class ResolvedConfig:
     @property
     def training_steps(self) -> dict[str, int]:
         """Number of steps by training stage, for the configured stages."""
-        return training_steps(self.config)
+        return count_training_steps(self.config)
 
-    def num_updates(self, stage: str) -> int:
+    def count_updates(self, stage: str) -> int:
         """Return the total number of optimizer steps in a stage."""
         if stage == "sft":
             return int(self.config.sft.num_steps)
         optimizer = self.config.optimizer
         return int(self.config.num_steps * optimizer.num_minibatches * optimizer.num_epochs)
 
-    def optimizer_section(self, stage: str) -> ConfigDict:
+    def get_optimizer_section(self, stage: str) -> ConfigDict:
         """Return the config section of a stage's optimizer."""
         return self.config.sft.optimizer if stage == "sft" else self.config.optimizer
 
 
-def training_steps(config: Any) -> dict[str, int]:
+def count_training_steps(config: Any) -> dict[str, int]:
     """Return the number of steps by training stage, for the configured stages."""
     steps = {"sft": config.sft.num_steps, "train": config.num_steps}
     return {stage: steps[stage] for stage in config.stages if stage in steps}
 
 
-def adapter_key(config: Any) -> str:
+def get_adapter_key(config: Any) -> str:
     """Return the key that enables the adapter; "" if none is enabled."""
     return next((key for key in ADAPTERS if key in KEYS and config[key]), "")
 
@@ -258,7 +258,7 @@ def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[st
     """
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]
-    if not adapter_key(c):
+    if not get_adapter_key(c):
         fixed.append("model.freeze_tower")
     if "train" in c.stages:
         fixed.append("kl.anchor")
@@ -456,7 +456,7 @@ def _resolve_reward_parts(
         unused = [name for name in reward[key] if name not in names]
         if unused:
             raise ValueError(
-                f"config.reward.{key} has {unused[0]!r}, which config.reward.weights does not name."
+                f"config.reward.{key} has {unused[0]!r}; expected a name in config.reward.weights."
             )
     # Objects: user functions, judges and built-in parts.
     parts: dict[str, RewardPart] = {}
@@ -464,8 +464,8 @@ def _resolve_reward_parts(
         if part in environment_parts:
             if name != part:
                 raise ValueError(
-                    f"config.reward.weights names {name!r}, but the environment has a part "
-                    f"{part!r} already; rename the function."
+                    f"config.reward.weights names {name!r}, but the environment already has a part "
+                    f"{part!r}; rename the function."
                 )
         elif is_dotted_path(name):
             from jaxrl.envs.rewards.functions import (
@@ -493,7 +493,7 @@ def _resolve_reward_parts(
 def _build_judge(config: ConfigDict, name: str) -> RewardPart:
     key, settings = f"reward.judges[{name!r}]", config.reward.judges[name]
     if not re.fullmatch(r"[a-z]\w*", name) or name in REWARD_PARTS:
-        raise ValueError(f"config.{key}: expected another name, of letters, digits and _.")
+        raise ValueError(f"config.{key}: expected an unused name of letters, digits and _.")
     try:
         judge, settings_class = map(pkgutil.resolve_name, JUDGE)
         part: RewardPart = judge(name, instantiate(key, settings_class, settings))
@@ -513,7 +513,7 @@ def _bind_function(
 
     Args:
         config: Configuration with valid values.
-        key: Key that holds the name. If it ends in `.name`, the section has `settings` and a
+        key: Key of the name. If it ends in `.name`, the section has `settings` and a
             subsection for each built-in name; otherwise the function has no settings.
         table: Built-in functions by name. A value of None disables the function.
         arrays: Names of the positional arguments that the function may take.
@@ -543,7 +543,7 @@ def _resolve_function(
         ValueError: The object is a class, a generator or a coroutine, or takes other parameters.
     """
     function: Callable[..., Any] = resolve(key, name, table, example="my_module.my_function")
-    expected = f"a function of some of {', '.join(arrays)}, and of settings after a *"
+    expected = f"a function of some of {', '.join(arrays)}, with settings after a *"
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:

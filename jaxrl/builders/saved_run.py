@@ -1,4 +1,4 @@
-"""Load the configuration and trained weights of a saved run for inference."""
+"""Loading of a saved run's configuration and trained weights for inference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from ml_collections import ConfigDict
 
 from jaxrl.builders.components import RunComponents, build
 from jaxrl.builders.hub import download_files
-from jaxrl.builders.resolved import ResolvedConfig, adapter_key, resolve_names, training_steps
+from jaxrl.builders.resolved import (
+    ResolvedConfig,
+    count_training_steps,
+    get_adapter_key,
+    resolve_names,
+)
 from jaxrl.builders.validation import check_rules, check_values
 from jaxrl.config.loading import load_values
 from jaxrl.config.schema import KEYS, LOCAL_MODEL, default_config
@@ -116,14 +121,14 @@ def resolve_weights_folder(
     # The other fields of `Progress` may depend on user code, which may be missing on this host.
     names = ("stage", "stage_step", "stopped_early", "record")
     position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
-    is_training = position.is_mid_stage(training_steps(config))
+    is_training = position.is_mid_stage(count_training_steps(config))
     export = run / "export"
     if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export
     if model is None and not saved:
         raise FileNotFoundError(
-            f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
-            "model with --model=DIR."
+            f"{run} contains neither export/ nor a checkpoint, so it has no trained weights yet. "
+            "Name a model with --model=DIR."
         )
     return model
 
@@ -136,7 +141,7 @@ def read_config(run: Path) -> ConfigDict:
     """
     file = run / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{run} is not a run: no config.json. Name a run's workdir.")
+        raise FileNotFoundError(f"{run} has no config.json; expected the workdir of a run.")
     if "architectures" in read_object(file):
         raise ValueError(f"{run} is a model; name a run's workdir, and set --model={run}.")
     add_code_folders(run)
@@ -146,13 +151,13 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> ResolvedConfig:
-    """Resolve the names that inference needs: not those of training, data and rewards.
+    """Resolve the names that inference needs, and download a model on the Hub.
 
-    A model on the Hub is downloaded.
+    Names for training, data and rewards are not resolved.
 
     Args:
         config: Configuration of the run; changed in place.
-        has_overrides: True if values were overridden, so that the configuration is validated again.
+        has_overrides: True if values were overridden and must be validated again.
     """
     if has_overrides:
         check_values(config)
@@ -173,13 +178,13 @@ def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> Resolve
 
 def disable_adapter(config: ConfigDict) -> None:
     """Disable the adapter in the config, for a model into which it is already merged."""
-    section = adapter_key(config).rpartition(".")[0]
+    section = get_adapter_key(config).rpartition(".")[0]
     defaults = {key: entry.default for key, entry in KEYS.items() if key.startswith(f"{section}.")}
     config.update_from_flattened_dict(defaults if section else {})
 
 
 def reset_training_code(config: ConfigDict) -> None:
-    """Replace training-only user code with the defaults, because it may be missing."""
+    """Replace user code for training, which may be missing, with the defaults."""
     for key, entry in KEYS.items():
         section, _, last = key.rpartition(".")
         if (

@@ -1,4 +1,4 @@
-"""Validate a configuration: values, names and combinations of keys."""
+"""Validation of a configuration: values, names and combinations of keys."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def check_rules(c: ResolvedConfig, *, needs_data: bool = True) -> None:
         reject_value(key, _get_value(c, key), expected)
 
 
-def warnings(c: ResolvedConfig) -> list[str]:
+def list_warnings(c: ResolvedConfig) -> list[str]:
     """Return a warning for each unusual setting, with its value and the usual one."""
     return [
-        f"warning: config.{key} is {_get_value(c, key)!r}; usual is {usual}"
+        f"warning: config.{key} is {_get_value(c, key)!r}; the usual value is {usual}"
         for key, usual in _find_unusual_settings(c)
     ]
 
@@ -117,7 +117,7 @@ def _check_tools(c: ResolvedConfig) -> None:
         reject_value(
             "search.engine",
             NO_ENGINE,
-            "an engine such as 'local' or 'empty': only env.search.protocol='qwen' does without",
+            "an engine such as 'local' or 'empty': only env.search.protocol='qwen' needs none",
         )
     if servers and not engine and not c.tools:
         return  # the servers' tools are unknown until they start
@@ -190,7 +190,7 @@ def _find_unused_keys(c: ResolvedConfig) -> Iterator[Finding]:
     ):
         default = KEYS[key].default
         if not is_read and _get_value(c, key) != default:
-            yield key, f"{default!r} unless {condition}; nothing reads it"
+            yield key, f"{default!r} unless {condition}, since the key has no effect"
 
 
 def _find_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
@@ -265,13 +265,14 @@ def _find_method_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if is_stale and not is_corrected and not loss_corrects:
         yield (
             "loss.correction.level",
-            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks: older "
-            "weights sample the trajectories",
+            "'token' or 'sequence' with rollout.async_level=1 or filter.unfinished_tasks: the "
+            "trajectories come from older weights",
         )
     if correction.level == "geometric" and correction.mode != "reject":
         yield (
             "loss.correction.mode",
-            "'reject' with loss.correction.level='geometric': a mean ratio is no importance weight",
+            "'reject' with loss.correction.level='geometric': a mean ratio is not an importance "
+            "weight",
         )
     drops_ratios = is_corrected and correction.mode != "truncate"
     if correction.low >= correction.high or (drops_ratios and correction.low > 1):
@@ -329,7 +330,7 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if filter.name == "range" and not passes:
         yield (
             "filter.range.low",
-            "bounds between which the mean of a group of rollout.group_size can lie, exclusive",
+            "exclusive bounds between which the mean of rollout.group_size values can lie",
         )
     has_kl_reward = kl.coef != 0 and kl.apply_to == "reward" and rollout.async_level == 0
     if filter.key == "seq_final_reward" and not has_kl_reward:
@@ -370,7 +371,7 @@ def _find_filter_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     if shaping.overlong_buffer > 0 and c.overlong_limit - shaping.overlong_buffer >= max_response:
         yield (
             "shaping.overlong_max_tokens",
-            "a length that a response can exceed, less shaping.overlong_buffer",
+            "less than shaping.overlong_buffer plus the length of the longest response",
         )
     if shaping.boundary_aware and c.env.name == "math":
         yield "shaping.boundary_aware", "False with env.name='math'"
@@ -431,7 +432,7 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
     for key, stage in (("eval.suites", "train"), ("eval.final_suites", "evaluate")):
         suites = _get_value(c, key) if stage in c.stages else ()
         if "empty_search" in suites and not has_engine:
-            yield key, "suites without empty_search if nothing is searched"
+            yield key, "suites without empty_search if there is no search"
         if "random_search" in suites and not has_corpus:
             yield (
                 key,
@@ -489,8 +490,8 @@ def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
         if c.shaping.overlong_buffer and not c.shaping.overlong_max_tokens:
             yield (
                 "shaping.overlong_max_tokens",
-                "above 0 with rollout.context.name: rollout.max_total_tokens counts tokens again "
-                "in each context",
+                "above 0 with rollout.context.name: rollout.max_total_tokens counts repeated "
+                "tokens in each context",
             )
         if c.policy.name != LOCAL_MODEL:
             yield "rollout.context.name", "'none' with a policy.name other than 'model'"
@@ -539,7 +540,7 @@ def _find_missing_metric(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_missing_values(c: ResolvedConfig, *, needs_data: bool) -> Iterator[Finding]:
-    """Yield a finding for each required key that is empty. Also check the engine's URL."""
+    """Yield a finding for each required key that is empty, and check the engine's URL."""
     if not c.model.path:
         yield "model.path", "a path"
     if needs_data and "sft" in c.stages and not c.sft.source:
@@ -579,7 +580,7 @@ def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
         ("train", "optimizer", "num_steps * optimizer.num_minibatches * optimizer.num_epochs"),
         ("sft", "sft.optimizer", "sft.num_steps"),
     ):
-        if stage in c.stages and 0 < c.num_updates(stage) < c[section].warmup_steps:
+        if stage in c.stages and 0 < c.count_updates(stage) < c[section].warmup_steps:
             yield (
                 f"{section}.warmup_steps",
                 f"at most {num_updates}: the learning rate does not reach its peak",
@@ -587,8 +588,8 @@ def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
     if is_training and c.filter.unfinished_tasks > c.rollout.tasks_per_step:
         yield (
             "filter.unfinished_tasks",
-            "at most rollout.tasks_per_step: with more, a task waits for several steps, and old "
-            "weights have sampled what is trained on",
+            "at most rollout.tasks_per_step: with more, a task waits for several steps, and "
+            "training uses samples of old weights",
         )
     if c.rollout.max_response_tokens > c.rollout.max_total_tokens:
         yield (

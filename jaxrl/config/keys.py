@@ -20,11 +20,11 @@ from jaxrl.utils.concurrency import MAX_TIMEOUT_S
 FREE = "free"
 """A restart may change the key. Results stay the same up to rounding."""
 EVALUATION = "evaluation"
-"""A restart may change the key unless evaluations steer training. It affects nothing else."""
+"""A restart may change the key unless evaluations steer training. The key affects nothing else."""
 TRAINING = "training"
-"""Changing the key makes it another experiment, unless the restart only evaluates."""
+"""Changing the key starts a different experiment, unless the restart only evaluates."""
 RESULTS = "results"
-"""Changing the key makes it another experiment."""
+"""Changing the key starts a different experiment."""
 
 MODEL = "a model"
 """Value of `Key.holds` for the path of a model folder."""
@@ -142,7 +142,7 @@ def are_nonempty_strings(values: tuple[Any, ...]) -> bool:
 
 
 def reject_value(key: str, value: Any, expected: str) -> None:
-    """Raise a ValueError that states a key's value and the expected one."""
+    """Raise a ValueError that states a key's value and the expected value."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
@@ -163,13 +163,13 @@ class ExtraKeys:
     rules: tuple[Rule, ...] = ()
     warnings: tuple[Rule, ...] = ()
 
-    def section(self, prefix: str) -> dict[str, Key]:
+    def get_section_keys(self, prefix: str) -> dict[str, Key]:
         """Return the keys in a section. `prefix` may also be the name of a single key."""
         return {name: key for name, key in self.keys.items() if f"{name}.".startswith(f"{prefix}.")}
 
 
 def load_extra_keys(folder: str) -> ExtraKeys:
-    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is not there."""
+    """Load `KEYS`, `RULES` and `WARNINGS` from an extra's `keys.py`; empty if it is missing."""
     module = import_optional(f"jaxrl.extras.{folder}.keys:")
     if module is None:
         return ExtraKeys()

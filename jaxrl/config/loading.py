@@ -1,4 +1,4 @@
-"""Load configuration values from Python, YAML and JSON files and the command line."""
+"""Loading of configuration values from Python, YAML and JSON files and the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ml_collections import ConfigDict
 
 from jaxrl.config.schema import (
     KEYS,
+    convert_lists_to_tuples,
     explain_unknown_key,
     find_missing_extra,
     flatten_pairs,
-    lists_to_tuples,
 )
 from jaxrl.utils.callables import format_failure
 from jaxrl.utils.paths import suggest_path
@@ -85,7 +85,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{argument}: expected --config.key=value.")
         elif isinstance(default, tuple | dict):
             try:
-                value = lists_to_tuples(ast.literal_eval(text))
+                value = convert_lists_to_tuples(ast.literal_eval(text))
             except (ValueError, SyntaxError) as error:
                 kind = type(default).__name__
                 raise ValueError(f"{argument}: expected a Python {kind}.") from error
@@ -113,7 +113,7 @@ def load_values(config: ConfigDict, path: str, *, skip_missing: bool = False) ->
         )
     values = _read_yaml(file)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
+        raise ValueError(f"{path} contains a {type(values).__name__}; expected keys and values.")
     pairs = flatten_pairs(values)
     flat = dict(pairs)
     for key, count in Counter(key for key, _ in pairs).items():

@@ -1,4 +1,4 @@
-"""Resolve config names to objects: built-in table entries, entry points or dotted paths."""
+"""Resolution of config names to objects: table entries, entry points or dotted paths."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def select_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for the function or class that `section.name` selects.
 
     For a built-in name, these are in the subsection of that name or of its family: `pass_at_k`
-    holds the settings of `pass_at_k_bootstrap`. For a dotted path, they are in `section.settings`.
+    contains the settings of `pass_at_k_bootstrap`. For a dotted path, use `section.settings`.
     """
     if is_dotted_path(section["name"]):
         return dict(section["settings"])

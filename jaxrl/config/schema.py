@@ -1,8 +1,8 @@
 """Definitions of all configuration keys: default, meaning, constraints, effect on a restart.
 
 Value checks, `default_config()`, the comparison on resume and the tables in docs/configuration.md
-derive from `KEYS`. Extras define further keys in `extras/*/keys.py`. Rules across keys are there
-and in `jaxrl/builders/validation.py`.
+derive from `KEYS`. Extras define additional keys in `extras/*/keys.py`. Those files and
+`jaxrl/builders/validation.py` define the rules across keys.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ EXTRA_SECTIONS = {
     "filter.unanswerable": "audit",
     "watch.sentinel": "sentinel",
 }
-"""Folder in `extras/` by section or key that it defines."""
+"""Folder in `extras/` by the section or key that it defines."""
 
 EXTRA_KEYS = {folder: load_extra_keys(folder) for folder in dict.fromkeys(EXTRA_SECTIONS.values())}
 """Keys and rules by folder in `extras/`; empty for a missing folder."""
 
 
-def _extra_keys(section: str) -> dict[str, Key]:
-    return EXTRA_KEYS[EXTRA_SECTIONS[section]].section(section)
+def _get_extra_keys(section: str) -> dict[str, Key]:
+    return EXTRA_KEYS[EXTRA_SECTIONS[section]].get_section_keys(section)
 
 
 def find_missing_extra(key: str) -> str:
@@ -74,7 +74,7 @@ LOCAL_MODEL = "model"
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
 MIN_TEMPERATURE = 1e-3
-"""Minimum temperature. Below, sampling is practically greedy, and logits may overflow."""
+"""Minimum temperature. At lower values, sampling is practically greedy, and logits may overflow."""
 
 
 def _are_messages(values: tuple[Any, ...]) -> bool:
@@ -103,16 +103,16 @@ _BY_DIFFICULTY = "three positive numbers, for easy, medium and hard tasks"
 
 # Manually formatted table: key, default, meaning; then constraints and effect on a restart.
 # fmt: off
-def _optimizer_keys(section: str) -> dict[str, Key]:
-    """Return the optimizer keys for a section, which SFT and RL share."""
+def _define_optimizer_keys(section: str) -> dict[str, Key]:
+    """Return the optimizer keys for the section of SFT or RL."""
     return {
         f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0),
-        f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first has 1 / "
-            "`warmup_steps` of the peak.", at_least=0),
+        f"{section}.warmup_steps": Key(0, "Steps of linear warm-up; the first uses "
+            "1 / `warmup_steps` of the peak.", at_least=0),
         f"{section}.schedule": Key("constant", "Learning rate after the warm-up: `constant`, "
             "`linear`, `cosine`, or a dotted name.", names_code=True),
-        f"{section}.final_lr_fraction": Key(0.0, "Fraction of the peak at which `linear` and "
-            "`cosine` end.", at_least=0, at_most=1),
+        f"{section}.final_lr_fraction": Key(0.0, "Final learning rate of `linear` and "
+            "`cosine`, as a fraction of the peak.", at_least=0, at_most=1),
         f"{section}.weight_decay": Key(0.01, "Decoupled weight decay of every parameter.",
             at_least=0),
         f"{section}.beta1": Key(0.9, "AdamW's beta1.", at_least=0, below=1),
@@ -126,35 +126,35 @@ def _optimizer_keys(section: str) -> dict[str, Key]:
         f"{section}.offload": Key(False, "Keep both moments in host memory between updates.",
             restart=FREE),
         f"{section}.micro_rows": Key(8, "Packed rows per micro-batch; a multiple of `data` × "
-            "`fsdp` × `expert`. 0: the most that fit; on a CPU, two or 512 tokens.",
+            "`fsdp` × `expert`. 0: as many as fit; on a CPU, two or 512 tokens.",
             at_least=0, restart=FREE),
     }
 
 
-def _task_keys(name: str, description: str, split: str) -> dict[str, Key]:
+def _define_task_keys(name: str, description: str, split: str) -> dict[str, Key]:
     """Return the keys for the training tasks or the held-out tasks."""
     return {
         f"tasks.{name}.source": Key("", f"{description}: a file, a pattern with `*`, a folder, "
             "`hf://datasets/org/name/file`, or the name of a generated data set."),
         f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (also verl's), `tfds`, `hf` "
             "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or the "
-            "dotted name of your reader. Empty: by the source."),
-        f"tasks.{name}.split": Key(split, "Split of `tfds` and `hf`; for `tfds` also a part: "
-            "`train[:90%]`."),
+            "dotted name of your reader. Empty: inferred."),
+        f"tasks.{name}.split": Key(split, "Split of `tfds` and `hf`, or a slice of one for "
+            "`tfds`: `train[:90%]`."),
         f"tasks.{name}.settings": Key({}, "Keyword arguments of the reader, such as "
             "`{'delimiter': ';'}` for `csv`.", example=1, is_nested=True),
         f"tasks.{name}.columns": Key({}, "Renamed columns: `{'problem': 'question'}`. An empty "
             "name drops a column.", example="question"),
         f"tasks.{name}.data_source": Key("", "Data source of all tasks, and prefix of their ids. "
-            "Empty: as in the tasks."),
-        f"tasks.{name}.sources": Key((), "Several sources instead: mappings of these keys and, "
+            "Empty: the tasks' own."),
+        f"tasks.{name}.sources": Key((), "Several sources: mappings with these keys and, "
             "for training, `weight` (default 1), such as `({'source': 'a.csv', 'weight': 2.0}, "
             "{'source': 'b.jsonl'})`."),
     }
 
 
 STAGES = ("sft", "train", "evaluate")
-"""Stages of a run, in the order in which they run."""
+"""Stages of a run, in order."""
 
 _ENTRIES: dict[str, Key] = {
     "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "
@@ -171,14 +171,14 @@ _ENTRIES: dict[str, Key] = {
     # ---------------------------------------------------------------------------- model
     "model.path": Key("", "Folder in Hugging Face format, or `hf://org/name`.", holds=MODEL,
         written_to="export"),
-    "model.architecture": Key("", "Architecture, by name or dotted name of its class. Empty: by "
-        "`model_type` of `config.json`.", group="jaxrl.architectures", names_code=True),
+    "model.architecture": Key("", "Architecture: a name, or the dotted name of its class. Empty: "
+        "`model_type` in `config.json`.", group="jaxrl.architectures", names_code=True),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache. Trained "
         "weights stay float32.", one_of=DTYPES),
     "model.head_dtype": Key("", "Dtype of the output layer's operands, in sampler and trainer. "
         "Empty: `model.dtype`. Logits are always float32.", one_of=("", "float32")),
-    "model.eos_tokens": Key((), "Further tokens that end a message, such as `('<|im_end|>',)`, "
-        "in addition to `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
+    "model.eos_tokens": Key((), "Tokens that end a message, such as `('<|im_end|>',)`, in "
+        "addition to `eos_token` in `tokenizer_config.json` and `eos_token_id` in "
         "`generation_config.json`.", is_valid=are_nonempty_strings,
         expected="a tuple of texts, such as ('<|im_end|>',)"),
     "model.attention": Key("auto", "Attention kernels: `xla` (all devices), `mosaic_gpu` "
@@ -191,27 +191,27 @@ _ENTRIES: dict[str, Key] = {
     "model.balance_coef": Key(0.0, "Coefficient of the load-balancing loss of experts, in both "
         "stages. 0: none.", at_least=0),
     "model.replay": Key(False, "Replay the sampler's routing in training: send each token to the "
-        "experts that it was sampled with."),
+        "experts that sampled it."),
     "model.remat": Key("full", "What the backward pass recomputes. `full`: each layer; `names`: "
         "all but matrix products and attention; `dots`: all but matrix products; `none`: "
-        "nothing; `offload`: as `full`, with layer inputs and attention results in host memory.",
+        "nothing; `offload`: like `full`, with layer inputs and attention results in host memory.",
         one_of=("none", "dots", "names", "full", "offload"), restart=FREE),
-    "model.scan_layers": Key(True, "Compile one layer for all. False compiles each layer, which "
-        "takes longer. The sampler always compiles each layer on a CPU, and on a GPU without an "
-        "adapter.", restart=FREE),
+    "model.scan_layers": Key(True, "Compile one layer and reuse it. False compiles each layer, "
+        "which takes longer. The sampler always compiles each layer on a CPU, and on a GPU "
+        "without an adapter.", restart=FREE),
     "model.freeze_tower": Key(False, "Freeze the vision tower and its merger."),
-    "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
-        "time.", above=0, restart=FREE),
-    **_extra_keys("model.lora"),
-    **_extra_keys("images"),
+    "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update keeps in memory at "
+        "once.", above=0, restart=FREE),
+    **_get_extra_keys("model.lora"),
+    **_get_extra_keys("images"),
     # --------------------------------------------------------------------------- policy
     "policy.name": Key(LOCAL_MODEL, "`model`: the model of `model.path`; `openai`: a model behind "
         "an OpenAI-compatible endpoint, which is evaluated, not trained. `model.path` then "
         "provides config, tokenizer and image processor.",
         one_of=(LOCAL_MODEL, "openai")),
-    **_extra_keys("policy.openai"),
+    **_get_extra_keys("policy.openai"),
     # ----------------------------------------------------------------------------- mesh
-    "mesh.data": Key(-1, "Devices that split rows and replicate weights. -1: all that are left."),
+    "mesh.data": Key(-1, "Devices that split rows and replicate weights. -1: all remaining."),
     "mesh.fsdp": Key(1, "Devices that split rows and weights."),
     "mesh.context": Key(1, "Devices that split each packed row (for long contexts) and weights. "
         "The sampler splits trajectories over them."),
@@ -222,15 +222,15 @@ _ENTRIES: dict[str, Key] = {
         "both.",
         at_least=0),
     # ---------------------------------------------------------------- tasks and prompts
-    **_task_keys("train", "Training tasks", "train"),
-    **_task_keys("eval", "Held-out tasks", "test"),
+    **_define_task_keys("train", "Training tasks", "train"),
+    **_define_task_keys("eval", "Held-out tasks", "test"),
     "prompt.system": Key("", "System message. Empty: none, not even the template's own."),
-    "prompt.template": Key("{question}", "User message around the question.",
+    "prompt.template": Key("{question}", "User message with the question.",
         is_valid=lambda v: "{question}" in v, expected="text that contains {question}"),
-    "prompt.template_file": Key("", "Jinja file instead of `template`, rendered with "
-        "`question` and the task's metadata."),
-    "prompt.examples": Key((), "Messages (`{'role', 'content'}`) between the two, as worked "
-        "examples.", is_valid=_are_messages, expected="messages with 'role' and 'content'"),
+    "prompt.template_file": Key("", "Jinja file that replaces `template`, rendered "
+        "with `question` and the task's metadata."),
+    "prompt.examples": Key((), "Few-shot messages (`{'role', 'content'}`) between `system` "
+        "and `template`.", is_valid=_are_messages, expected="messages with 'role' and 'content'"),
     "prompt.chat_template_kwargs": Key({}, "Variables of the model's chat template, such as "
         "`{'enable_thinking': False}`.", example=False),
     # ---------------------------------------------------------------------- environment
@@ -243,27 +243,27 @@ _ENTRIES: dict[str, Key] = {
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is "
         "abandoned and its episodes become environment errors. 0: never.",
         at_least=0, restart=FREE),
-    **_extra_keys("env.agents"),
+    **_get_extra_keys("env.agents"),
     "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
         "`\\boxed{}`), `qwen` (tool calls of the chat template), or a dotted name.",
         names_code=True),
     "env.search.tools": Key((), "Tools in addition to search: `python`, a sandbox (extra "
         "`python-tool`), or dotted names of classes and functions (extra `tools`).",
         group="jaxrl.tools"),
-    **_extra_keys("env.search.mcp"),
+    **_get_extra_keys("env.search.mcp"),
     "env.search.tool_deadline_s": Key(60.0, "Seconds per call of a function or MCP server.",
         above=0),
-    **_extra_keys("env.search.python"),
-    "env.search.search_r1.format_reward": Key(0.5, "Reward of a response that follows the "
+    **_get_extra_keys("env.search.python"),
+    "env.search.search_r1.format_reward": Key(0.5, "Reward for a response that follows the "
         "protocol."),
-    "env.search.search_r1.format_failure": Key(-1.0, "Reward of a response that does not."),
-    "env.search.search_r1.answer_reward": Key(1.0, "Reward of an answer similar to the truth."),
-    "env.search.search_r1.exact_match_bonus": Key(2.0, "Reward of the truth itself, instead of "
+    "env.search.search_r1.format_failure": Key(-1.0, "Reward for any other response."),
+    "env.search.search_r1.answer_reward": Key(1.0, "Reward for an answer similar to the truth."),
+    "env.search.search_r1.exact_match_bonus": Key(2.0, "Reward for an exact match, instead of "
         "`answer_reward`."),
-    "env.search.search_r1.not_found": Key(0.5, "Reward of the answer 未找到相关内容, \"no relevant "
-        "content found\"."),
-    "env.search.qwen.format_reward": Key(0.0, "Reward of a response that follows the protocol."),
-    "env.search.qwen.format_failure": Key(-1.0, "Reward of a response that does not."),
+    "env.search.search_r1.not_found": Key(0.5, "Reward for the answer 未找到相关内容, \"no "
+        "relevant content found\"."),
+    "env.search.qwen.format_reward": Key(0.0, "Reward for a response that follows the protocol."),
+    "env.search.qwen.format_failure": Key(-1.0, "Reward for any other response."),
     # --------------------------------------------------------------------------- search
     "search.engine": Key("local", "`local`: BM25; `dense`: vectors; `hybrid`: both, fused; "
         "`http`: an HTTP retriever; `web`: a web search provider; `google`: `web` with `serper`; "
@@ -273,14 +273,14 @@ _ENTRIES: dict[str, Key] = {
     "search.settings": Key({}, "Keyword arguments of your engine.", example=1,
         is_nested=True),
     # Layers around any engine; docs/search.md lists them in order.
-    "search.cache_mib": Key(64.0, "MiB of results cached in memory, least recently used evicted. "
-        "0: none.", at_least=0, restart=FREE),
-    "search.cache_ttl_s": Key(0.0, "Seconds that a cached result is valid. 0: forever.",
+    "search.cache_mib": Key(64.0, "MiB of results in the in-memory LRU cache. 0: none.",
+        at_least=0, restart=FREE),
+    "search.cache_ttl_s": Key(0.0, "Seconds for which a cached result is valid. 0: forever.",
         at_least=0, restart=FREE),
     "search.queries_per_second": Key(0.0, "Maximum queries per second; each query of a batch "
         "counts. 0: no limit.", at_least=0, restart=FREE),
     "search.max_concurrent": Key(0, "Maximum concurrent calls to the engine; a batch is one "
-        "call. 0: the engine's own limit.", at_least=0, restart=FREE),
+        "call. 0: the engine's limit.", at_least=0, restart=FREE),
     "search.deadline_s": Key(120.0, "Seconds after which a call to the engine fails.",
         above=0, restart=FREE),
     "search.retries": Key(3, "Retries of a query that fails while others succeed; then its "
@@ -308,8 +308,8 @@ _ENTRIES: dict[str, Key] = {
         holds=CORPUS),
     "search.local.index": Key("", "Folder of the index. Empty: `index` next to the corpus."),
     "search.local.topk": Key(3, "Documents per query.", above=0),
-    "search.http.url": Key("", "Address of the server, such as `http://127.0.0.1:8000/retrieve`.",
-        required="the address of a server, such as http://127.0.0.1:8000", restart=FREE),
+    "search.http.url": Key("", "URL of the server, such as `http://127.0.0.1:8000/retrieve`.",
+        required="the URL of a server, such as http://127.0.0.1:8000", restart=FREE),
     "search.http.protocol": Key("search_r1", "`search_r1` or `flashrag`."),
     "search.http.topk": Key(3, "Documents per query.", above=0),
     "search.http.key_env": Key("", "Environment variable that holds a bearer token. Empty: none.",
@@ -323,9 +323,9 @@ _ENTRIES: dict[str, Key] = {
     "search.mock.documents": Key({}, "Text by keyword, such as `{'paris': 'Paris is in France.'}`.",
         example="Paris is in France."),
     "search.mock.path": Key("", "JSON file of such a mapping, instead.", holds=FILE),
-    **_extra_keys("search.web"),
-    **_extra_keys("search.dense"),
-    **_extra_keys("search.hybrid"),
+    **_get_extra_keys("search.web"),
+    **_get_extra_keys("search.dense"),
+    **_get_extra_keys("search.hybrid"),
     # --------------------------------------------------------------------------- reward
     "reward.weights": Key({"exact_match": 1.0}, "Weights of reward parts: those of the "
         "environment; `math_verify` (extra `math`), `bleu`, `rouge_l` (`text-metrics`); judges by "
@@ -345,7 +345,7 @@ _ENTRIES: dict[str, Key] = {
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
         "are in `jaxrl/extras/endpoints/judges.py`.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, such as {'name': {'setting': 50}}"),
-    **_extra_keys("reward.math_verify"),
+    **_get_extra_keys("reward.math_verify"),
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
         "off.", at_least=0),
@@ -355,9 +355,9 @@ _ENTRIES: dict[str, Key] = {
     "shaping.overlong_factor": Key(1.0, "Penalty at the limit and beyond.", at_least=0),
     "shaping.boundary_aware": Key(False, "Reward \"I don't know\" in groups without a correct "
         "answer."),
-    "shaping.abstention_bonus": Key(0.5, "Reward of an abstention.", at_least=0),
-    "shaping.abstention_rate": Key(0.1, "Share of abstentions in a batch above which the early "
-        "stage gives no bonus.", at_least=0, at_most=1),
+    "shaping.abstention_bonus": Key(0.5, "Reward for an abstention.", at_least=0),
+    "shaping.abstention_rate": Key(0.1, "Fraction of abstentions in a batch above which the "
+        "early stage gives no bonus.", at_least=0, at_most=1),
     "shaping.stage_level": Key(True, "Use an early and a late stage; the late one starts when "
         "evaluations stop improving."),
     "shaping.stage_tolerance": Key(5, "Evaluations below the best that the early stage "
@@ -371,21 +371,21 @@ _ENTRIES: dict[str, Key] = {
         "median over the batch is the threshold.", at_least=0, at_most=100),
     "shaping.entropy_decay": Key(0.99, "Decay of the threshold's moving average.", at_least=0,
         at_most=1),
-    "shaping.trigger_words": Key((), "Words whose tokens may begin a window. Empty: all tokens.",
+    "shaping.trigger_words": Key((), "Words that may begin a window. Empty: all tokens.",
         is_valid=lambda v: all(isinstance(word, str) and word.strip() for word in v),
         expected="a tuple of words"),
     "shaping.alpha_init": Key(0.5, "Initial coefficient of the entropy reward, by difficulty.",
         at_least=0),
-    "shaping.alpha_step": Key(0.05, "Change of the coefficient per token of distance from the "
+    "shaping.alpha_step": Key(0.05, "Change of the coefficient per token from the "
         "target.", at_least=0),
     "shaping.alpha_max": Key(2.0, "Upper bound of the coefficient.", at_least=0),
-    "shaping.min_accuracies": Key((2 / 3, 1 / 3), "Lowest accuracies of easy and medium tasks.",
+    "shaping.min_accuracies": Key((2 / 3, 1 / 3), "Minimum accuracies of easy and medium tasks.",
         is_valid=lambda v: _are_positive(v, 2) and v[0] > v[1],
         expected="two positive numbers, the first the larger"),
-    "shaping.margins": Key((0.15, 0.25, 0.35), "Fraction of the target around it without "
-        "penalty, for easy, medium and hard tasks.",
+    "shaping.margins": Key((0.15, 0.25, 0.35), "Distance from the target without penalty, as "
+        "a fraction of it: easy, medium and hard tasks.",
         is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
-    "shaping.huber_knees": Key((2.0, 3.0, 4.0), "Tokens from which each penalty is linear.",
+    "shaping.huber_knees": Key((2.0, 3.0, 4.0), "Tokens above which each penalty is linear.",
         is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
     "shaping.sigmoid_temperatures": Key((2.0, 2.5, 3.0), "Temperature of each gain, in tokens.",
         is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
@@ -415,9 +415,9 @@ _ENTRIES: dict[str, Key] = {
     "rollout.context.max_tokens": Key(0, "Maximum length of a context in tokens. "
         "`max_total_tokens` counts all contexts, with repeated tokens.", at_least=0,
         restart=TRAINING),
-    "rollout.context.keep": Key(1, "Newest observations or turns that the next context keeps, as "
-        "far as they fit.", above=0, restart=TRAINING),
-    "rollout.context.turn_tokens": Key(64, "Tokens that a turn must have room for; else the next "
+    "rollout.context.keep": Key(1, "Newest observations or turns that the next context keeps, if "
+        "they fit.", above=0, restart=TRAINING),
+    "rollout.context.turn_tokens": Key(64, "Tokens reserved for a turn; with fewer left, the next "
         "context starts.", above=0, restart=TRAINING),
     "rollout.max_image_tokens": Key(0, "Maximum number of image tokens per trajectory. 0: "
         "`max_total_tokens`, or `max_prompt_tokens` without tools.", at_least=0),
@@ -429,20 +429,20 @@ _ENTRIES: dict[str, Key] = {
         "an error message. 0: no limit.", at_least=0),
     "rollout.max_cost": Key(0.0, "Maximum cost of a trajectory's calls at `ledger.prices`, each "
         "counted once. A call beyond it ends the episode. 0: no limit.", at_least=0),
-    "rollout.max_num_seqs": Key(64, "Trajectories decoded side by side, in total; a multiple of "
+    "rollout.max_num_seqs": Key(64, "Trajectories decoded concurrently, in total; a multiple of "
         "`data` × `fsdp` × `expert` × `context`.", above=0, restart=FREE),
     # The upper bound exceeds any device's memory, yet its size in bytes is an exact float.
-    "rollout.cache_gib": Key(0.0, "GiB of KV cache per device. 0: what the plan leaves; on a "
-        "CPU, room for `max_num_seqs` trajectories of full length.", at_least=0,
+    "rollout.cache_gib": Key(0.0, "GiB of KV cache per device. 0: what the memory plan leaves; on "
+        "a CPU, room for `max_num_seqs` trajectories of full length.", at_least=0,
         at_most=2**20, restart=FREE),
-    "rollout.chunk_tokens": Key(16, "Decoding steps per call of the device.",
+    "rollout.chunk_tokens": Key(16, "Decoding steps per device call.",
         above=0, restart=FREE),
     "rollout.deterministic": Key(None, "True: replies of the environment enter after a fixed "
-        "number of chunks, and runs repeat bit for bit. False: they enter as they arrive, which "
+        "number of chunks, so runs are bit-identical. False: they enter on arrival, which "
         "hides slow tools and changes samples by rounding only. None: True on CPUs, False on "
         "accelerators.", restart=FREE),
     "rollout.observation_lag_chunks": Key(2, "Chunks between a turn's end and its reply, in a "
-        "deterministic run. With 1 the device waits for the environment; with more it decodes "
+        "deterministic run. With 1, the device waits for the environment; with more, it decodes "
         "other rows meanwhile.",
         above=0, restart=FREE),
     "rollout.async_level": Key(0, "1: sample the next step's groups during the update, with the "
@@ -482,14 +482,14 @@ _ENTRIES: dict[str, Key] = {
         "are correct and confident."),
     "filter.skip_entropy": Key(0.1, "Mean entropy in nats below which samples are confident.",
         at_least=0),
-    **_extra_keys("filter.unanswerable"),
+    **_get_extra_keys("filter.unanswerable"),
     # ----------------------------------------------------------------------- advantages
     "advantage.name": Key("grpo", "`grpo`, `rloo`, `reinforce_plus_plus`, `pass_at_k`, "
         "`pass_at_k_combination`, `pass_at_k_exceeding`, `pass_at_k_full_sampling`, "
         "`pass_at_k_bootstrap`, `pass_at_k_entropy_guided`, or a dotted name such as "
         "`my_estimator.estimate`.", names_code=True),
     "advantage.settings": Key({}, "Keyword arguments of your estimator.", example=1),
-    "advantage.by_turn": Key(False, "True: tokens of a turn get the reward-to-go from that turn. "
+    "advantage.by_turn": Key(False, "True: a turn's tokens get the reward-to-go from that turn. "
         "False: all tokens get the total reward."),
     "advantage.turn_discount": Key(1.0, "Discount of later rewards per turn, with `by_turn`.",
         at_least=0, at_most=1),
@@ -499,12 +499,12 @@ _ENTRIES: dict[str, Key] = {
         one_of=(0, 1), expected="0 (population) or 1 (sample)"),
     "advantage.grpo.epsilon": Key(1e-6, "Added to the standard deviation.", at_least=0),
     "advantage.reinforce_plus_plus.baseline": Key(False, "Subtract the group's mean first."),
-    "advantage.pass_at_k.k": Key(4, "k of pass@k, also of its variants.",
+    "advantage.pass_at_k.k": Key(4, "k of pass@k and its variants.",
         above=0),
     "advantage.pass_at_k.k_schedule": Key((), "Pairs (step, k), the first at step 0, such as "
         "`((0, 4), (60, 1))`. Empty: constant `k`.",
-        is_valid=_is_k_schedule, expected="pairs (step, k) of whole numbers with the first at step "
-        "0 and steps rising, k at least 1, or ()"),
+        is_valid=_is_k_schedule, expected="pairs (step, k) of integers with the first at step "
+        "0 and increasing steps, k at least 1, or ()"),
     # ----------------------------------------------------------------------------- loss
     "loss.name": Key("clip", "`clip`, `gspo`, `cispo`, `dppo`, or a dotted name.", names_code=True),
     "loss.settings": Key({}, "Keyword arguments of your loss.", example=1),
@@ -517,18 +517,18 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
         is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound"),
-    **_extra_keys("loss.dppo"),
+    **_get_extra_keys("loss.dppo"),
     "loss.term.name": Key("none", "Additional loss term: `llds`, which preserves the likelihood "
         "of tokens without a negative advantage; or a dotted name.",
         names_code=True),
     "loss.term.coef": Key(0.2, "Coefficient of the term.", above=0),
     "loss.term.settings": Key({}, "Keyword arguments of your term.", example=1),
-    **_extra_keys("loss.term.llds"),
+    **_get_extra_keys("loss.term.llds"),
     "loss.token_filter.name": Key("none", "Tokens with a policy loss: `off_policy` removes wrong "
         "trajectories that the policy has moved away from; or a dotted name.",
         names_code=True),
     "loss.token_filter.settings": Key({}, "Keyword arguments of your token filter.", example=1),
-    **_extra_keys("loss.token_filter.off_policy"),
+    **_get_extra_keys("loss.token_filter.off_policy"),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum`, `seq-mean-token-sum-norm`, or a dotted name.",
         names_code=True),
@@ -539,7 +539,7 @@ _ENTRIES: dict[str, Key] = {
         one_of=("none", "token", "sequence", "geometric")),
     "loss.correction.mode": Key("truncate", "`truncate`: at most `cap`; `mask`: 0 outside `low` "
         "to `high`; `reject`: 0 outside, 1 inside.", one_of=("truncate", "mask", "reject")),
-    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", at_least=1),
+    "loss.correction.cap": Key(2.0, "Largest weight with `truncate`.", at_least=1),
     "loss.correction.low": Key(0.5, "Smallest ratio kept.", at_least=0),
     "loss.correction.high": Key(5.0, "Largest ratio kept.", above=0),
     # ------------------------------------------------------------------------------- KL
@@ -561,25 +561,25 @@ _ENTRIES: dict[str, Key] = {
     "kl.budget.budgets.medium": Key(0.1, "Budget of medium tasks, nats per token.", above=0),
     "kl.budget.budgets.hard": Key(0.2, "Budget of hard tasks, nats per token.", above=0),
     "kl.budget.step": Key(0.01, "Step of the multiplier per nat beyond the budget.", at_least=0),
-    "kl.low_factor": Key(1.0, "Factor on the term before a window of high entropy. 1: off.",
+    "kl.low_factor": Key(1.0, "Factor on the term before a high-entropy window. 1: off.",
         at_least=0, at_most=1),
-    "kl.second_chance": Key(False, "Reduce the term on wrong answers to easy tasks with much "
-        "entropy."),
+    "kl.second_chance": Key(False, "Reduce the term on high-entropy wrong answers to easy "
+        "tasks."),
     # ------------------------------------------------------------ optimizer, warm start
-    **_optimizer_keys("optimizer"),
+    **_define_optimizer_keys("optimizer"),
     "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch. Groups are not "
         "split.", above=0),
     "optimizer.num_epochs": Key(1, "Passes over each batch.", above=0),
     "optimizer.skip_signal_free": Key(True, "Skip the backward pass of trajectories without a "
-        "gradient. The step is the same.",
+        "gradient, which does not change the step.",
         restart=FREE),
     "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
     "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0),
     "sft.batch_size": Key(32, "Demonstrations per step.", above=0),
-    **_optimizer_keys("sft.optimizer"),
+    **_define_optimizer_keys("sft.optimizer"),
     # ----------------------------------------------------------------------- evaluation
-    "eval.every_steps": Key(0, "Steps between evaluations in training, in addition to those "
-        "before the first and after the last step. 0: only those.", at_least=0),
+    "eval.every_steps": Key(0, "Steps between evaluations in training, besides those before "
+        "the first and after the last step. 0: only those.", at_least=0),
     "eval.suites": Key(("sampled", "greedy"), "Suites in training: `sampled`, `greedy`, "
         "`empty_search` (finds nothing), `random_search` (finds random documents), "
         "`blank_images`.", some_of=SUITES),
@@ -594,7 +594,7 @@ _ENTRIES: dict[str, Key] = {
         "and `samples`.", restart=FREE),
     "eval.resamples": Key(1000, "Bootstrap resamples for intervals.", above=0,
         restart=FREE),
-    "eval.max_tasks": Key(0, "First tasks of each held-out source. 0: all.",
+    "eval.max_tasks": Key(0, "Tasks per held-out source, from its start. 0: all.",
         at_least=0),
     "eval.best_metric": Key("val-core/all/exact_match/mean@1", "Metric (higher is better) for "
         "`checkpoint.keep_best` and `patience`."),
@@ -614,8 +614,8 @@ _ENTRIES: dict[str, Key] = {
         expected="an action for each sign: 'warn', 'lower_lr', 'roll_back' or 'stop'"),
     "watch.lr_factor": Key(0.5, "Factor by which `lower_lr` and `roll_back` multiply the "
         "learning rate.", above=0, at_most=1),
-    "watch.max_roll_backs": Key(3, "Rollbacks after which the next one ends the run.", at_least=0),
-    **_extra_keys("watch.sentinel"),
+    "watch.max_roll_backs": Key(3, "Maximum rollbacks; the next one ends the run.", at_least=0),
+    **_get_extra_keys("watch.sentinel"),
     "watch.stall_s": Key(600.0, "Seconds without progress after which the run prints the stack "
         "of every thread. 0: never.",
         at_least=0),
@@ -635,10 +635,10 @@ _ENTRIES: dict[str, Key] = {
     "checkpoint.every_steps": Key(20, "Steps between checkpoints. Each stage ends with one.",
         above=0),
     "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0),
-    "checkpoint.keep_best": Key(0, "Checkpoints with the highest `eval.best_metric` kept in "
-        "addition. Above 0, every new best evaluation writes a checkpoint.",
+    "checkpoint.keep_best": Key(0, "Checkpoints with the highest `eval.best_metric` also "
+        "kept. Above 0, every new best evaluation writes a checkpoint.",
         at_least=0),
-    "log.trajectories": Key(32, "First trajectories of a step written to `trajectories/`. -1: all.",
+    "log.trajectories": Key(32, "Trajectories per step written to `trajectories/`. -1: all.",
         at_least=-1, expected="0 or more, or -1 for all"),
     "log.tokens": Key(False, "Also write per-token advantages, weights, and log-probabilities "
         "before and after the update, which scores these trajectories twice."),
@@ -810,18 +810,18 @@ def flatten_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPING_EXAMPLES:
             flat += flatten_pairs(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", lists_to_tuples(value)))
+            flat.append((f"{prefix}{key}", convert_lists_to_tuples(value)))
     return flat
 
 
-def lists_to_tuples(value: Any) -> Any:
+def convert_lists_to_tuples(value: Any) -> Any:
     """Convert lists to tuples recursively, because the configuration stores tuples."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(
-        {key: lists_to_tuples(nested) for key, nested in item.items()}
+        {key: convert_lists_to_tuples(nested) for key, nested in item.items()}
         if isinstance(item, dict)
-        else lists_to_tuples(item)
+        else convert_lists_to_tuples(item)
         for item in value
     )
 
@@ -836,6 +836,6 @@ def read_flat_config(path: Path) -> dict[str, Any]:
     return dict(flatten_pairs(read_object(path)))
 
 
-def to_json(config: ConfigDict) -> str:
+def serialize_config(config: ConfigDict) -> str:
     """Serialize a configuration to JSON, as in a workdir's `config.json`."""
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"

@@ -33,8 +33,8 @@ RECOMPUTED_FIELDS = ("divergence", "windows", "custom_advantages")
 def serialize_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Convert a trajectory to JSON values.
 
-    Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted.
-    So are `attachments`, which `Processor.with_images` restores from the images.
+    Arrays are encoded as base64 of their little-endian bytes. `RECOMPUTED_FIELDS` are omitted, as
+    are `attachments`, which `Processor.with_images` restores from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
     omitted = (*RECOMPUTED_FIELDS, "attachments", "token_arrays")  # `token_arrays` is added below

@@ -246,7 +246,7 @@ class Env(Protocol):
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
     run ends.
 
-    An environment with a custom rollout also has a method `rollout`, which builds it from the
+    An environment with a custom rollout also has a method `make_rollout`, which builds it from the
     sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback for log
     lines. Such an environment may set `engine_kind`, the class of its sampler. Its `start` and
     `step` are not called.

@@ -25,7 +25,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config.keys import EVALUATION, FREE, RESULTS
-from jaxrl.config.schema import KEYS, find_missing_extra, read_flat_config, to_json
+from jaxrl.config.schema import KEYS, find_missing_extra, read_flat_config, serialize_config
 from jaxrl.utils.files import append_line, atomic_write, open_atomic, quarantine_file
 from jaxrl.utils.json_io import parse_json
 
@@ -332,7 +332,7 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
     except (OSError, ValueError):
         quarantine_file(path)
     with open_atomic(path) as file:
-        file.write(to_json(config))
+        file.write(serialize_config(config))
 
 
 def read_launch_folder(run: Path) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.builders.validation import validate
 from jaxrl.config.loading import load_config_file, load_values, parse_overrides
-from jaxrl.config.schema import default_config, flatten, read_flat_config, to_json
+from jaxrl.config.schema import default_config, flatten, read_flat_config, serialize_config
 from tests.helpers import as_nobody, without_keys_of
 
 
@@ -96,12 +96,12 @@ def test_json_round_trip(config, tmp_path):
     config.prompt.chat_template_kwargs = {"enable_thinking": False}
     config.model.eos_tokens = ("<|im_end|>",)
     file = tmp_path / "config.json"
-    file.write_text(to_json(config), encoding="utf-8")
+    file.write_text(serialize_config(config), encoding="utf-8")
     other = default_config().lock()
     load_values(other, str(file))
     assert other == config
     assert read_flat_config(file) == flatten(config)
-    assert to_json(other) == to_json(config)
+    assert serialize_config(other) == serialize_config(config)
 
 
 def test_aliases_and_merges_are_read(config, tmp_path):

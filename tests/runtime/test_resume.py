@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxrl.config.schema import default_config, flatten, to_json
+from jaxrl.config.schema import default_config, flatten, serialize_config
 from jaxrl.runtime import resume
 from jaxrl.runtime.resume import (
     check_changes,
@@ -34,7 +34,7 @@ def begin(workdir, *, position=None, **changes):
     file = workdir / "checkpoints" / "40" / "position" / "metadata"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": 40, **position}))
-    (workdir / "config.json").write_text(to_json(config))
+    (workdir / "config.json").write_text(serialize_config(config))
     (workdir / resume.HISTORY_FILE).touch()
     return config
 

@@ -86,7 +86,7 @@ def choose_micro_rows(
     shards = num_batch_shards(make_target_mesh(config, model, target))
     notes = []
     for stage, key in MICRO_ROWS.items():
-        section = config.optimizer_section(stage)
+        section = config.get_optimizer_section(stage)
         if stage not in config.stages or section.micro_rows:
             continue
         note, previous = "", (recorded_config or {}).get(key, 0)

@@ -267,7 +267,7 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
 def plan_update(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
     """Estimate the memory of updates in stage `sft` or `train`: micro-batches, then optimizer."""
     mesh = make_target_mesh(config, model, target)
-    sizes, section = mesh.shape, config.optimizer_section(stage)
+    sizes, section = mesh.shape, config.get_optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
     policy, counts = _count_policy_weights(config, model, mesh), _ParamCounts.compute(model, mesh)
     gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
@@ -405,7 +405,7 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
     """Estimate the memory of the rollout phase, in training and evaluation."""
     phase, cache = _plan_sampling(config, model, target), _get_cache_sizes(config, model, target)
     pages = count_cache_pages(config, model, target)
-    is_fixed = cache.fixed_num_pages(config, target.platform) is not None
+    is_fixed = cache.compute_num_pages(config, target.platform) is not None
     return replace(
         phase,
         kept=phase.kept | {"KV cache": pages * cache.page_bytes},
@@ -424,7 +424,7 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
         ValueError: `rollout.cache_gib` is too small for one trajectory.
     """
     cache = _get_cache_sizes(config, model, target)
-    pages = cache.fixed_num_pages(config, target.platform)
+    pages = cache.compute_num_pages(config, target.platform)
     if pages is not None:
         return pages
     remaining_bytes = target.usable - _plan_sampling(config, model, target).peak
@@ -497,7 +497,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     if is_cpu and itemsize < 4:
         # Float32 copies of the cache and the weights last for all steps of a chunk. Prefill copies
         # half of the layers at a time. For a single row, every JAX version makes these copies.
-        cached = 2 * cache.page_bytes * (cache.fixed_num_pages(config, "cpu") or 0)
+        cached = 2 * cache.page_bytes * (cache.compute_num_pages(config, "cpu") or 0)
         if copies or rows == 1:
             weights = counts.decode_layers + counts.table(model)
             decode["float32 copies"] = cached + 4 * weights
@@ -677,7 +677,10 @@ def _state_bytes(
     config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
 ) -> dict[str, int]:
     """Return the bytes of weights, Adam moments and reference policy on a device."""
-    policy, section = _count_policy_weights(config, model, mesh), config.optimizer_section(stage)
+    policy, section = (
+        _count_policy_weights(config, model, mesh),
+        config.get_optimizer_section(stage),
+    )
     params = 4 * policy.num_trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params

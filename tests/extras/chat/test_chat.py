@@ -20,7 +20,7 @@ from rich.console import Console
 from configs import debug_tiny
 from jaxrl.builders import saved_run
 from jaxrl.config.loading import parse_overrides
-from jaxrl.config.schema import to_json
+from jaxrl.config.schema import serialize_config
 from jaxrl.envs.base import Turn
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.chat.conversation import Conversation
@@ -64,7 +64,7 @@ def run(tmp_path, tiny_world):
         section.name, section.settings = "my_missing_file.function", {"scale": 2}
     config.loss.aggregation = config.kl.estimator = "my_missing_file.function"
     config.optimizer.schedule = config.sft.optimizer.schedule = "my_missing_file.function"
-    (tmp_path / "config.json").write_text(to_json(config))
+    (tmp_path / "config.json").write_text(serialize_config(config))
     return tmp_path
 
 

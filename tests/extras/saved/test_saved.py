@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxrl import run as stages
-from jaxrl.config.schema import to_json
+from jaxrl.config.schema import serialize_config
 from jaxrl.extras.saved import evaluate, export
 from jaxrl.logs.display import Display
 from tests.helpers import build, settings_of
@@ -21,7 +21,7 @@ def run(tiny_world, tmp_path_factory, quick_compilation, no_pictures, one_size):
     workdir = tmp_path_factory.mktemp("runs")
     changes = {"sft.num_steps": 2, "checkpoint.every_steps": 1, "eval.max_tasks": 2}
     config = run_settings(tiny_world, stages=("sft",), **changes)
-    (workdir / "config.json").write_text(to_json(config))
+    (workdir / "config.json").write_text(serialize_config(config))
     stages.run(settings_of(config), workdir, build(config), Display())
     return workdir
 

@@ -14,7 +14,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.builders.saved_run import load_saved_run
-from jaxrl.config.schema import to_json
+from jaxrl.config.schema import serialize_config
 from jaxrl.extras.chat.conversation import Conversation
 from jaxrl.extras.serve import __main__ as command
 from jaxrl.extras.serve.loading import is_run, load_model
@@ -31,7 +31,7 @@ def run(tmp_path, tiny_world):
     config = debug_tiny.get_config(str(tiny_world))
     config.mesh.data = 8  # of the machine that it ran on
     config.rollout.max_total_tokens, config.rollout.max_response_tokens = 64, 16
-    (tmp_path / "config.json").write_text(to_json(config))
+    (tmp_path / "config.json").write_text(serialize_config(config))
     shutil.copytree(tiny_world / "model", tmp_path / "export")
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_a_run_with_an_adapter_is_served_from_its_export(run, tiny_world):
     assert not is_run(run / "export")
     config = debug_tiny.get_config(str(tiny_world))
     config.model.lora.rank, config.model.lora.path = 2, "adapter"
-    (run / "config.json").write_text(to_json(config))
+    (run / "config.json").write_text(serialize_config(config))
     served = load_model(run, Display(), rows=3, keys={"rollout.chunk_tokens": 4})
     assert served.model.architecture.wrapper is None
     assert served.stops == ("</search>", "</answer>")  # which end a turn of the run

@@ -4,7 +4,7 @@ import json
 import threading
 from contextlib import contextmanager
 
-from jaxrl.config.schema import default_config, to_json
+from jaxrl.config.schema import default_config, serialize_config
 from jaxrl.extras.view.reader import open_runs
 from jaxrl.extras.view.server import ViewServer
 from jaxrl.extras.view.viewer import Viewer
@@ -84,7 +84,7 @@ def make_run(workdir, *, first=FIRST, last=LAST, rewards=(0.25, 0.5, 0.75), **se
     config.num_steps, config.sft.num_steps = 3, 2
     config.model.path = "data/tiny/model"
     config.update_from_flattened_dict(settings)
-    (workdir / "config.json").write_text(to_json(config))
+    (workdir / "config.json").write_text(serialize_config(config))
     times = {"timing_s/step": 2.0, "timing_s/wall": 3.0, "perf/throughput": 100.0}
     parts = {"timing_s/gen": 0.5, "timing_s/update_actor": 1.5, "timing_s/save_checkpoint": 0.25}
     records = [
