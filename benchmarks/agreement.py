@@ -75,23 +75,23 @@ WIDTHS = ((2048, 768), (64, 48))
 """Model and expert widths: Qwen3-30B-A3B and a small model."""
 
 
-def platform_kernels(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def list_platform_kernels(table: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the dotted paths of the platform's kernels by name, preferred first."""
     return dict(table.get(jax.devices()[0].platform, {}))
 
 
 def run_startup_checks() -> tuple[dict[str, Any], bool]:
-    """Run the startup checks; return the findings, and True if each case has a working kernel."""
+    """Run the startup checks; return the findings, and whether each case has a working kernel."""
     device, findings, passed = jax.devices()[0], dict[str, Any](), dict[str, bool]()
     tables = attention_choice.TRAIN_KERNELS, attention_choice.PAGED_KERNELS, experts_choice.KERNELS
     for table, dtype in itertools.product(tables, DTYPES[::-1]):
-        line = [name for name in platform_kernels(table) if supports_dtype(name, dtype)]
+        line = [name for name in list_platform_kernels(table) if supports_dtype(name, dtype)]
         for sizes, name in itertools.product(
             WIDTHS if table is experts_choice.KERNELS else CHECK_HEADS, line
         ):
-            make = partial(_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
+            make = partial(_make_trials, table, sizes=sizes, dtype=jnp.dtype(dtype), device=device)
             # One call per kernel, so that all are checked, not only those up to the first pass.
-            load = {name: partial(pkgutil.resolve_name, platform_kernels(table)[name])}
+            load = {name: partial(pkgutil.resolve_name, list_platform_kernels(table)[name])}
             for check in select_kernel(make, load, XLA.attend_packed).kernel_checks:
                 case = f"{check.operation}, {sizes}, {dtype}"
                 label = f"{case}: {name}"
@@ -99,11 +99,11 @@ def run_startup_checks() -> tuple[dict[str, Any], bool]:
                 print(f"  {label} {findings[label]}", flush=True)
                 passed[case] = passed.get(case, False) or check.is_sound
     if not passed:
-        findings["nothing to check"] = f"{device.platform}s have XLA's attention and experts alone"
+        findings["nothing to check"] = f"{device.platform}s have only XLA's attention and experts"
     return findings, all(passed.values())
 
 
-def _trials(
+def _make_trials(
     table: Any, name: str, *, sizes: tuple[int, ...], dtype: Any, device: jax.Device
 ) -> list[Trial]:
     if table is experts_choice.KERNELS:
@@ -119,7 +119,7 @@ def _trials(
     return [make_paged_trial(num_queries=count) for count in (1, block)]
 
 
-def max_relative_error(actual: Any, expected: np.ndarray) -> float:
+def compute_max_error(actual: Any, expected: np.ndarray) -> float:
     """Return the maximum error relative to the largest value; infinity if one is not finite."""
     actual = np.asarray(actual, np.float64)
     if not np.isfinite(actual).all():
@@ -152,7 +152,7 @@ def measure_train_errors(
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
     out = np.where((ids[0] > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
     pairs = zip(("out", "dq", "dk", "dv"), (out, *gradients), expected, strict=True)
-    return {name: max_relative_error(actual, value) for name, actual, value in pairs}
+    return {name: compute_max_error(actual, value) for name, actual, value in pairs}
 
 
 def measure_page_errors(
@@ -168,16 +168,16 @@ def measure_page_errors(
     out, lse = jax.jit(kernels.attend_pages)(*operands_in_dtype, tables, limits)
     reads = np.isfinite(wanted_lse)
     return {
-        "out": max_relative_error(out, expected),
-        "lse": max_relative_error(np.asarray(lse)[reads], wanted_lse[reads]),
+        "out": compute_max_error(out, expected),
+        "lse": compute_max_error(np.asarray(lse)[reads], wanted_lse[reads]),
     }
 
 
 def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """Measure all kernels; return the largest errors, and True if all are within bounds."""
-    mesh = common.single_device_mesh()
+    mesh = common.make_single_device_mesh()
 
-    def distances(name: str, what: str, dtype: str) -> Iterator[dict[str, float]]:
+    def measure_errors(name: str, what: str, dtype: str) -> Iterator[dict[str, float]]:
         rng = np.random.default_rng(0)
         measure = {"train": measure_train_errors, "pages": measure_page_errors}[what]
         for index in range(num_shapes):
@@ -189,18 +189,18 @@ def check_kernels(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any]
                 yield measure(kernels, rng, heads, dtype)
 
     cases = itertools.product(
-        names or kernel_names(attention_choice.TRAIN_KERNELS), ("train", "pages"), DTYPES
+        names or list_kernel_names(attention_choice.TRAIN_KERNELS), ("train", "pages"), DTYPES
     )
-    return measure_worst_errors(distances, cases, is_named=bool(names))
+    return measure_worst_errors(measure_errors, cases, is_named=bool(names))
 
 
-def kernel_names(table: Mapping[str, Mapping[str, str]]) -> list[str]:
+def list_kernel_names(table: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the names of the platform's kernels, preferred first, then "xla"."""
-    return [*platform_kernels(table), "xla"]
+    return [*list_platform_kernels(table), "xla"]
 
 
 def measure_worst_errors(
-    distances: Callable[..., Iterable[dict[str, float]]],
+    measure_errors: Callable[..., Iterable[dict[str, float]]],
     cases: Iterable[tuple[str, ...]],
     *,
     is_named: bool,
@@ -210,7 +210,7 @@ def measure_worst_errors(
     A kernel that cannot run is reported. It is an error only if the user requested it.
 
     Args:
-        distances: Function that yields the errors of a case by part, one dict per shape.
+        measure_errors: Function that yields the errors of a case by part, one dict per shape.
         cases: Tuples of kernel name, optional operation, and dtype.
         is_named: True if the user requested the kernels by name.
     """
@@ -219,7 +219,7 @@ def measure_worst_errors(
     for name, *what, dtype in (case for case in cases if supports_dtype(case[0], case[-1])):
         label = f"{' '.join([name, *what])}, {dtype}"
         try:
-            measured = list(distances(name, *what, dtype))
+            measured = list(measure_errors(name, *what, dtype))
         except Exception as error:
             failed[label] = f"does not run: {type(error).__name__}: {error}"
         else:
@@ -261,22 +261,22 @@ def measure_expert_errors(
         )
     ends = (count, count, num_groups)
     pairs = zip(("out", "of rows", "of weights"), actual, expected, ends, strict=True)
-    return {name: max_relative_error(value[:end], other[:end]) for name, value, other, end in pairs}
+    return {name: compute_max_error(value[:end], other[:end]) for name, value, other, end in pairs}
 
 
 def check_experts(num_shapes: int, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """Measure all kernels; return the largest errors, and True if all are within bounds."""
 
-    def distances(name: str, dtype: str) -> Iterator[dict[str, float]]:
+    def measure_errors(name: str, dtype: str) -> Iterator[dict[str, float]]:
         rng, experts = (
             np.random.default_rng(0),
-            experts_choice.select_kernels(name, common.single_device_mesh()),
+            experts_choice.select_kernels(name, common.make_single_device_mesh()),
         )
         for _ in range(num_shapes):
             yield measure_expert_errors(experts.grouped_matmul, rng, dtype)
 
-    cases = itertools.product(names or kernel_names(experts_choice.KERNELS), DTYPES)
-    return measure_worst_errors(distances, cases, is_named=bool(names))
+    cases = itertools.product(names or list_kernel_names(experts_choice.KERNELS), DTYPES)
+    return measure_worst_errors(measure_errors, cases, is_named=bool(names))
 
 
 MODEL = common.ModelSizes(
@@ -305,7 +305,7 @@ def sample_greedily(device: Any) -> list[tuple[list[int], list[float]]]:
         max_prompt_tokens=SAMPLE_WORK.prompt_tokens,
         max_total_tokens=SAMPLE_WORK.prompt_tokens + SAMPLE_WORK.new_tokens,
         chunk_tokens=SAMPLE_WORK.chunk_tokens,
-        kernels=common.kernels(MODEL, mesh),
+        kernels=common.select_default_kernels(MODEL, mesh),
         kinds=(next_token.GREEDY,),
     )
     engine.row_sizes = engine.row_sizes[-1:]
@@ -327,10 +327,10 @@ def sample_greedily(device: Any) -> list[tuple[list[int], list[float]]]:
 def init_cpu_params() -> Any:
     """Create random weights on the CPU, so that they do not depend on the device."""
     with jax.default_device(jax.devices("cpu")[0]):
-        return jax.tree.map(np.asarray, common.random_params(MODEL))
+        return jax.tree.map(np.asarray, common.init_random_params(MODEL))
 
 
-def gradient(device: Any, dtype: str) -> list[np.ndarray]:
+def compute_gradient(device: Any, dtype: str) -> list[np.ndarray]:
     """Return the leaves of an update's gradient, with the model computed in `dtype`."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     sizes = dataclasses.replace(MODEL, dtype=dtype)
@@ -344,7 +344,9 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]
 
 
-def relative_difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+def compute_relative_difference(
+    actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]
+) -> float:
     """Return the norm of the difference, relative to the norm of `expected`."""
     pairs = zip(actual, expected, strict=True)
     square = sum(float(((value - other) ** 2).sum()) for value, other in pairs)
@@ -364,9 +366,9 @@ def check_model() -> tuple[dict[str, Any], bool]:
             num_same += count
             differences = np.abs(np.subtract(logprobs[:count], others[:count]))
             gap = max(gap, float(differences.max(initial=0.0)))
-        wanted_gradient = gradient(cpu, "float32")
-        single = relative_difference(gradient(device, "float32"), wanted_gradient)
-    half = relative_difference(gradient(device, "bfloat16"), wanted_gradient)
+        wanted_gradient = compute_gradient(cpu, "float32")
+        single = compute_relative_difference(compute_gradient(device, "float32"), wanted_gradient)
+    half = compute_relative_difference(compute_gradient(device, "bfloat16"), wanted_gradient)
     figures = {
         "same_greedy_tokens": num_same / (SAMPLE_WORK.num_prompts * SAMPLE_WORK.new_tokens),
         "logprob_gap": gap,

@@ -74,7 +74,7 @@ ROWS = {
         },
     ),
     "cispo": Row("CISPO", {"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
-    "void": Row("void turns left out (SimpleTIR)", {"filter.trajectories": "void_turns"}),
+    "void": Row("void turns removed (SimpleTIR)", {"filter.trajectories": "void_turns"}),
     "gate": Row(
         "off-policy gate, 0.1",
         {"loss.token_filter.name": "off_policy", "loss.token_filter.off_policy.delta": 0.1},
@@ -84,9 +84,9 @@ ROWS = {
         {"reward.weights": {"exact_match": 1.0, TURN: 0.3}, "advantage.by_turn": True},
     ),
     "epsilon": Row("epsilon of Adam 1e-2", {"optimizer.epsilon": 1e-2}),
-    "stable": Row("the sentinel goes back, with half the rate", config=collapse_stable),
+    "stable": Row("the sentinel rolls back, with half the rate", config=collapse_stable),
     "stable_llds": Row(
-        "the sentinel goes back, and LLDS", {"loss.term.name": "llds"}, config=collapse_stable
+        "the sentinel rolls back, and LLDS", {"loss.term.name": "llds"}, config=collapse_stable
     ),
     "many": Row("eight epochs: nothing", MANY),
     "many_llds": Row(
@@ -105,12 +105,12 @@ ROWS = {
         20,
     ),
     "late_masked": Row(
-        "late weights: tokens outside 0.5 to 5 left out",
+        "late weights: tokens outside 0.5 to 5 removed",
         {**STALE, "loss.correction.level": "token", "loss.correction.mode": "mask"},
         20,
     ),
     "late_geometric": Row(
-        "late weights: responses outside 0.9 to 1.1 left out, geometric mean",
+        "late weights: responses outside 0.9 to 1.1 removed, geometric mean",
         {
             **{**STALE, "loss.correction.level": "geometric", "loss.correction.mode": "reject"},
             **{"loss.correction.low": 0.9, "loss.correction.high": 1.1},
@@ -134,8 +134,8 @@ ROWS = {
 }
 """Rows of the table.
 
-In `set_delayed` rows, the sampler gets new weights every 20 steps; `many` rows train for eight
-epochs per batch. At their learning rate, most seeds are stable without these changes.
+In `late` rows, the sampler gets new weights every 20 steps; `many` rows train for eight epochs per
+batch. At their learning rate, most seeds are stable without these changes.
 """
 
 
@@ -176,7 +176,7 @@ class Curve:
     step_s: float  # median seconds per step
 
     def reaches(self, score: float) -> int | None:
-        """Return the first evaluated step with at least this score, or None if there is none."""
+        """Return the first evaluated step with at least this score, or None."""
         steps = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
         return next(steps, None)
 
@@ -230,7 +230,7 @@ HEADS = (
     "changed",
     "0.9 at step",
     "best",
-    "below half for good from",
+    "below half of the best from",
     "mean of the last five",
     "s a step",
 )

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: size presets, floors, timing and result records.
+"""Code shared by the benchmarks: size presets, floors, timing and result records.
 
 Unless stated otherwise, benchmarks run on the first device, with random weights that are created
 on the device instead of loaded from a checkpoint.
@@ -107,7 +107,7 @@ MODELS = {
 """Sizes of a small model and of published models, by name."""
 
 PRESETS = {"cpu": "small", "h200": "qwen3-0.6b"}
-"""Default model of each preset. Presets are named after the machines that they fit."""
+"""Default model of each preset. A preset is named after the machine that it fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
 """H200 in bfloat16, at 90% of the rated bandwidth and 80% of the rated FLOP/s."""
 
 
-def decode_floor_s(
+def compute_decode_floor_s(
     model: ModelSizes, hardware: Hardware, *, num_rows: int, context: float
 ) -> float | None:
     """Return the minimum seconds of a decoding step: one pass over weights, cache and logits.
@@ -147,7 +147,7 @@ def decode_floor_s(
     return products + attention + 2 * num_rows * model.vocab_size * 4 / bandwidth
 
 
-def train_flops_per_token(model: ModelSizes, context: float) -> float:
+def count_train_flops_per_token(model: ModelSizes, context: float) -> float:
     """Return the FLOPs per token of the forward and backward pass, without recomputation.
 
     `context` is the length of the sequence, in tokens.
@@ -157,7 +157,7 @@ def train_flops_per_token(model: ModelSizes, context: float) -> float:
 
 
 class Compilations:
-    """Counter of XLA compilations in this process, with their total duration."""
+    """Count and total duration of the XLA compilations in this process."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -170,7 +170,7 @@ class Compilations:
             self.num += event.endswith("backend_compile_duration")
 
 
-def processor() -> str:
+def get_processor_name() -> str:
     """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -180,13 +180,13 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def package_versions(*packages: str) -> dict[str, str]:
+def get_package_versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python and of the given packages, by name."""
     installed = {name: importlib.metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **installed}
 
 
-def libtpu_environment() -> dict[str, str]:
+def make_libtpu_environment() -> dict[str, str]:
     """Return the environment variables for compiling for TPUs on a machine without TPUs.
 
     `LIBTPU_DIR` may name a folder that was created with `pip install --target`.
@@ -198,7 +198,7 @@ def libtpu_environment() -> dict[str, str]:
     return variables
 
 
-def peak_bytes() -> tuple[int, str]:
+def get_peak_bytes() -> tuple[int, str]:
     """Return the peak memory so far in bytes, and its scope: "device" or "process"."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
@@ -223,9 +223,9 @@ class Timing:
         even if other programs share the core.
         """
         on_cpu = jax.default_backend() == "cpu"
-        per_cpu = spread([num_tokens / seconds for seconds in self.cpu_seconds])
+        per_cpu = summarize([num_tokens / seconds for seconds in self.cpu_seconds])
         return {
-            "tokens_per_s": spread([num_tokens / seconds for seconds in self.seconds]),
+            "tokens_per_s": summarize([num_tokens / seconds for seconds in self.seconds]),
             "tokens_per_cpu_s": per_cpu if on_cpu else None,
             "compile_s": self.compile_s,
             "num_recompilations": self.num_recompilations,
@@ -233,7 +233,7 @@ class Timing:
 
 
 def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timing:
-    """Call `run(number)` for each repetition, warm-up first; return the timing."""
+    """Call `run(number)` for warm-up and timed repetitions; return the timing."""
     compilations = Compilations()
     for number in range(warm_up):
         run(number)
@@ -252,12 +252,12 @@ def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timi
     )
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the minimum, median and maximum of values."""
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Return the minimum, median and maximum of the values."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def single_device_mesh(index: int = 0) -> Mesh:
+def make_single_device_mesh(index: int = 0) -> Mesh:
     """Return a mesh over the device with this index."""
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[index : index + 1])
 
@@ -265,7 +265,7 @@ def single_device_mesh(index: int = 0) -> Mesh:
 def use_cores(cores: Collection[int]) -> None:
     """Pin all threads of this process to these cores; Linux only."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # the thread has just ended
+        with contextlib.suppress(OSError):  # the thread may have just ended
             os.sched_setaffinity(int(thread), cores)
 
 
@@ -279,13 +279,13 @@ def measure_thread_times() -> dict[str, tuple[float, float]]:
     return times
 
 
-def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
+def init_random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
     """Create random float32 weights on the devices."""
     layouts = None if mesh is None else param_shardings(mesh, model.architecture)
     return jax.jit(lambda: init_params(model.architecture, 0), out_shardings=layouts)()
 
 
-def kernels(model: ModelSizes, mesh: Mesh) -> AttentionKernels:
+def select_default_kernels(model: ModelSizes, mesh: Mesh) -> AttentionKernels:
     """Return the attention kernels that a run with default settings uses."""
     return select_kernels("auto", mesh, model.architecture, check_dtype=model.dtype)
 
@@ -319,12 +319,12 @@ def measure_variants(
     return measured
 
 
-def median_figures(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
+def compute_median_figures(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the median of each figure over the repetitions."""
     return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
 
 
-def median_paired_ratio(
+def compute_median_ratio(
     measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
 ) -> float:
     """Return the median over repetitions of the ratio of a figure between two variants."""
@@ -353,7 +353,7 @@ def parse_flags(
     parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu", help="sizes")
     parser.add_argument("--model", choices=sorted(MODELS), help="shapes (default: the preset's)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs")
-    parser.add_argument("--warm_up", type=int, default=2, help="runs before those")
+    parser.add_argument("--warm_up", type=int, default=2, help="untimed runs before them")
     parser.add_argument("--json", type=Path, help="record (default: under runs/bench)")
     parser.add_argument("--bandwidth", type=float, help="bytes/s, for floors (GPU: an H200's)")
     parser.add_argument("--flops", type=float, help="operations/s, for floors (GPU: an H200's)")
@@ -385,13 +385,18 @@ def parse_flags(
 _UNKNOWN = Hardware(bandwidth=None, flops=None, nominal_flops=None)
 
 
-def _bool(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}; expected true or false")
     return text.lower() == "true"
 
 
-_flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: float, bool: _bool}
+_flag_types: dict[type, Callable[[str], Any]] = {
+    int: int,
+    str: str,
+    float: float,
+    bool: _parse_bool,
+}
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -406,7 +411,7 @@ def write_json(path: Path, record: Any) -> None:
         file.write(json.dumps(record, indent=2) + "\n")
 
 
-def finish(
+def report_figures(
     name: str,
     flags: argparse.Namespace,
     model: ModelSizes,
@@ -415,15 +420,15 @@ def finish(
     figures: dict[str, Any],
 ) -> dict[str, Any]:
     """Print the figures and write them to a JSON record; return the record."""
-    peak, scope = peak_bytes()
+    peak, scope = get_peak_bytes()
     device = jax.devices()[0]
     record = {
         "benchmark": name,
         "preset": flags.preset,
         "model_name": flags.model,
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": processor(),
-        "versions": package_versions("jax", "jaxlib", "flax", "optax", "numpy"),
+        "processor": get_processor_name(),
+        "versions": get_package_versions("jax", "jaxlib", "flax", "optax", "numpy"),
         "model": dataclasses.asdict(model),
         "work": dataclasses.asdict(work),
         "hardware": dataclasses.asdict(hardware),

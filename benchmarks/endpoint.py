@@ -86,7 +86,7 @@ WORK = {
 }  # fmt: skip
 
 
-def word_tokenizer(num_tokens: int) -> Tokenizer:
+def train_word_tokenizer(num_tokens: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer with Qwen's chat format on invented words."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -229,9 +229,9 @@ def measure(
     model: common.ModelSizes, work: Sessions, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Measure the native rollout and the endpoint; return rates and repeated work."""
-    mesh = common.single_device_mesh()
-    tokenizer = word_tokenizer(model.vocab_size)
-    kernels = common.kernels(model, mesh)
+    mesh = common.make_single_device_mesh()
+    tokenizer = train_word_tokenizer(model.vocab_size)
+    kernels = common.select_default_kernels(model, mesh)
     env = FixedTurns(work)
     draws = [
         Draw(
@@ -266,7 +266,7 @@ def measure(
         eos_ids=(), **engine_settings,
     )  # fmt: skip
     # Both engines have the same weights.
-    params = common.random_params(model)
+    params = common.init_random_params(model)
     for engine in (native, served):
         engine.set_weights(params)
     compilations, compiled = common.Compilations(), list[int]()
@@ -294,17 +294,17 @@ def measure(
                 "requests": sum(len(split_turns(t)) for t in trajectories_played),
                 "read": read,
                 "read_twice": read - needed,
-                "sampled_twice": counts.sampled - before.sampled - num_sampled(),
+                "sampled_twice": counts.sampled - before.sampled - count_sampled_tokens(),
                 "chunks": counts.chunks - before.chunks,
                 "swapped": counts.swapped - before.swapped,
                 **figures,
             }
         )
 
-    def num_sampled() -> int:
+    def count_sampled_tokens() -> int:
         return sum(t.num_sampled for t in trajectories_played)
 
-    def needed() -> int:
+    def count_needed_tokens() -> int:
         prompts = {tuple(t.token_ids[: t.prompt_length]) for t in trajectories_played}
         inserted = sum(t.response_length - t.num_sampled for t in trajectories_played)
         return sum(len(prompt) - 1 for prompt in prompts) + inserted
@@ -319,7 +319,7 @@ def measure(
             seeds=Seeds(seed=0, stage=0, step=number),
         )
         trajectories_played[:] = flatten_groups(rollout(draws, sampling))
-        record_figures("native", native, before, needed())
+        record_figures("native", native, before, count_needed_tokens())
         native.clear()
 
     def run_clients(name: str, way: str, lost: float, number: int) -> None:
@@ -333,9 +333,9 @@ def measure(
         finally:
             server.shutdown(0.0)
             served.clear()
-        assert counts_received["sampled"] == num_sampled(), "a turn ended early"
+        assert counts_received["sampled"] == count_sampled_tokens(), "a turn ended early"
         record_figures(
-            name, served, before, needed(),
+            name, served, before, count_needed_tokens(),
             held_more=counts_received["held"] - sum(len(t.token_ids) for t in trajectories_played),
             clients_cpu_s=counts_received["cpu_s"], lost=counts_received["num_lost"],
             different=counts_received["num_different"],
@@ -355,13 +355,13 @@ def measure(
     return {
         **{
             name: {
-                **common.median_figures(measured[name]),
-                **common.median_figures(recorded[name][warm_up:]),
+                **common.compute_median_figures(measured[name]),
+                **common.compute_median_figures(recorded[name][warm_up:]),
             }
             for name in variants
         },
         f"{rate}, share of native": {
-            name: common.median_paired_ratio(measured, name, "native", rate)
+            name: common.compute_median_ratio(measured, name, "native", rate)
             for name in variants
             if name != "native"
         },
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
     flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
     figures = measure(model, work, flags.repetitions, flags.warm_up)
-    return common.finish("endpoint", flags, model, work, hardware, figures)
+    return common.report_figures("endpoint", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Proxy:
 
 
 class Connection:
-    """HTTP connection that reopens when it was closed."""
+    """HTTP connection that reopens itself after it is closed."""
 
     def __init__(self, port: int, host: str):
         """Store the address without connecting.
@@ -185,14 +185,14 @@ async def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=MAX_MESSAGE_BYTES)
         port = server.sockets[0].getsockname()[1]
 
-    async def one(session: Mapping[str, Any]) -> Counter[str]:
+    async def run_session(session: Mapping[str, Any]) -> Counter[str]:
         connection = Connection(port, host)
         try:
             return await SESSION_RUNNERS[job["way"]](connection, session)
         finally:
             connection.close()
 
-    counts = await asyncio.gather(*map(one, job["sessions"]))
+    counts = await asyncio.gather(*map(run_session, job["sessions"]))
     if server is not None:
         server.close()
     return {

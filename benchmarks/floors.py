@@ -78,7 +78,7 @@ class Stage:
     network: float = 0.0  # bytes received
 
     def seconds(self, device: Device) -> dict[str, float]:
-        """Return the seconds that each resource would need on its own."""
+        """Return the seconds that each resource alone would take."""
         network = device.network or math.inf
         return {
             "arithmetic": self.flops / (SHARE_FLOPS * device.flops),
@@ -91,7 +91,7 @@ class Stage:
 Stages = Sequence[Stage]
 
 
-def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
+def compute_floor_s(stages: Stages, device: Device) -> tuple[float, str]:
     """Return the minimum seconds of consecutive stages, and the resource that dominates."""
     busy_s = dict.fromkeys(("arithmetic", "memory", "links", "network"), 0.0)
     for stage in stages:
@@ -103,7 +103,7 @@ def floor_s(stages: Stages, device: Device) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Numbers of weights that matmuls read, and of activations that they read and write.
+    """Number of weights that matmuls read, and of activations that they read and write.
 
     Attributes:
         table: Weights of the output layer.
@@ -122,8 +122,8 @@ class Weights:
     params: int
 
     @classmethod
-    def of(cls, model: Architecture) -> Weights:
-        """Count the weights of a language model. A vision tower counts in `params` only."""
+    def count(cls, model: Architecture) -> Weights:
+        """Count the weights of a language model. Only `params` includes a vision tower."""
         params = model.abstract_params()
         dense = experts = activations = 0
         share = model.top_k / model.num_experts if model.num_experts else 0.0
@@ -166,7 +166,7 @@ class Part:
     @property
     def weights(self) -> Weights:
         """Return the weight counts of the complete model."""
-        return Weights.of(self.model)
+        return Weights.count(self.model)
 
     @property
     def attention(self) -> int:
@@ -233,7 +233,7 @@ class Part:
         """
         weights, mesh, model = self.weights, self.mesh, self.model
         tensor, expert = mesh["tensor"], mesh["expert"]
-        # Experts without tokens are not read; the more tokens, the fewer of them.
+        # Experts without tokens are not read. With more tokens, fewer experts have none.
         read = 1 - (1 - weights.active_share) ** (rows * expert)
         resident_weights = weights.dense + weights.table + read * weights.experts / expert
         cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2 / tensor
@@ -277,7 +277,7 @@ class Part:
     def update(self, tokens: float, length: int, *, recomputes_layers: bool = True) -> list[Stage]:
         """Return the stages that add the gradient of a micro-batch of `tokens` to the sum.
 
-        The backward pass has two matmuls for each forward matmul. Attention has five for two,
+        The backward pass has two matmuls for each forward matmul. Attention has five for every two,
         because scores are recomputed. The output layer is always recomputed, the layers only if
         `recomputes_layers`. Even then, the weights of a layer are gathered only twice.
         """

@@ -6,10 +6,10 @@ r"""Run all benchmarks on one H200 in nine minutes, including compilation.
 Correctness is checked first, then speed. Each part is a process with a time limit, so that a part
 that fails or hangs does not affect the others; unused time goes to later parts. Untimed parts run
 concurrently, since they mostly use the host; timed parts run alone. `DIR/results.json` and
-`DIR/format_table.md` are rewritten after each part; `DIR/log.txt` contains the output of all parts.
+`DIR/table.md` are rewritten after each part; `DIR/log.txt` contains the output of all parts.
 
-In addition to jax, flax, optax and transformers, it needs jaxtyping, ml_collections, rich, PyYAML,
-absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
+Required packages: jax, flax, optax, transformers, jaxtyping, ml_collections, rich, PyYAML, absl-py,
+tokenizers, jinja2 and matplotlib; also tantivy for `first_step`. No part needs torch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ PARTS = (
 """Parts in order. The untimed parts at the start run concurrently."""
 
 
-def command(part: Part, preset: str, record: Path) -> list[str]:
+def build_command(part: Part, preset: str, record: Path) -> list[str]:
     """Return the command that runs a part and writes its JSON record."""
     flags = part.flags if preset == "h200" else part.tiny
     module = f"benchmarks.{part.module}"
@@ -108,7 +108,7 @@ def command(part: Part, preset: str, record: Path) -> list[str]:
 
 @dataclass(kw_only=True)
 class Run:
-    """Process of a part, in a new session so that its children can be killed with it."""
+    """Process of a part, in its own session so that its children can be killed too."""
 
     arguments: list[str]
     process: subprocess.Popen[bytes]
@@ -149,7 +149,7 @@ def start(part: Part, preset: str, record: Path) -> Run:
         "XLA_PYTHON_CLIENT_PREALLOCATE": str(part.is_timed).lower(),
         "PYTHONUNBUFFERED": "1",
     }
-    arguments, started = command(part, preset, record), time.monotonic()
+    arguments, started = build_command(part, preset, record), time.monotonic()
     with record.with_suffix(".log").open("wb") as file:
         process = subprocess.Popen(
             arguments,

@@ -31,7 +31,7 @@ class Job:
     depends_on: tuple[Path, ...] = ()
 
     def is_finished(self) -> bool:
-        """Return True if the command has finished, and after the jobs that it depends on."""
+        """Return True if the command finished, after the jobs that it depends on."""
         return (self.folder / FINISHED).exists() and self._is_current()
 
     def _is_current(self) -> bool:
@@ -60,7 +60,7 @@ class Job:
             process = subprocess.run(
                 [sys.executable, "-m", self.module, *self.arguments],
                 cwd=ROOT,
-                env=None if cache is None else one_thread_environment(cache),
+                env=None if cache is None else make_one_thread_environment(cache),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -73,7 +73,7 @@ class Job:
         (self.folder / FINISHED).write_text(json.dumps({"seconds": seconds}))
 
 
-def one_thread_environment(cache: Path) -> dict[str, str]:
+def make_one_thread_environment(cache: Path) -> dict[str, str]:
     """Return environment variables for a one-thread process with a compilation cache."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -94,7 +94,7 @@ def run_jobs(jobs: Sequence[Job], *, cache: Path | None = None) -> None:
 
 
 def read_duration_s(folder: Path) -> float:
-    """Return how long the last start of a finished job took, in seconds."""
+    """Return the duration of a finished job's last run, in seconds."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 
 

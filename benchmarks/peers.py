@@ -1,4 +1,4 @@
-r"""Compare this trainer with transformers on torch: same model, prompts, lengths, one thread.
+r"""Compare jaxrl with transformers on torch: same model, prompts and lengths, one thread.
 
     pip install torch==2.13.0
     python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
@@ -86,7 +86,7 @@ WORK = {
 }  # fmt: skip
 
 
-def update_sizes(work: Work) -> update.Work:
+def make_update_sizes(work: Work) -> update.Work:
     """Return the sizes of the update's sequences, which sampling uses too."""
     return dataclasses.replace(
         update.WORK["cpu"],
@@ -111,8 +111,8 @@ class JaxrlPeer:
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Load the weights; build the objects that both tasks use."""
-        mesh = self._mesh = common.single_device_mesh()
-        self._sequences = update.make_sequences(model, update_sizes(work))
+        mesh = self._mesh = common.make_single_device_mesh()
+        self._sequences = update.make_sequences(model, make_update_sizes(work))
         num_rows = work.num_prompts * work.group_size
         sampling = rollout.Even(
             num_prompts=work.num_prompts,
@@ -130,12 +130,12 @@ class JaxrlPeer:
         config = default_config()
         config.num_steps = 1000
         config.optimizer.lr, config.loss.clip_low, config.loss.clip_high = LEARNING_RATE, CLIP, CLIP
-        policy = update.make_model(model, update_sizes(work), mesh)
+        policy = update.make_model(model, make_update_sizes(work), mesh)
         method = self._method = build_method(resolve_names(config, needs_data=False))
         optimizer = make_optimizer(method.optimizer)
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
-        self._packed = update.make_batch(self._sequences, update_sizes(work))
+        self._packed = update.make_batch(self._sequences, make_update_sizes(work))
         self._state = init_state(params, mesh, model.architecture, optimizer)
 
     def mean_logprob(self) -> float:
@@ -175,7 +175,7 @@ class TorchPeer:
         self._torch, self._transformers = torch, transformers
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._work = work
-        self._sequences = update.make_sequences(model, update_sizes(work))
+        self._sequences = update.make_sequences(model, make_update_sizes(work))
         self._advantages = np.random.default_rng(1).normal(size=len(self._sequences))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
 
@@ -294,7 +294,7 @@ def run_tasks(peer: Any) -> None:
             "s": seconds,
             "cpu_s": cpu_seconds,
             "extra_bytes": read_memory_field("VmHWM") - resident if resident else None,
-            "peak_bytes": common.peak_bytes()[0],
+            "peak_bytes": common.get_peak_bytes()[0],
             "num_compilations": compilations.num - num_compilations,
         }
         print(json.dumps(measurements), flush=True)
@@ -341,8 +341,8 @@ class Peer:
 def measure_peers(
     peers: Sequence[Peer], tasks: Sequence[str], work: Work, model: Any, flags: Any
 ) -> dict[str, Any]:
-    """Measure all peers in every repetition; return rates, and ours relative to the others."""
-    sequences = update.make_sequences(model, update_sizes(work))
+    """Measure all peers in every repetition; return rates, and jaxrl's relative to the others."""
+    sequences = update.make_sequences(model, make_update_sizes(work))
     sampled = sum(int(item.loss_mask.sum()) for item in sequences)
     counts = {SAMPLE: sampled, UPDATE: sum(len(item.token_ids) for item in sequences)}
     figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
@@ -364,7 +364,7 @@ def measure_peers(
         for name in (peer.name for peer in peers[1:]):
             pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
             ratios = [other / item for other, item in pairs]
-            figures.setdefault(f"ours over {name}", {})[task] = common.spread(ratios)
+            figures.setdefault(f"ours over {name}", {})[task] = common.summarize(ratios)
     return figures
 
 
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         return None
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
-        save_hf(common.random_params(model), model.architecture, folder)
+        save_hf(common.init_random_params(model), model.architecture, folder)
         peers = []
         for peer_name in peer_flags.peers.split(","):
             peers.append(Peer(peer_name, folder, rest))
@@ -393,8 +393,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         logprobs = [peer.first["mean_logprob"] for peer in peers]
     figures["logprob_gap"] = max(logprobs) - min(logprobs)
     others = ("torch", "transformers") if "transformers" in figures else ()
-    figures["peer_versions"] = common.package_versions(*others)
-    return common.finish("peers", flags, model, work, hardware, figures)
+    figures["peer_versions"] = common.get_package_versions(*others)
+    return common.report_figures("peers", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Compile published models for devices that need not exist; compare with plan and floors.
+r"""Compile published models for absent devices; compare with the memory plan and the floors.
 
     python -m benchmarks.published --out=DIR [--cases=search_r1@v6e,dapo@h100] [--parts=decode]
         [--num_layers=2] [--keys rollout.max_num_seqs=768] [--limit_s=900]
@@ -7,7 +7,7 @@ For each shipped configuration, the programs of a run are compiled from shapes a
 `CASES`: the gradients of a micro-batch, the optimizer, log-probabilities, a decoding chunk and
 prefill. No weights are created and nothing is executed. Parts are compiled one at a time, each in a
 process with a time limit. A part that fails, or that does not fit in memory, is reported in its
-row. `DIR/results.json` and `DIR/format_table.md` are rewritten after each part; a part whose
+row. `DIR/results.json` and `DIR/table.md` are rewritten after each part; a part whose
 shapes are in `results.json` is not compiled again.
 
 Compilers: TPUs need libtpu; NVIDIA GPUs need jax-cuda12-plugin, jax-cuda12-pjrt and
@@ -95,30 +95,30 @@ class Case:
         return shipped
 
 
-def _mesh(fsdp: int, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+def _make_mesh(fsdp: int, tensor: int = 1, expert: int = 1) -> dict[str, int]:
     return {"mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.expert": expert}
 
 
-def _case(config: str, model: str, device: str, slice: str, **mesh: int) -> Case:
-    keys = _mesh(**mesh) if mesh else {}
+def _make_case(config: str, model: str, device: str, slice: str, **mesh: int) -> Case:
+    keys = _make_mesh(**mesh) if mesh else {}
     return Case(config=config, model=model, device=device, slice=slice, keys=keys)
 
 
 CASES = {
     case.name: case
     for case in (
-        _case("search_r1", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
-        _case("bapo", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
-        _case("passk", "qwen2.5-7b", "v6e", "4x4", fsdp=8, tensor=2),
-        _case("ares", "qwen2.5-vl-7b", "v6e", "4x4", fsdp=8, tensor=2),
-        _case("search_moe", "qwen3-30b-a3b", "v6e", "8x8", fsdp=16, expert=4),
-        _case("dapo", "qwen2.5-32b", "v6e", "8x8", fsdp=16, tensor=4),
-        _case("search_r1", "qwen2.5-7b", "h100", "1"),
-        _case("bapo", "qwen2.5-7b", "h100", "1"),
-        _case("passk", "qwen2.5-7b", "h100", "1"),
-        _case("ares", "qwen2.5-vl-7b", "h100", "1"),
-        _case("search_moe", "qwen3-30b-a3b", "h100", "2"),
-        _case("dapo", "qwen2.5-32b", "h100", "8"),
+        _make_case("search_r1", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
+        _make_case("bapo", "qwen2.5-7b", "v6e", "4x4", fsdp=16),
+        _make_case("passk", "qwen2.5-7b", "v6e", "4x4", fsdp=8, tensor=2),
+        _make_case("ares", "qwen2.5-vl-7b", "v6e", "4x4", fsdp=8, tensor=2),
+        _make_case("search_moe", "qwen3-30b-a3b", "v6e", "8x8", fsdp=16, expert=4),
+        _make_case("dapo", "qwen2.5-32b", "v6e", "8x8", fsdp=16, tensor=4),
+        _make_case("search_r1", "qwen2.5-7b", "h100", "1"),
+        _make_case("bapo", "qwen2.5-7b", "h100", "1"),
+        _make_case("passk", "qwen2.5-7b", "h100", "1"),
+        _make_case("ares", "qwen2.5-vl-7b", "h100", "1"),
+        _make_case("search_moe", "qwen3-30b-a3b", "h100", "2"),
+        _make_case("dapo", "qwen2.5-32b", "h100", "8"),
     )
 }
 """Cases by name. H100s use the mesh of the configuration. A v6e has less memory and four chips per
@@ -153,10 +153,13 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """Description of an H100 for XLA's compiler: a `GpuTargetConfigProto` in text format."""
 
 
-def compiler_environment() -> dict[str, str]:
+def make_compiler_environment() -> dict[str, str]:
     """Return environment variables for compiling without devices."""
     # Unfiltered tracebacks end with the error itself, not with JAX's note about filtering.
-    env = common.libtpu_environment() | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
+    env = common.make_libtpu_environment() | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_TRACEBACK_FILTERING": "off",
+    }
     if folder := os.environ.get("CUDA_PLUGIN_DIR"):
         own = Path(folder) / "nvidia" / "cuda_nvcc"
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={own}"
@@ -171,7 +174,7 @@ def compiler_environment() -> dict[str, str]:
 
 
 def describe_devices(case: Case, part: str) -> list[Any]:
-    """Return device descriptions for a part; requires the environment of `compiler_environment`.
+    """Return device descriptions for a part, in the environment of `make_compiler_environment`.
 
     If there are several hosts, the sampler gets the devices of one host: libtpu cannot compile
     communication between a subset of a larger slice's chips.
@@ -234,7 +237,7 @@ def run_part(flags: argparse.Namespace, name: str, part: str) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 command,
-                env=os.environ | compiler_environment(),
+                env=os.environ | make_compiler_environment(),
                 stdout=log,
                 stderr=log,
                 timeout=limit_s,
@@ -270,7 +273,7 @@ class Step:
     num_devices: int
 
     @classmethod
-    def of(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
+    def build(cls, case: Case, config: ResolvedConfig, model: Any) -> Step:
         """Compute the number of calls per step and the stages of each call."""
         # Meshes of the trainer and of the sampler of one process.
         target, rollout = case.target, config.rollout
@@ -326,14 +329,14 @@ class Step:
 
     def floor(self, name: str, device: floors.Device) -> tuple[float, str]:
         """Return the minimum seconds of a call, and the resource that dominates."""
-        return floors.floor_s(self.stages[name], device)
+        return floors.compute_floor_s(self.stages[name], device)
 
 
 PROGRAMS = ("update", "optimizer", "score", "weights", "reading", "decode")
 """Programs of a step; `weights` copies the weights to the sampler."""
 
 
-def _gib(size: float | None) -> str:
+def _format_gib(size: float | None) -> str:
     return "" if size is None else f"{size / GIB:.2f}"
 
 
@@ -351,15 +354,16 @@ def format_row(
     total = item.get("total")
     whole = None if total is None else total + item["beside"]
     deviation = "" if planned is None or whole is None else f"{planned / whole - 1:+.0%}"
-    compiler = _gib(whole)
+    compiler = _format_gib(whole)
     if "refused" in item:
         compiler = f"{compiler}, refused" if compiler else "refused"
     elif whole is not None and whole > case.target.memory_bytes:
         compiler += ", too much"
     return [
-        case.name, mesh, name, f"{item['compile_s']:.0f}", _gib(item.get("arguments")),
-        _gib(total - item["arguments"] if "arguments" in item else None), _gib(item["beside"]),
-        compiler, _gib(planned), deviation, f"{1e3 * seconds:,.1f}", waits,
+        case.name, mesh, name, f"{item['compile_s']:.0f}", _format_gib(item.get("arguments")),
+        _format_gib(total - item["arguments"] if "arguments" in item else None),
+        _format_gib(item["beside"]),
+        compiler, _format_gib(planned), deviation, f"{1e3 * seconds:,.1f}", waits,
     ]  # fmt: skip
 
 
@@ -370,7 +374,7 @@ def format_report(results: Mapping[str, Any]) -> str:
         own = [item for item in results.values() if item["case"] == name]
         case = get_case(name, own[0]["keys"])
         config, model = case.build_model(own[0]["num_layers"])
-        step, device = Step.of(case, config, model), floors.DEVICES[case.device]
+        step, device = Step.build(case, config, model), floors.DEVICES[case.device]
         # Memory in use while the sampler runs, except for its weights and cache.
         mesh = "x".join(map(str, make_target_mesh(config, model, case.target).shape.values()))
         parts = plan_rollout(config, model, case.target).kept
@@ -435,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "num_layers": flags.num_layers,
             "micro_rows": config.optimizer.micro_rows,
             "cache_pages": count_cache_pages(config, model, case.target),
-            "versions": common.package_versions("jax", "jaxlib"),
+            "versions": common.get_package_versions("jax", "jaxlib"),
         }
         for part in flags.parts.split(","):
             key = f"{name} {part}"

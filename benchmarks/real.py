@@ -27,8 +27,8 @@ ROWS = {
     "malformed, sampled": ("sampled", "malformed"),
     "out of budget, sampled": ("sampled", "out_of_budget"),
     "searched, sampled": ("sampled", "searched"),
-    "searches a question, sampled": ("sampled", "searches"),
-    "an accepted answer was shown, sampled": ("sampled", "answer_in_results"),
+    "searches per question, sampled": ("sampled", "searches"),
+    "accepted answer in results, sampled": ("sampled", "answer_in_results"),
 }
 """Suite and metric of each row, by title."""
 
@@ -44,8 +44,8 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
     count = len(base_files) + len(list(run.glob("eval/*.json")))
     if count != 4:
         raise FileNotFoundError(
-            f"{base_run} and {run} hold {count} evaluations; expected one of the model as it "
-            "is, one before and one after training, and one with the controls. Run `make real`."
+            f"{base_run} and {run} contain {count} evaluations; expected one of the original "
+            "model, one before and one after training, and one with the controls. Run `make real`."
         )
     before, after = load_evaluations(run)
     return {
@@ -81,12 +81,12 @@ def report(run: Path) -> str:
         [
             format_table(["", *stages], rows),
             "",
-            f"sampled exact match after training, less that after the warm start, of the same "
-            f"questions: {mean:.3f} [{low:.3f}, {high:.3f}]",
+            f"gain in sampled exact match from training, paired by question: {mean:.3f} "
+            f"[{low:.3f}, {high:.3f}]",
             f"rewards of the {len(steps['reward/exact_match/mean'])} training steps: {rewards}",
-            f"sampler against trainer, logprob_diff_max: at most "
+            f"sampler vs. trainer, logprob_diff_max: at most "
             f"{max(steps['rollout_corr/logprob_diff_max']):.1e} nats",
-            f"seconds a step: {statistics.median(steps['timing_s/step']):.0f} (median)",
+            f"seconds per step: {statistics.median(steps['timing_s/step']):.0f} (median)",
         ]
     )
 

@@ -5,12 +5,12 @@ r"""Measure the sampling speed of the engine, from prompts to finished samples.
 
 `even`: every sample has exactly `new_tokens` tokens, without stop strings and end-of-turn ids. The
 `floor` figures are limits set by the device's memory bandwidth and arithmetic (see
-`common.decode_floor_s`): weights and cache are read once per step; prefill is ignored. At the end,
-`tail_rows` samples are decoded alone, as if a few long samples remained.
+`common.compute_decode_floor_s`): weights and cache are read once per step; prefill is ignored. At
+the end, `tail_rows` samples are decoded alone, as if a few long samples remained.
 
 `search`: complete multi-turn rollouts with real searches of a local index, with `latency_ms` added
-to each call (`searching.RandomSearches`); then the same without latency; then `at_once`, with the
-same numbers of tokens per turn and no environment, so that observations are ready at once.
+to each call (`searching.RandomSearches`); then without latency; then `at_once`, with the same
+numbers of tokens per turn and no environment, so that observations are ready immediately.
 `tokens_read_twice` counts tokens of prompts, turns and observations that were prefilled again after
 their pages were evicted.
 
@@ -132,7 +132,7 @@ def make_engine(
         max_total_tokens=max_total_tokens,
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
-        kernels=common.kernels(model, mesh),
+        kernels=common.select_default_kernels(model, mesh),
         train_mesh=train_mesh or mesh,
         kinds=(next_token.FULL,),
     )
@@ -176,7 +176,7 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
 
 
 def replay_turns(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
-    """Sample turns of the same lengths, with observations that are ready when a turn ends."""
+    """Sample turns of the trajectories' lengths, with observations ready when a turn ends."""
     prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
     turns = [split_turns(t) for t in trajectories]
     requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
@@ -210,10 +210,10 @@ def compute_decoding_figures(
     chunk_times: Sequence[float],
 ) -> dict[str, Any]:
     """Return the time of a decoding step with `num_rows` rows, and its floor."""
-    floor_s = common.decode_floor_s(
+    floor_s = common.compute_decode_floor_s(
         model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
     )
-    steps = common.spread([1e3 * t / work.chunk_tokens for t in chunk_times])
+    steps = common.summarize([1e3 * t / work.chunk_tokens for t in chunk_times])
     return {
         "ms_per_decode_step": steps,
         "floor_ms_per_decode_step": 1e3 * floor_s if floor_s else None,
@@ -226,7 +226,7 @@ def measure_even(
     model: common.ModelSizes, work: Even, hardware: common.Hardware, flags: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure sampling with equal lengths, then with only a few rows."""
-    mesh = common.single_device_mesh()
+    mesh = common.make_single_device_mesh()
     total = work.prompt_tokens + work.new_tokens
     engine = make_engine(model, work, mesh, max_total_tokens=total)
     needed = {min(work.num_rows, work.num_prompts * work.group_size), work.tail_rows} - {0}
@@ -235,7 +235,7 @@ def measure_even(
     started = time.perf_counter()
     engine.compile()
     compile_s = time.perf_counter() - started
-    engine.set_weights(jax.block_until_ready(common.random_params(model)))
+    engine.set_weights(jax.block_until_ready(common.init_random_params(model)))
     chunk_times: list[float] = []
 
     def run(number: int) -> None:
@@ -269,7 +269,7 @@ def measure_search(
 ) -> dict[str, Any]:
     """Measure episodes with searches, and the same numbers of tokens without an environment."""
     del hardware
-    mesh, params = common.single_device_mesh(), common.random_params(model)
+    mesh, params = common.make_single_device_mesh(), common.init_random_params(model)
     last_trajectories: list[Trajectory] = []
     prefill_counts = {"read": 0, "needed": 0, "searches": 0, "episodes": 0, "inserted": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -314,9 +314,12 @@ def measure_search(
             variants, warm_up=flags.warm_up, repetitions=flags.repetitions
         )
     return {
-        **{name: common.median_figures(repetitions) for name, repetitions in measured.items()},
+        **{
+            name: common.compute_median_figures(repetitions)
+            for name, repetitions in measured.items()
+        },
         "search over": {
-            name: common.median_paired_ratio(measured, "search", name, "tokens_per_s")
+            name: common.compute_median_ratio(measured, "search", name, "tokens_per_s")
             for name in ("search_without_latency", "at_once")
         },
         "searches_per_episode": prefill_counts["searches"] / prefill_counts["episodes"],
@@ -414,7 +417,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     case = CASES[case_flags.case]
     flags, model, work, hardware = common.parse_flags(__doc__ or "", case.work, remaining)
     figures = case.measure(model, work, hardware, flags)
-    return common.finish(f"rollout_{case_flags.case}", flags, model, work, hardware, figures)
+    return common.report_figures(
+        f"rollout_{case_flags.case}", flags, model, work, hardware, figures
+    )
 
 
 if __name__ == "__main__":

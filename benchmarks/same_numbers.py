@@ -68,7 +68,7 @@ class Case:
     config: str  # file in configs/
     flags: tuple[str, ...] = ()  # flags of the world
     settings: tuple[str, ...] = ("num_steps=3",)  # settings of the run
-    needs_warm_start: bool = True  # by the old revision; otherwise the run has all stages
+    needs_warm_start: bool = True  # start from the old revision's model; False to run all stages
     # Disable most XLA optimizations, since tiny runs mostly compile. False for long runs.
     compiles_quickly: bool = True
     stop_step: int = 0  # stop after this step, then resume; 0: do not stop
@@ -89,7 +89,7 @@ SHORT_SFT = ("sft.num_steps=60", "sft.batch_size=8", "sft.optimizer.lr=1e-2")
 FORMAT_REWARD = "reward.weights={'exact_match': 1.0, 'format': 0.5}"  # almost no answer is right
 
 
-def quick_case(*settings: str, **others: Any) -> Case:
+def make_quick_case(*settings: str, **others: Any) -> Case:
     """Return a case of three steps after a quick warm start, which all of these cases share."""
     return Case(
         world="examples.quickstart_world",
@@ -100,7 +100,7 @@ def quick_case(*settings: str, **others: Any) -> Case:
     )
 
 
-def method_case(world: str, config: str) -> Case:
+def make_method_case(world: str, config: str) -> Case:
     """Return a case of three steps with the small configuration of a method."""
     return Case(world=world, config=config, compiles_quickly=False)
 
@@ -115,11 +115,11 @@ CASES = {
         needs_warm_start=False,
         compiles_quickly=False,
     ),
-    "search_r1": method_case("examples.quickstart_world", "search_r1_small.py"),
-    "dapo": method_case("examples.math_world", "dapo_small.py"),
-    "ares": method_case("examples.math_world", "ares_small.py"),
-    "bapo": method_case("examples.bapo_world", "bapo_small.py"),
-    "passk": method_case("examples.puzzle_world", "passk_small.py"),
+    "search_r1": make_method_case("examples.quickstart_world", "search_r1_small.py"),
+    "dapo": make_method_case("examples.math_world", "dapo_small.py"),
+    "ares": make_method_case("examples.math_world", "ares_small.py"),
+    "bapo": make_method_case("examples.bapo_world", "bapo_small.py"),
+    "passk": make_method_case("examples.puzzle_world", "passk_small.py"),
     # Images in the warm start, in searching episodes, in updates, and blank in an evaluation.
     "images": Case(
         world="examples.looking_world",
@@ -132,7 +132,7 @@ CASES = {
         needs_warm_start=False,
     ),
     # LoRA on an int8 base, with the base as the reference.
-    "lora": quick_case(
+    "lora": make_quick_case(
         *("model.lora.rank=4", "model.lora.alpha=16.0", "model.lora.base_dtype=int8"),
         *("model.lora.targets=('q_proj', 'o', 'mlp/up', 'down_proj')", "kl.coef=0.01"),
     ),
@@ -150,9 +150,9 @@ CASES = {
         needs_warm_start=False,
     ),
     # Both engines fused, with int8 vectors. The encoder is the world's model with random weights,
-    # whose ranking is deterministic too. Each run builds an index; otherwise the second tree would
-    # reuse that of the first.
-    "hybrid": quick_case(
+    # whose ranking is also deterministic. Each run builds an index, so that the second tree does
+    # not reuse the first one's.
+    "hybrid": make_quick_case(
         *("search.engine=hybrid", "search.dense.dtype=int8", "search.dense.pooling=mean"),
         *("search.dense.corpus={world}/corpus.jsonl", "search.dense.encoder={world}/model"),
         *("search.dense.query_prefix=query: ", "search.dense.passage_prefix=passage: "),
@@ -161,14 +161,14 @@ CASES = {
     ),
     # A judge's score and math verification in the reward. The model was not trained to call
     # Python, so that tool only tests where turns end.
-    "judge": quick_case(
+    "judge": make_quick_case(
         "reward.judges={'helpful': {'url': '{endpoint}', 'model': 'judge', "
         "'prompt': 'Rate {response}'}}",
         "reward.weights={'exact_match': 1.0, 'format': 0.5, 'helpful': 0.5, 'math_verify': 1.0}",
         *("reward.math_verify.workers=1", "env.search.tools=('python',)"),
     ),
     # A model behind an endpoint, which calls search, Python and a function.
-    "endpoint": quick_case(
+    "endpoint": make_quick_case(
         *("stages=('evaluate',)", "model.path={world}/model", "policy.name=openai"),
         *("policy.openai.url={endpoint}", "policy.openai.model=policy", "eval.samples=2"),
         *("env.search.tools=('python', 'same_numbers_own.shout')", "rollout.max_turns=3"),
@@ -178,12 +178,12 @@ CASES = {
         needs_warm_start=False,
     ),
     # Groups buffered in a checkpoint for the next step, with importance weights.
-    "ahead": quick_case(
+    "ahead": make_quick_case(
         *("rollout.async_level=1", "loss.correction.level=token", "checkpoint.every_steps=1"),
         "kl.coef=0.01",
     ),
     # Four updates per step, an adaptive KL coefficient, a decaying learning rate, a filter.
-    "updates": quick_case(
+    "updates": make_quick_case(
         *("optimizer.num_minibatches=2", "optimizer.num_epochs=2", "optimizer.schedule=cosine"),
         *(
             "kl.coef=0.1",
@@ -197,7 +197,7 @@ CASES = {
     ),
     # Stopped after two steps and resumed; also compared with an uninterrupted run, which evaluates
     # at the step at which the first run stops.
-    "resumed": quick_case(
+    "resumed": make_quick_case(
         *("num_steps=4", "checkpoint.every_steps=1", "kl.coef=0.01"),
         *("eval.every_steps=2", "eval.suites=('sampled',)"),
         stop_step=2,
@@ -238,7 +238,7 @@ def run_module(
         sys.exit(f"{' '.join(command)} in {tree}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-def prepare(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
+def prepare_world(before: Path, out: Path, case: Case) -> tuple[Path, Path | None]:
     """Generate the world of a case and its warm start once, with the old revision."""
     name = "_".join((case.world.rpartition(".")[2], *case.flags)).replace("--", "")
     world = out / "worlds" / name
@@ -270,7 +270,7 @@ def run_case(
         # Stop with `num_steps`, since a signal would stop at an unpredictable step.
         first_settings = {"num_steps": str(case.stop_step), "stages": "('train',)"}
         launches.insert(0, settings | first_settings)
-    before = child_cpu_s()
+    before = measure_child_cpu_s()
     with serve_stub() as endpoint:
         placeholders = {"{world}": str(world), "{workdir}": str(workdir), "{endpoint}": endpoint}
         for launch_settings in launches:
@@ -281,10 +281,10 @@ def run_case(
                 arguments.append(f"--config.{key}={value}")
             is_quick = case.compiles_quickly
             run_module(tree, "jaxrl.launch", *arguments, out=out, compiles_quickly=is_quick)
-    return child_cpu_s() - before
+    return measure_child_cpu_s() - before
 
 
-def child_cpu_s() -> float:
+def measure_child_cpu_s() -> float:
     """Return the CPU seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -310,7 +310,7 @@ def find_differences(
         names = {p.relative_to(f) for f in (before, after) for p in f.glob(pattern)}
         for path in sorted(names):
             if not (before / path).exists() or not (after / path).exists():
-                yield f"{path} is in one of the two only"
+                yield f"{path} is in only one of the two"
                 continue
             old, new = load_content(before / path), load_content(after / path)
             if not isinstance(old, dict):
@@ -333,7 +333,7 @@ def load_content(path: Path) -> Any:
                 obsolete = ("schedule", "num_broken_off")  # old revisions only
                 ignored = ("config", "contents", "record", *obsolete)
                 names = {old: new for new, old in OLD_POSITION.items()}
-                fields = rename({k: v for k, v in saved.items() if k not in ignored}, names)
+                fields = rename_fields({k: v for k, v in saved.items() if k not in ignored}, names)
                 values |= {
                     f"position/{name}": value for name, value in strip_volatile(fields).items()
                 }
@@ -349,11 +349,11 @@ def load_content(path: Path) -> Any:
     return [strip_volatile(json.loads(text)) for text in read_texts(path)]
 
 
-def rename(value: Any, names: Mapping[str, str]) -> Any:
+def rename_fields(value: Any, names: Mapping[str, str]) -> Any:
     """Replace the names of fields in a JSON value."""
     if isinstance(value, dict):
-        return {names.get(key, key): rename(inner, names) for key, inner in value.items()}
-    return [rename(inner, names) for inner in value] if isinstance(value, list) else value
+        return {names.get(key, key): rename_fields(inner, names) for key, inner in value.items()}
+    return [rename_fields(inner, names) for inner in value] if isinstance(value, list) else value
 
 
 def read_texts(path: Path) -> Sequence[str]:
@@ -375,7 +375,7 @@ def strip_volatile(value: Any) -> Any:
 
 
 def check_out(revision: str, out: Path) -> Path:
-    """Check out a revision if that was not done before; return its tree."""
+    """Check out a revision unless it is cached; return its tree."""
     name = subprocess.check_output(["git", "rev-parse", revision], cwd=ROOT, text=True).strip()
     tree = out / name[:12] / "tree"
     if not tree.exists():
@@ -398,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_changed = False
     for name in args.cases:
         case = CASES[name]
-        world, model = prepare(before, out, case)
+        world, model = prepare_world(before, out, case)
         old, new = before.parent / name, out / "after" / name
         # Reuse the run of the old revision unless the case has changed.
         cache_file, case_repr = old / "made.json", repr(use_tree_keys(before, case))
@@ -416,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             resume_changes = itertools.islice(
                 find_differences(uninterrupted, new, PER_PROCESS_METRICS), 20
             )
-            changes += [f"unlike in one go: {text}" for text in resume_changes]
+            changes += [f"unlike the uninterrupted run: {text}" for text in resume_changes]
         has_changed |= bool(changes)
         cpu_times = ", ".join(f"{cpu_time:.0f}" for cpu_time in seconds)
         summary = f"{name}: {'differs' if changes else 'the same'} (processor: {cpu_times} s)"

@@ -73,7 +73,7 @@ def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int
     total = work.prompt_tokens + work.new_tokens
     engine = rollout.make_engine(model, sampling, mesh, max_total_tokens=total)
     engine.row_sizes = engine.row_sizes[-1:]
-    engine.set_weights(common.random_params(model, mesh))
+    engine.set_weights(common.init_random_params(model, mesh))
 
     def sample(number: int) -> None:
         number = number * jax.process_count() + jax.process_index()
@@ -111,7 +111,7 @@ def measure_seconds(run: Callable[[int], None], warm_up: int, repetitions: int) 
 
     multihost_utils.sync_global_devices("start")
     timing = common.repeat(run_all, warm_up=warm_up, repetitions=repetitions)
-    return common.spread(timing.seconds)["median"]
+    return common.summarize(timing.seconds)["median"]
 
 
 def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         | {f"{part} over one": rate / one[part] for part, rate in by_part.items()}
         for name, by_part in rates.items()
     }
-    return common.finish("scaling", flags, model, work, hardware, figures)
+    return common.report_figures("scaling", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

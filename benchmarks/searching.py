@@ -1,4 +1,4 @@
-"""Environment with real searches for a policy with random weights, which does not write queries.
+"""Environment with real searches for a policy with random weights, which cannot write queries.
 
 A turn ends at any of a few bytes, which a random policy samples about every `turn_tokens` tokens.
 The checksum of a turn's text selects words of the corpus as the query, and the documents that BM25
@@ -90,7 +90,7 @@ class RandomSearches(Env):
         return [[{"role": "user", "content": (f"{task.id} " * width)[:width]}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Search for each turn. Episodes end after the last search, or earlier in 1 of 4 turns."""
+        """Search for each turn. Episodes end after the last search, or after 1 in 4 turns."""
         started = time.perf_counter()
         time.sleep(self.latency_s)
         results = [self._make_result(*item) for item in zip(episodes, texts, strict=True)]

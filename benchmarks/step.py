@@ -4,9 +4,9 @@ r"""Measure the time of a complete training step and of its parts.
 
 The parts are those of `jaxrl.train`, in order, on one device: episodes that search a real index
 (`searching.RandomSearches`), advantages and packing, log-probabilities before the update (needed if
-`num_minibatches` is above 1), the update, and the weights for the sampler. The benchmark waits for
-the device between parts; the trainer does not. `tools` is the time spent in calls to the
-environment. It is part of `rollout` and mostly overlaps with sampling.
+`num_minibatches` is above 1), the update, and the transfer of the weights to the sampler. The
+benchmark waits for the device between parts; the trainer does not. `tools` is the time spent in
+calls to the environment. It is part of `rollout` and mostly overlaps with sampling.
 
 With `--ahead=1`, each step runs twice: first with its parts in sequence, then as with
 `rollout.async_level=1`, with the rollout concurrent with an update on the same number of tokens.
@@ -104,8 +104,8 @@ class Steps:
 
     def __init__(self, model: common.ModelSizes, work: Work, folder: Path, num_steps: int):
         """Build the engine and the update without compiling them."""
-        mesh = self._mesh = common.single_device_mesh()
-        sampling = common.single_device_mesh(work.rollout_devices)
+        mesh = self._mesh = common.make_single_device_mesh()
+        sampling = common.make_single_device_mesh(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = make_config(work, self.episodes.max_total_tokens, num_steps)
@@ -118,7 +118,7 @@ class Steps:
         self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
         self._estimate = AdvantageEstimator(method.advantage, method.seed)
-        params = common.random_params(model)
+        params = common.init_random_params(model)
         self._state = init_state(params, mesh, model.architecture, optimizer)
         self.episodes.engine.set_weights(self._state.params)
         self._overlaps = work.ahead == 1
@@ -147,7 +147,7 @@ class Steps:
             before = common.measure_thread_times()
             with self._time_part("step"):
                 self._run_overlapped(number, groups)
-            self.waited_s.append(waited_s(before, common.measure_thread_times()))
+            self.waited_s.append(compute_waited_s(before, common.measure_thread_times()))
         else:
             with self._time_part("step"):
                 groups = self._run_in_sequence(number)
@@ -210,7 +210,7 @@ class Steps:
         jax.block_until_ready(engine._weights)
 
 
-def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
+def compute_waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
     """Return the seconds that the busiest thread waited for a core between two measurements."""
     spent = {
         name: (on_core - before.get(name, (0, 0))[0], waited - before.get(name, (0, 0))[1])
@@ -228,17 +228,19 @@ def compute_overlap_figures(steps: Steps, count: int) -> dict[str, Any]:
     """
     seconds, cpu = steps.seconds[-count:], steps.cpu_seconds[-count:]
 
-    def longer_half(times: dict[str, float]) -> float:
+    def get_longer_half(times: dict[str, float]) -> float:
         return max(times["rollout"], times["scoring"] + times["update"])
 
-    figures = {"step over longer half": [times["step"] / longer_half(times) for times in seconds]}
+    figures = {
+        "step over longer half": [times["step"] / get_longer_half(times) for times in seconds]
+    }
     if jax.default_backend() == "cpu":
         figures["on idle cores"] = [
-            (times["step"] - waited) / longer_half(used)
+            (times["step"] - waited) / get_longer_half(used)
             for times, used, waited in zip(seconds, cpu, steps.waited_s[-count:], strict=True)
         ]
         figures["work side by side"] = [times["step"] / times["one_after_another"] for times in cpu]
-    return {name: common.spread(values) for name, values in figures.items()}
+    return {name: common.summarize(values) for name, values in figures.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     figures["first_step_s"] = first_step_s
     figures |= {f"{part}_s": seconds for part, seconds in medians.items()}
     figures |= compute_overlap_figures(steps, flags.repetitions) if work.ahead else {}
-    return common.finish("step", flags, model, work, hardware, figures)
+    return common.report_figures("step", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

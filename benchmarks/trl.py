@@ -5,24 +5,24 @@ r"""Train a model with jaxrl and with TRL's `GRPOTrainer` on the same questions.
     runs/trl_venv/bin/pip install torch==2.13.0 trl==1.16.0
     taskset -c 0 python -m benchmarks.trl --trl_python=runs/trl_venv/bin/python --out=runs/trl
 
-The questions are SQuAD's from `examples/real_world.py`. The prompt is the piece of the passage with
+The questions are SQuAD's from `examples/real_world.py`. The prompt is the part of the passage with
 the answer, then the question. Episodes have one turn; the reward is F1. Both trainers load the
 same weights, use the same prompts in the same order, and run the same step: `tasks_per_step`
 prompts with `group_size` completions each, sampled at temperature 1, GRPO advantages divided by the
 group's standard deviation, the clipped loss averaged over all tokens of the batch (TRL's
-`loss_type="dapo"`), no KL term, one AdamW step without decay at a constant rate, all in float32.
+`loss_type="dapo"`), no KL term, one AdamW step without decay at a constant rate. All is float32.
 
-Each trainer runs in a separate process with one thread, and they alternate steps. A step covers all
-work between two consecutive turns; the first two and the last are not counted. `sampling` is the
-CPU time of prompts, sampling and rewards, `update` that of the rest of the step. `trained` counts
-the tokens of prompts and completions, including repetitions of a prompt. With `--recomputes=true`,
+Each trainer runs in a separate process with one thread, and the two alternate steps. A step covers
+all work between two consecutive turns; the first two and the last are not counted. `sampling` is
+the CPU time of prompts, sampling and rewards, `update` that of the rest of the step. `trained`
+counts the tokens of prompts and completions, including repeated prompts. With `--recomputes=true`,
 the default of both trainers, the backward pass recomputes layers. For groups with equal rewards,
 our update skips the backward pass (`config.optimizer.skip_signal_free`); TRL computes their
 gradients, which are zero.
 
-TRL then trains on our first two batches. Its loss, gradient norm and reward are printed next to
-ours, which also compares the first step of the optimizers. Our evaluation scores both exported
-models and the initial model on held-out questions, sampled and greedy.
+TRL then trains on our first two batches. Its losses, gradient norms and rewards are printed next to
+ours; the second batch also compares the optimizers' first steps. Our evaluation scores both
+exported models and the initial model on held-out questions, sampled and greedy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from jaxrl.types import Trajectory
 SYSTEM = "Answer the question in a few words from the text. Write the answer alone."
 
 NUM_WARM_UP = 2
-"""Number of steps before those that are counted."""
+"""Number of initial steps that are not counted."""
 
 TRAINERS = ("jaxrl", "TRL")
 
@@ -195,11 +195,11 @@ class TurnClock(StepTimer):
         super().__init__()
         self._turns = turn_client
 
-    def sampling(self) -> Any:
+    def time_sampling(self) -> Any:
         """Return a context manager that times sampling."""
         return self._turns.time_sampling()
 
-    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def compute_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Report the step to the benchmark; return no metrics."""
         first = {t.task_id: t.token_ids[: t.prompt_length].tolist() for t in trajectories}
         self._turns.add_figures(
@@ -318,23 +318,23 @@ def make_speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[li
     """Format the rows of the table of step times.
 
     Args:
-        steps: Records by trainer: one of the startup, then one per step.
+        steps: Records by trainer: the startup's, then one per step.
     """
     timed = {
         name: messages_received[1 + NUM_WARM_UP : -1] for name, messages_received in steps.items()
     }
 
-    def medians(figure: Any) -> list[float]:
+    def compute_medians(figure: Any) -> list[float]:
         return [statistics.median(map(figure, timed[name])) for name in TRAINERS]
 
-    def row(head: str, digits: int, figures: Sequence[float]) -> list[str]:
+    def format_row(head: str, digits: int, figures: Sequence[float]) -> list[str]:
         ratio = figures[0] / figures[1]
         return [head, *(f"{figure:,.{digits}f}" for figure in figures), f"{ratio:.2f}"]
 
     def update_s(item: Mapping[str, Any]) -> float:
         return float(item["step_cpu_s"] - item["sampling_cpu_s"])
 
-    step_s = medians(lambda item: item["step_cpu_s"])
+    step_s = compute_medians(lambda item: item["step_cpu_s"])
     # Loading and compiling: the startup, and the excess time of the first steps.
     before = [
         steps[name][0]["start_cpu_s"]
@@ -342,35 +342,39 @@ def make_speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[li
         for name, median in zip(TRAINERS, step_s, strict=True)
     ]
     return [
-        row("seconds a step", 1, medians(lambda item: item["step_s"])),
-        row("processor seconds a step", 1, step_s),
+        format_row("seconds a step", 1, compute_medians(lambda item: item["step_s"])),
+        format_row("processor seconds a step", 1, step_s),
         # The mean includes late compilations, which the median hides.
-        row(
+        format_row(
             "the same, mean",
             1,
             [statistics.fmean(item["step_cpu_s"] for item in timed[name]) for name in TRAINERS],
         ),
-        row("sampling", 1, medians(lambda item: item["sampling_cpu_s"])),
-        row("update", 1, medians(update_s)),
-        row("sampled tokens a step", 0, medians(lambda item: item["sampled_tokens"])),
-        row("trained tokens a step", 0, medians(lambda item: item["all_tokens"])),
-        row(
+        format_row("sampling", 1, compute_medians(lambda item: item["sampling_cpu_s"])),
+        format_row("update", 1, compute_medians(update_s)),
+        format_row(
+            "sampled tokens a step", 0, compute_medians(lambda item: item["sampled_tokens"])
+        ),
+        format_row("trained tokens a step", 0, compute_medians(lambda item: item["all_tokens"])),
+        format_row(
             "sampled tokens / processor s of sampling",
             1,
-            medians(lambda item: item["sampled_tokens"] / item["sampling_cpu_s"]),
+            compute_medians(lambda item: item["sampled_tokens"] / item["sampling_cpu_s"]),
         ),
-        row(
+        format_row(
             "trained tokens / processor s of update",
             1,
-            medians(lambda item: item["all_tokens"] / update_s(item)),
+            compute_medians(lambda item: item["all_tokens"] / update_s(item)),
         ),
-        row(
+        format_row(
             "trained tokens / processor s of step",
             1,
-            medians(lambda item: item["all_tokens"] / item["step_cpu_s"]),
+            compute_medians(lambda item: item["all_tokens"] / item["step_cpu_s"]),
         ),
-        row("loading and compiling, processor s", 1, before),
-        row("peak memory, GB", 2, [timed[name][-1]["peak_bytes"] / 1e9 for name in TRAINERS]),
+        format_row("loading and compiling, processor s", 1, before),
+        format_row(
+            "peak memory, GB", 2, [timed[name][-1]["peak_bytes"] / 1e9 for name in TRAINERS]
+        ),
     ]
 
 
@@ -389,7 +393,9 @@ def make_score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
                 cells.append(
                     format_with_interval(mean, records[name]["intervals"][suite]["all"][measure])
                 )
-            ours, theirs = (mean_by_question(records[name], suite, measure) for name in TRAINERS)
+            ours, theirs = (
+                compute_means_by_question(records[name], suite, measure) for name in TRAINERS
+            )
             gaps = np.array([[ours[task] - theirs[task]] for task in ours])
             rng = np.random.default_rng(0)
             resampled = bootstrap_means(gaps, num_resamples=1000, rng=rng)
@@ -407,7 +413,9 @@ def format_with_interval(mean: float, interval: Sequence[float] | None) -> str:
     return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
-def mean_by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
+def compute_means_by_question(
+    record: Mapping[str, Any], suite: str, measure: str
+) -> dict[str, float]:
     """Return the mean of a metric per question, over the sampled answers."""
     by_task: dict[str, list[float]] = {}
     for item in record["questions"][suite]:
@@ -430,7 +438,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
     parser.add_argument("--trl_python", default=sys.executable, help="Python that has trl")
     parser.add_argument("--world", type=Path, default=Path("data/real"))
     parser.add_argument("--model", help="model folder (default: the world's)")
-    parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="an empty folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="empty output folder")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name, kind in get_type_hints(Work).items():
         kind = {"true": True, "false": False}.__getitem__ if kind is bool else kind
@@ -449,7 +457,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_ours(out)
         return
     if (out / "settings.json").exists():
-        raise SystemExit(f"error: {out} holds a run of this benchmark; set --out to a new folder.")
+        raise SystemExit(
+            f"error: {out} contains a run of this benchmark; set --out to a new folder."
+        )
     if work.num_updates < NUM_WARM_UP + 2:
         raise SystemExit(
             f"error: --num_updates is {work.num_updates}; expected at least "
@@ -494,9 +504,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.format_table(["", "before", *TRAINERS, "jaxrl − TRL"], make_score_rows(records)),
         "",
     ]
-    versions = common.package_versions("jax", "jaxlib") | messages_received["versions"]
+    versions = common.get_package_versions("jax", "jaxlib") | messages_received["versions"]
     lines.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-    lines.append(f"{common.processor()}, load average {os.getloadavg()[2]:.1f} at the end")
+    lines.append(f"{common.get_processor_name()}, load average {os.getloadavg()[2]:.1f} at the end")
     report = "\n".join(lines)
     (out / "report.md").write_text(report + "\n")
     print(report)

@@ -71,7 +71,7 @@ class TurnClient:
                 step_s=time.perf_counter() - self._started_at[0],
                 step_cpu_s=time.process_time() - self._started_at[1],
             )
-        self.send(self._record | {"peak_bytes": peak_bytes()})
+        self.send(self._record | {"peak_bytes": get_peak_bytes()})
         self._record = {}
 
     def send(self, record: Any) -> None:
@@ -79,7 +79,7 @@ class TurnClient:
         print(json.dumps(record), file=self._out, flush=True)
 
 
-def peak_bytes() -> int:
+def get_peak_bytes() -> int:
     """Return the peak resident memory of this process in bytes; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [line] = [item for item in lines if item.startswith("VmHWM")]
@@ -194,10 +194,10 @@ def train(out: Path, turn_client: TurnClient, *, is_replay: bool) -> None:
     turn_client.end_step()
     trainer.model.save_pretrained(out / "trl_model")
     packages = {"torch": torch.__version__, "transformers": transformers.__version__}
-    turn_client.send({"log": log, "versions": packages | {"trl": trl_version()}})
+    turn_client.send({"log": log, "versions": packages | {"trl": get_trl_version()}})
 
 
-def trl_version() -> str:
+def get_trl_version() -> str:
     """Return the version of trl."""
     import trl
 

@@ -12,10 +12,10 @@ thread on an otherwise idle core:
       python -m benchmarks.update --repetitions=15
 
 The `floor` figure is the rate at which the device could do the arithmetic of the forward and
-backward pass without recomputation (see `common.train_flops_per_token`), and `mfu` is the fraction
-of the data sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts only what is
-computed: the output layer for trained tokens, and the layers of a shared prompt once per row. Token
-counts include prompts and samples, shared or not, but no padding.
+backward pass without recomputation (see `common.count_train_flops_per_token`), and `mfu` is the
+fraction of the data sheet's FLOP/s that this arithmetic reaches. `mfu_computed` counts only the
+FLOPs actually computed: the output layer for trained tokens, and the layers of a shared prompt once
+per row. Token counts include prompts and samples, shared or not, but no padding.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(model.dtype),
-        attention=common.kernels(model, mesh),
+        attention=common.select_default_kernels(model, mesh),
         remat=work.remat,
         scan_layers=work.scan_layers,
         logits_chunk_tokens=work.logits_chunk_tokens,
@@ -135,7 +135,7 @@ def start(
     method = build_method(resolve_names(config, needs_data=False))
     optimizer = make_optimizer(method.optimizer)
     update = UpdateStep(policy, make_policy_loss(method), optimizer)
-    state = init_state(common.random_params(model, mesh), mesh, model.architecture, optimizer)
+    state = init_state(common.init_random_params(model, mesh), mesh, model.architecture, optimizer)
     packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
     batch = put_batch(mesh, packed.batch)
 
@@ -156,7 +156,7 @@ def count_flops(
     for `num_shared` tokens of shared prompts.
     """
     lengths = [len(item.token_ids) for item in sequences]
-    total_flops = sum(n * common.train_flops_per_token(model, n) for n in lengths)
+    total_flops = sum(n * common.count_train_flops_per_token(model, n) for n in lengths)
     without_loss = sum(lengths) - sum(int(item.loss_mask.sum()) for item in sequences)
     head = model.vocab_size * model.width
     return total_flops, total_flops - 6.0 * (
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return its record."""
     flags, model, work, hardware = common.parse_flags(__doc__ or "", WORK, argv)
     num_updates = flags.warm_up + flags.repetitions
-    packed, state, update = start(model, work, common.single_device_mesh(), num_updates)
+    packed, state, update = start(model, work, common.make_single_device_mesh(), num_updates)
 
     def run(_: int) -> None:
         nonlocal state
@@ -177,20 +177,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     timing = common.repeat(run, warm_up=flags.warm_up, repetitions=flags.repetitions)
     assert int(state.num_skipped) == 0, "a gradient was not finite"
     needed, computed = count_flops(model, make_sequences(model, work), packed.num_shared)
-    seconds = common.spread(timing.seconds)
+    seconds = common.summarize(timing.seconds)
     flops = hardware.flops
     figures = {
         **timing.figures(packed.num_tokens),
         "floor_tokens_per_s": flops * packed.num_tokens / needed if flops else None,
         "ms_per_update": {name: 1e3 * value for name, value in seconds.items()},
-        "flops_per_s": common.spread([needed / item for item in timing.seconds]),
+        "flops_per_s": common.summarize([needed / item for item in timing.seconds]),
         "mfu": common.compute_mfu(needed, seconds["median"], hardware),
         "mfu_computed": common.compute_mfu(computed, seconds["median"], hardware),
-        "attention": common.kernels(model, common.single_device_mesh()).name,
+        "attention": common.select_default_kernels(model, common.make_single_device_mesh()).name,
         "padding": packed.padding,
         "shared_tokens": packed.num_shared / packed.num_tokens,
     }
-    return common.finish("update", flags, model, work, hardware, figures)
+    return common.report_figures("update", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

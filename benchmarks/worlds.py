@@ -1,4 +1,4 @@
-"""Train each method in a small world: scores before and after, and evidence of its parts' effects.
+"""Train each method in a small world, and report scores and evidence that its parts have an effect.
 
     python -m benchmarks.worlds --world=search --seeds=0,1,2
 
@@ -313,9 +313,11 @@ def compute_gain(
     Raises:
         ValueError: The evaluations used different questions.
     """
-    old, new = (_by_question(record["questions"][suite], score) for record in (before, after))
+    old, new = (
+        _average_by_question(record["questions"][suite], score) for record in (before, after)
+    )
     if old.keys() != new.keys():
-        raise ValueError(f"the two evaluations of {suite} asked different questions")
+        raise ValueError(f"the two evaluations of {suite} have different questions")
     difference = np.array([new[name] - old[name] for name in sorted(old)])
     resampled = bootstrap_means(
         difference[:, None], num_resamples=10_000, rng=np.random.default_rng(0)
@@ -324,7 +326,7 @@ def compute_gain(
     return float(difference.mean()), low, high
 
 
-def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
+def _average_by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
     """Return the mean score of each question over its samples."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
@@ -344,8 +346,8 @@ def load_evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     if len(paths) < 2:
         raise FileNotFoundError(
-            f"{run / 'eval'} holds {len(paths)} evaluations; expected one before training and one "
-            "after. Delete the run's folder and give the command again."
+            f"{run / 'eval'} contains {len(paths)} evaluations; expected one before training and "
+            "one after. Delete the run's folder and run the command again."
         )
     keys = sorted(paths)
     records = {key: json.loads(paths[key].read_text(encoding="utf-8")) for key in keys}
@@ -367,12 +369,13 @@ def format_figures(figures: Mapping[int, Figures]) -> str:
     """Format the figures as a table with one row per seed."""
     heads = list(next(iter(figures.values())))
     rows = [
-        [str(seed), *map(_number, seed_figures.values())] for seed, seed_figures in figures.items()
+        [str(seed), *map(_format_number, seed_figures.values())]
+        for seed, seed_figures in figures.items()
     ]
     return format_table(["seed", *heads], rows)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isnan(value):
         return "–"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3

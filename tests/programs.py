@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import libtpu_environment
+from benchmarks.common import make_libtpu_environment
 from jaxrl.config import default_config
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
@@ -231,7 +231,7 @@ def products(jaxpr, **settings):
 
 def topology(name):
     """Return absent TPU devices, if libtpu is installed; see `libtpu_environment`."""
-    os.environ.update(libtpu_environment())
+    os.environ.update(make_libtpu_environment())
     if folder := os.environ.get("LIBTPU_DIR"):
         sys.path.insert(0, folder)
     from jax.experimental import topologies

@@ -34,7 +34,7 @@ def part(model, device=H200, **mesh):
 def test_floors_of_sampling(name, rates):
     sizes = ((64, 1024), (128, 1024), (256, 1024), (256, 2048))
     for (rows, context), rate in zip(sizes, rates, strict=True):
-        seconds, waits = floors.floor_s(part(MODELS[name]).decode_step(rows, context), H200)
+        seconds, waits = floors.compute_floor_s(part(MODELS[name]).decode_step(rows, context), H200)
         assert rows / seconds == pytest.approx(1e3 * rate, rel=0.01)
         # If the cache is small compared with the weights, many rows wait for their products.
         assert waits == ("arithmetic" if (name, rows, context) == ("7b", 256, 1024) else "memory")
@@ -43,17 +43,17 @@ def test_floors_of_sampling(name, rates):
 def test_one_device_has_the_floor_of_the_other_benchmarks():
     stages = part(MODELS["0.6b"]).decode_step(256, 1024)
     sizes = common.MODELS["qwen3-0.6b"]
-    expected = common.decode_floor_s(sizes, common.H200, num_rows=256, context=1024)
-    assert floors.floor_s(stages, H200)[0] == pytest.approx(expected, rel=1e-6)
+    expected = common.compute_decode_floor_s(sizes, common.H200, num_rows=256, context=1024)
+    assert floors.compute_floor_s(stages, H200)[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_weights_of_two_models():
-    dense = floors.Weights.of(QWEN_7B)
+    dense = floors.Weights.count(QWEN_7B)
     # 28 layers of q, k, v, o (3584 x 3584, twice 3584 x 512, 3584 x 3584) and 3 of 3584 x 18944.
     layer = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18_944
     assert (dense.dense, dense.experts, dense.table) == (28 * layer, 0, 152_064 * 3584)
     assert dense.params == pytest.approx(7.62e9, rel=0.01)
-    mixture = floors.Weights.of(MIXTURE)
+    mixture = floors.Weights.count(MIXTURE)
     # 48 layers of 128 experts, each 3 x 2048 x 768; 8 are chosen.
     assert mixture.experts == 48 * 128 * 3 * 2048 * 768
     assert mixture.active_share == 8 / 128
@@ -64,7 +64,7 @@ def test_weights_of_two_models():
 
 def test_few_rows_read_few_experts():
     single, many = (part(MIXTURE).decode_step(rows, 1) for rows in (1, 1024))
-    weights = floors.Weights.of(MIXTURE)
+    weights = floors.Weights.count(MIXTURE)
     assert single[0].memory == pytest.approx(2 * (weights.layers + weights.table))
     params = weights.dense + weights.table + weights.experts
     assert many[0].memory == pytest.approx(2 * params)
@@ -77,12 +77,12 @@ def test_few_rows_read_few_experts():
 
 def test_operations_of_an_update():
     small = part(MODELS["0.6b"])
-    weights, T = floors.Weights.of(MODELS["0.6b"]), 2048
+    weights, T = floors.Weights.count(MODELS["0.6b"]), 2048
     attention = 4 * 28 * 16 * 128 * T / 2
     [stored, _] = small.update(1, T, recomputes_layers=False)
     [recomputed, _] = small.update(1, T, recomputes_layers=True)
     # 4.28e9 are needed. The table's forward pass and the backward pass's scores come on top.
-    needed = common.train_flops_per_token(common.MODELS["qwen3-0.6b"], T)
+    needed = common.count_train_flops_per_token(common.MODELS["qwen3-0.6b"], T)
     assert needed == pytest.approx(4.28e9, rel=2e-3)
     assert stored.flops == pytest.approx(needed + 2 * weights.table + attention / 2)
     assert recomputed.flops == pytest.approx(stored.flops + 2 * weights.layers + attention)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.common import libtpu_environment
+from benchmarks.common import make_libtpu_environment
 from jaxrl.builders.capacity import GIB
 from jaxrl.builders.method import build_policy_architecture
 from jaxrl.config import default_config
@@ -233,7 +233,7 @@ class TestAgainstTheCompiler:
     )
     def test_few_layers_on_a_v6e(self):
         settings = ("--topology=v6e:2x2", "--mesh=1x4x1,1x1x1", "--parts=update,score")
-        self.check(self.in_a_process(*FEW_LAYERS, *settings, **libtpu_environment()))
+        self.check(self.in_a_process(*FEW_LAYERS, *settings, **make_libtpu_environment()))
 
     def in_a_process(self, *arguments, **variables):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
