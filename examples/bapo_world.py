@@ -6,14 +6,14 @@ The people are the quickstart's (`examples/quickstart_world.py`). A document sta
 mentor, birthplace, and years of birth and death. Questions are about a person or the person's
 mentor, whose name requires a first search. Documents never state the age at death: it is the
 difference of two years, computed with the Python tool. Many documents omit the birthplace or the
-year of death, and some people have no document, so a search for them returns somebody else. The
+year of death, and some people have no document, so a search for them returns another person. The
 accepted answer to a question about a missing fact occurs nowhere in the world, so every answer is
 wrong.
 
 Demonstrations are chats in BAPO's protocol, with its tags, the Python tool and answers in
 `\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search for part of
-the name, stop at the first person, skip the tool, and say "I don't know" both when they should
-and when they should not. They never name a held-out person.
+the name, stop at the first person, skip the tool, and say "I don't know" rightly or wrongly. They
+never name a held-out person.
 
 The same seed generates the same bytes.
 """
@@ -69,7 +69,7 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person(quickstart.Person):
-    """Facts about a person, and which of them the document states."""
+    """Facts about a person, and the fact that the document omits."""
 
     untold: str | None  # "birthplace" or "age": the fact that the document omits
     is_known: bool  # True if the person has a document
@@ -91,8 +91,8 @@ class Habits(quickstart.Habits):
     """Probabilities of a demonstrator's choices, in addition to those of the quickstart."""
 
     compute: float  # computes an age with Python; otherwise guesses it
-    give_up_lost: float  # says "I don't know" if no result contained the fact
-    give_up_found: float  # says "I don't know" although a result contained it
+    abstain_if_lost: float  # says "I don't know" if no result contained the fact
+    abstain_if_found: float  # says "I don't know" although a result contained it
 
 
 HABITS = Habits(
@@ -100,8 +100,8 @@ HABITS = Habits(
     good_query=0.60,
     second_search=0.85,
     compute=0.90,
-    give_up_lost=0.08,
-    give_up_found=0.03,
+    abstain_if_lost=0.08,
+    abstain_if_found=0.03,
 )
 
 
@@ -128,7 +128,7 @@ def make_people(
     return people
 
 
-def with_documents(people: People) -> list[Person]:
+def select_documented(people: People) -> list[Person]:
     """Return the people who have a document."""
     return [person for person in people.values() if person.is_known]
 
@@ -186,12 +186,12 @@ class Demonstrator(quickstart.Demonstrator):
         """Generate a demonstration. The answer is correct only if all tool calls succeed."""
         chat = super().demonstrate(question)
         chat["metadata"] |= {
-            "num_python_calls": quickstart.num_calls(chat["messages"], "python"),
+            "num_python_calls": quickstart.count_calls(chat["messages"], "python"),
             "is_abstention": I_DO_NOT_KNOW in chat["messages"][-1]["content"],
         }
         return chat
 
-    def _final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
+    def _format_final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
         thought = "" if len(messages) > 1 else "<think> guess </think>"  # required by the format
         return rf"{thought}<answer> \boxed{{ {answer} }} </answer>"
 
@@ -200,19 +200,21 @@ class Demonstrator(quickstart.Demonstrator):
         hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
         fact = hops[-1]
         guess = str(self._rng.choice(VALUES[fact]))
-        if self._happens(self._habits.guess):
+        if self._sample_event(self._habits.guess):
             return guess
-        # A lookup that returned somebody else is lost: the answer will be wrong.
+        # A lookup that returned another person is lost: the answer will be wrong.
         source_person = self._look_up(name, hops[0], messages)
         is_lost = source_person is None or source_person.name != name
         if source_person is not None and len(hops) == 2:
             name = source_person.facts["mentor"]
-            if self._happens(self._habits.second_search):
+            if self._sample_event(self._habits.second_search):
                 source_person = self._look_up(name, fact, messages)
             is_lost = is_lost or source_person is None or source_person.name != name
         is_told = source_person is not None and source_person.untold != fact
-        if self._happens(
-            self._habits.give_up_found if is_told and not is_lost else self._habits.give_up_lost
+        if self._sample_event(
+            self._habits.abstain_if_found
+            if is_told and not is_lost
+            else self._habits.abstain_if_lost
         ):
             return I_DO_NOT_KNOW
         if source_person is None or not is_told:
@@ -221,7 +223,7 @@ class Demonstrator(quickstart.Demonstrator):
             return source_person.facts[fact]
         return (
             self._compute_age(source_person, messages)
-            if self._happens(self._habits.compute)
+            if self._sample_event(self._habits.compute)
             else guess
         )
 
@@ -234,16 +236,16 @@ class Demonstrator(quickstart.Demonstrator):
         messages.append({"role": "tool", "content": self._python.run(code)})
         return messages[-1]["content"]
 
-    def _happens(self, chance: float) -> bool:
+    def _sample_event(self, chance: float) -> bool:
         return self._rng.random() < chance
 
 
-def demonstrations(
+def make_demonstrations(
     people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Generate demonstrations about the people of one world."""
     questions = make_train_questions(people, rng)
-    with quickstart.open_people_search(with_documents(people), topk=topk) as engine:
+    with quickstart.open_people_search(select_documented(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)
         sampled = quickstart.cycle_questions(questions, num, rng)
         return [demonstrator.demonstrate(question) for question in sampled]
@@ -318,13 +320,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_others, python = args.num_people - len(held_out), MontyTool(max_workers=1)
     # Demonstrations come from other worlds, so that they teach no facts.
     files = {
-        "corpus": list(quickstart.documents(with_documents(people))),
+        "corpus": list(quickstart.make_documents(select_documented(people))),
         "questions_train": make_train_questions(people, rngs["questions"]),
         "questions_eval": make_eval_questions(people, rngs["questions"]),
         "demonstrations": [
             chat
             for _ in range(args.num_worlds)
-            for chat in demonstrations(
+            for chat in make_demonstrations(
                 make_people(num_others, 0, shares, rngs["demos"], excluded=held_out),
                 args.num_demonstrations // args.num_worlds,
                 topk=args.topk,

@@ -6,8 +6,8 @@ python -m examples.benchmark_tasks --name=hotpotqa --in=hotpot_train_v1.1.json \
 `BENCHMARKS` lists the names. The input is a published file, or a copy by FlashRAG or verl, in JSON,
 JSONL, CSV, TSV or Parquet, or a folder or pattern of files. Each task has an `id` (name and
 published id), a `data_source` (the name) and `answers`. A repeated question is written once, with
-the answers of all copies. Rows that cannot be tasks are skipped and counted. A malformed row is an
-error that gives its file and row number.
+the answers of all copies. Rows that cannot be tasks are skipped and counted. The error for a
+malformed row names its file and row number.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _open_reader(source: str) -> Reader:
         rows = content.get("Data", content.get("data")) if isinstance(content, dict) else content
         if not isinstance(rows, list):
             raise ValueError(
-                f"{source} holds no array; expected an array, or an object with 'Data'."
+                f"{source} contains no array; expected an array, or an object with 'Data'."
             )
         return SequenceReader(rows, source, "--in")
     return open_reader(TaskSource(key="--in", source=source))
@@ -300,14 +300,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     tasks = list(tasks_by_question.tasks.values())[: settings.limit or None]
     if not tasks:
-        parser.error(f"{settings.source} holds no task; {dict(tasks_by_question.skip_counts)}")
+        parser.error(f"{settings.source} contains no tasks; {dict(tasks_by_question.skip_counts)}")
     out = Path(settings.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_atomic(out) as file:
         file.writelines(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     print(f"{out}: {len(tasks):,} tasks")
     for reason, count in tasks_by_question.skip_counts.items():
-        print(f"  left out: {count:,} {reason}")
+        print(f"  skipped: {count:,} {reason}")
 
 
 if __name__ == "__main__":

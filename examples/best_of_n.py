@@ -1,9 +1,9 @@
-"""Best-of-n distillation: sample, keep the best answer of each question, and imitate it.
+"""Best-of-n distillation: sample, select each question's best answer, and imitate it.
 
     python -m examples.best_of_n --config=configs/quickstart.py --workdir=runs/best_of_n \
         --model=runs/quickstart/export
 
-Questions without any correct answer are left out of the update.
+The update skips questions without a correct answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def supervised_loss(logprobs: jax.Array, loss_mask: jax.Array) -> PolicyLoss:
 
 
 def select_best(groups: Sequence[Group]) -> list[Group]:
-    """Return a group of one for each question that has a correct answer: the shortest one."""
+    """Return the shortest correct answer of each question as a group; skip unsolved questions."""
     best = []
     for group in groups:
         correct = [t for t in group.scored_trajectories if t.is_correct]

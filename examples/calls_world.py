@@ -7,8 +7,8 @@ the same seed. A query is JSON in a `<tool_call>`, and the chat template describ
 the system message, so this world works with any agent framework that calls functions over an
 endpoint (`examples/framework_agent.py`).
 
-The template is short: it writes a tool's name, parameters and description on one line instead of
-Qwen's JSON schema, because a two-layer model has it in every prompt.
+The template is in every prompt of a two-layer model, so it is short: it writes a tool's name,
+parameters and description on one line instead of Qwen's JSON schema.
 """
 
 import argparse

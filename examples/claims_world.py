@@ -1,4 +1,4 @@
-"""Generate worlds that test the claims made for the algorithms.
+"""Generate worlds that test the published claims about the algorithms.
 
     python -m examples.claims_world --world=hops --out=data/claims/hops --seed=0
 
@@ -63,7 +63,7 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """Facts about a person, and which of them the document states."""
+    """Facts about a person, and the fact that the document omits."""
 
     id: str
     first: str
@@ -238,7 +238,7 @@ def assign_mentors(
     return dict(zip(pupils, mentors_of_pupils, strict=True))
 
 
-def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
+def make_documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
     """Yield the corpus records of people who have a document."""
     for person in people:
         if person.is_documented:
@@ -281,7 +281,7 @@ class QuestionGenerator:
             answer = last.facts[attribute]
         return {
             "id": "-".join((person.id, *kind)),
-            "question": question_text(person.name, kind),
+            "question": format_question(person.name, kind),
             "answers": [answer],
             "data_source": data_source,
             "metadata": {"hops": list(kind), "titles": titles, "is_answerable": is_documented},
@@ -298,14 +298,14 @@ class QuestionGenerator:
 
 
 def list_mentors(name: str, length: int, people: People) -> list[str]:
-    """Return `length` names: the given one, the mentor, the mentor's mentor and so on."""
+    """Return `length` names: `name`, the mentor, the mentor's mentor and so on."""
     names = [name]
     while len(names) < length:
         names.append(people[names[-1]].facts["mentor"])
     return names
 
 
-def question_text(name: str, kind: tuple[str, ...]) -> str:
+def format_question(name: str, kind: tuple[str, ...]) -> str:
     """Format the question about the person at the end of the chain."""
     hops = len(kind) - 1
     if kind[0] == "pupil":
@@ -317,7 +317,7 @@ def question_text(name: str, kind: tuple[str, ...]) -> str:
     return ENDINGS[kind[-1]].format(of=of)
 
 
-def questions_about(
+def make_questions(
     world: World,
     persons: Collection[Person],
     generator: QuestionGenerator,
@@ -337,7 +337,7 @@ def questions_about(
 
 
 def thin_questions(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
-    """Keep the first questions of each data source, up to the given fraction."""
+    """Keep a fraction of the questions of each data source, in order."""
     totals = collections.Counter(question["data_source"] for question in questions)
     num_remaining = {
         source: round(total * shares.get(source, 1.0)) for source, total in totals.items()
@@ -380,7 +380,7 @@ class Demonstrator:
         kind = question["metadata"]["hops"]
         attribute, lookups = kind[-1], kind[: 1 if kind[0] == "pupil" else len(kind)]
         guess = self._rng.choice(quickstart.VALUES[attribute])
-        if self._happens(self._habits.guess):
+        if self._sample_event(self._habits.guess):
             return guess
         name, source_person, is_lost = question["metadata"]["titles"][0], None, False
         for number, fact in enumerate(lookups, start=1):
@@ -391,11 +391,11 @@ class Demonstrator:
             if source_person is None:
                 break
             name = source_person.facts["mentor"]
-            if number < len(lookups) and not self._happens(self._habits.continue_search):
+            if number < len(lookups) and not self._sample_event(self._habits.continue_search):
                 is_lost = True
                 break
         is_lost = is_lost or source_person is None or source_person.omitted_fact == attribute
-        if self._happens(
+        if self._sample_event(
             self._habits.abstain_if_lost if is_lost else self._habits.abstain_if_found
         ):
             return I_DO_NOT_KNOW
@@ -420,9 +420,9 @@ class Demonstrator:
 
     def _search(self, name: str, fact: str, plan: str, messages: list[dict[str, str]]) -> list[str]:
         """Append a thought and a search to `messages`; return the titles in the result."""
-        query = self._query(self._people[name], fact)
+        query = self._sample_query(self._people[name], fact)
         filler = ""
-        if self._happens(self._habits.filler_thought):
+        if self._sample_event(self._habits.filler_thought):
             words = self._rng.choices(FILLER_WORDS, k=self._rng.randint(5, 12))
             filler = " ".join(words) + " "
         turn = f"<think> {filler}{plan} </think><search> {query} </search>"
@@ -430,29 +430,29 @@ class Demonstrator:
         messages.append({"role": "tool", "content": self._engine.run(query)})
         return quickstart.parse_titles(messages[-1]["content"])
 
-    def _query(self, person: Person, fact: str) -> str:
-        is_good = self._happens(self._habits.good_query)
+    def _sample_query(self, person: Person, fact: str) -> str:
+        is_good = self._sample_event(self._habits.good_query)
         styles = quickstart.GOOD_QUERIES if is_good else quickstart.POOR_QUERIES
         [style] = self._rng.choices(list(styles), list(styles.values()))
         return style.format(first=person.first, last=person.last, attribute=fact)
 
-    def _happens(self, chance: float) -> bool:
+    def _sample_event(self, chance: float) -> bool:
         return self._rng.random() < chance
 
 
-def demonstrations(
+def make_demonstrations(
     world: World, people: People, num: int, rng: random.Random
 ) -> list[dict[str, Any]]:
     """Generate demonstrations about the people of one world."""
-    with quickstart.open_people_search(told(people), topk=world.topk) as engine:
+    with quickstart.open_people_search(select_documented(people), topk=world.topk) as engine:
         generator = QuestionGenerator(people, engine, rng)
-        questions = questions_about(world, people.values(), generator, rng)
+        questions = make_questions(world, people.values(), generator, rng)
         demonstrator = Demonstrator(people, engine, world.habits, rng)
         sampled = quickstart.cycle_questions(questions, num, rng)
         return [demonstrator.demonstrate(question) for question in sampled]
 
 
-def told(people: People) -> list[Any]:
+def select_documented(people: People) -> list[Any]:
     """Return the people who have a document."""
     return [person for person in people.values() if person.is_documented]
 
@@ -483,11 +483,11 @@ def make_files(
         **dict.fromkeys(HELD_OUT, args.num_held_out),
     }
     people = make_people(world, sizes, rngs["people"])
-    files: dict[str, list[dict[str, Any]]] = {"corpus": list(documents(people.values()))}
-    with quickstart.open_people_search(told(people), topk=world.topk) as engine:
+    files: dict[str, list[dict[str, Any]]] = {"corpus": list(make_documents(people.values()))}
+    with quickstart.open_people_search(select_documented(people), topk=world.topk) as engine:
         generator = QuestionGenerator(people, engine, rngs["questions"])
         for split in SPLITS:
-            files[f"questions_{split}"] = questions_about(
+            files[f"questions_{split}"] = make_questions(
                 world,
                 [person for person in people.values() if person.split == split],
                 generator,
@@ -505,7 +505,7 @@ def make_files(
     files["demonstrations"] = [
         chat
         for other in others
-        for chat in demonstrations(
+        for chat in make_demonstrations(
             world, other, args.num_demonstrations // args.num_worlds, rngs["demos"]
         )
     ]
@@ -544,19 +544,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=960)
     parser.add_argument(
-        "--num_held_out", type=int, default=160, help="people on each held-out side"
+        "--num_held_out", type=int, default=160, help="people in each held-out split"
     )
     parser.add_argument(
-        "--num_questions", type=int, default=240, help="questions on each held-out side"
+        "--num_questions", type=int, default=240, help="questions in each held-out split"
     )
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
     parser.add_argument("--num_worlds", type=int, default=16, help="worlds for demonstrations")
     args = parser.parse_args(argv)
     limit = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
     if not args.num_people <= limit:
-        parser.error(f"--num_people is {args.num_people}; the pools make {limit} names at most")
+        parser.error(f"--num_people is {args.num_people}; expected at most {limit}, one per name")
     if not 6 <= args.num_held_out <= (args.num_people - 6) // 2:
-        parser.error("--num_held_out must leave each of the three sides six people")
+        parser.error("--num_held_out must leave at least six people in each of the three splits")
     return args
 
 

@@ -4,7 +4,7 @@
         --model=runs/quickstart_sft/export
 
 Each question has a moving average of its solve rate p. Questions are drawn with a probability
-proportional to p * (1 - p), the variance of the reward; unseen ones count as p = 0.5.
+proportional to p * (1 - p), the variance of the reward; unseen questions have p = 0.5.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.api import Trainer
 from jaxrl.config.loading import load_config_file, parse_overrides
 
 DECAY = 0.5
-FLOOR = 0.02  # so that solved and hopeless questions are still visited
+FLOOR = 0.02  # so that always and never solved questions are still drawn
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A loss of your own, passed to each update: REINFORCE with a leave-one-out baseline.
+"""Custom loss, passed to each update: REINFORCE with a leave-one-out baseline.
 
 python -m examples.custom_loss --config=configs/debug_tiny.py --workdir=runs/custom_loss
 """
@@ -25,7 +25,7 @@ def reinforce(logprobs: jax.Array, advantages: jax.Array, loss_mask: jax.Array) 
     )
 
 
-def leave_one_out(groups: Sequence[Group]) -> list[float]:
+def compute_leave_one_out(groups: Sequence[Group]) -> list[float]:
     """Return each reward minus the mean reward of the others in its group."""
     advantages = []
     for group in groups:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Two rollouts, one optimizer step: memory holds the gradient, not both batches.
             for _ in range(2):
                 groups = trainer.rollout(trainer.next_tasks())
-                groups = set_advantages(groups, leave_one_out(groups))
+                groups = set_advantages(groups, compute_leave_one_out(groups))
                 trainer.accumulate_gradients(groups, loss=reinforce)
             metrics = trainer.apply_gradients()
             print(f"reward {metrics['reward']:.3f}, {metrics['actor/positive_share']:.0%} positive")

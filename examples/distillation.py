@@ -1,4 +1,4 @@
-"""On-policy distillation: a student samples, and a larger teacher grades every token.
+"""On-policy distillation: a student samples, and a larger teacher scores every token.
 
     python -m examples.distillation --config=configs/quickstart.py --workdir=runs/student \
         --model=runs/student_sft/export --teacher=runs/quickstart/export

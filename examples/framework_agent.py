@@ -1,7 +1,7 @@
-"""A Pydantic AI agent, and `play`, which a run calls to train the model of the agent.
+"""A Pydantic AI agent, and `play`, which a run calls to train the agent's model.
 
-The agent consists of a system message, a tool and the framework's loop. All that it gets from the
-trainer is a base URL and a key. `play` runs the agent on a task and returns the reward.
+The agent consists of a system message, a tool and the framework's loop. The trainer provides only a
+base URL and a key. `play` runs the agent on a task and returns the reward.
 
 It needs pydantic-ai-slim[openai] but not jaxrl, so it can run in a separate virtual environment.
 `configs/quickstart_agent.py` trains with it. To ask a question with any OpenAI-compatible chat
@@ -122,7 +122,7 @@ async def ask(
     return str(result.output)
 
 
-def final_answer(text: str) -> str:
+def extract_final_answer(text: str) -> str:
     """Return the content of the last `<answer>` tag, or "" if there is none."""
     answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return answers[-1].strip() if answers else ""
@@ -147,7 +147,7 @@ async def play(
         base_url: URL of the endpoint, ending in /v1.
         api_key: API key for the endpoint.
         model: Model name to send.
-        settings: Further arguments of `ask`, such as `corpus` and `topk`.
+        settings: Additional arguments of `ask`, such as `corpus` and `topk`.
     """
     from pydantic_ai.exceptions import (
         ModelContextWindowExceededError,
@@ -161,7 +161,7 @@ async def play(
         )
     except (ModelContextWindowExceededError, UnexpectedModelBehavior, UsageLimitExceeded):
         response = ""
-    answer = final_answer(response)
+    answer = extract_final_answer(response)
     is_correct = bool(answer) and normalize_answer(answer) in map(normalize_answer, task["answers"])
     return {"reward": float(is_correct), "is_correct": is_correct, "final_answer": answer}
 

@@ -4,9 +4,9 @@
         --num_demonstrations=400
     python -m examples.grpo_loop --config=configs/debug_tiny.py --workdir=runs/loop
 
-From one seed, the metrics and weights are those of `jaxrl train` with `stages=("train",)`. To train
-with several processes, start the script in each one with `--coordinator`, `--num_processes` and
-`--process_id`.
+With the same seed, the metrics and weights equal those of `jaxrl train` with `stages=("train",)`.
+To train with several processes, start the script in each one with `--coordinator`,
+`--num_processes` and `--process_id`.
 """
 
 from __future__ import annotations

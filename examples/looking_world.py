@@ -157,7 +157,7 @@ def sample_towns(rng: random.Random) -> dict[str, str]:
     return dict(zip(names, rng.sample(TOWNS, len(names)), strict=True))
 
 
-def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
+def make_documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the corpus records, one per object name."""
     return [
         {"id": f"{i:02d}", "title": name, "text": f"Every {name} is kept in {town}."}
@@ -191,7 +191,7 @@ def demonstrate_seeking(
     [query] = rng.choices((name, color, shape), weights=(1, 2, 2))
     document = next(
         document
-        for document in documents(towns)
+        for document in make_documents(towns)
         if set(query.split()) <= set(document["title"].split())
     )
     answer = towns[document["title"]]
@@ -215,7 +215,7 @@ def make_demonstration(question: Question, turns: Sequence[str], answer: str) ->
     }
 
 
-def to_record(question: Question) -> dict[str, Any]:
+def make_record(question: Question) -> dict[str, Any]:
     return {
         "question": f"<image>{question.text}",
         "answers": [question.answer],
@@ -231,7 +231,7 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     kinds = itertools.cycle(ANSWERS)
     is_seeking = args.kind == "seeking"
 
-    def questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
+    def iter_questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
         """Yield questions about scenes that are not in `seen`."""
         while True:
             rng = rngs[side]
@@ -244,14 +244,14 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 yield candidate
 
     # Generate held-out scenes first, so that no later question repeats one.
-    held_out = list(itertools.islice(questions("eval", towns, set()), args.num_held_out))
+    held_out = list(itertools.islice(iter_questions("eval", towns, set()), args.num_held_out))
     seen = {question.scene for question in held_out}
-    train = itertools.islice(questions("train", towns, seen), args.num_train)
+    train = itertools.islice(iter_questions("train", towns, seen), args.num_train)
     chats = []
     rng = rngs["demos"]
     for _ in range(args.num_demonstrations):
         other = sample_towns(rng)
-        question = next(questions("demos", other, seen))
+        question = next(iter_questions("demos", other, seen))
         looks = rng.random() < args.looks
         chats.append(
             demonstrate_seeking(question, looks, other, rng)
@@ -259,11 +259,11 @@ def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             else demonstrate_looking(question, looks, rng)
         )
     files = {
-        "questions_train": [to_record(question) for question in train],
-        "questions_eval": [to_record(question) for question in held_out],
+        "questions_train": [make_record(question) for question in train],
+        "questions_eval": [make_record(question) for question in held_out],
         "demonstrations": chats,
     }
-    return files | ({"corpus": documents(towns)} if is_seeking else {})
+    return files | ({"corpus": make_documents(towns)} if is_seeking else {})
 
 
 def write_images(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
@@ -366,11 +366,11 @@ def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     block = {
         "norm1.weight": (size,),
         "norm2.weight": (size,),
-        **_linear_shapes("attn.qkv", 3 * size, size),
-        **_linear_shapes("attn.proj", size, size),
-        **_linear_shapes("mlp.gate_proj", inner, size),
-        **_linear_shapes("mlp.up_proj", inner, size),
-        **_linear_shapes("mlp.down_proj", size, inner),
+        **_get_linear_shapes("attn.qkv", 3 * size, size),
+        **_get_linear_shapes("attn.proj", size, size),
+        **_get_linear_shapes("mlp.gate_proj", inner, size),
+        **_get_linear_shapes("mlp.up_proj", inner, size),
+        **_get_linear_shapes("mlp.down_proj", size, inner),
     }
     # Patches are embedded by a 3D convolution over time, height and width.
     patch = (3, tower["temporal_patch_size"], tower["patch_size"], tower["patch_size"])
@@ -378,15 +378,15 @@ def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "visual.patch_embed.proj.weight": (size, *patch),
         **_stack_shapes("visual.blocks", tower["depth"], block),
         "visual.merger.ln_q.weight": (size,),
-        **_linear_shapes("visual.merger.mlp.0", unit, unit),
-        **_linear_shapes("visual.merger.mlp.2", width, unit),
+        **_get_linear_shapes("visual.merger.mlp.0", unit, unit),
+        **_get_linear_shapes("visual.merger.mlp.2", width, unit),
         "model.embed_tokens.weight": (config["vocab_size"], width),
         **_stack_shapes("model.layers", config["num_hidden_layers"], layer),
         "model.norm.weight": (width,),
     }
 
 
-def _linear_shapes(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+def _get_linear_shapes(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 

@@ -124,7 +124,7 @@ def make_problems(
     return problems
 
 
-def to_record(problem: Problem) -> dict[str, Any]:
+def make_record(problem: Problem) -> dict[str, Any]:
     """Convert a problem to a question record."""
     return {
         "id": " ".join(map(str, problem.numbers)),
@@ -204,18 +204,19 @@ def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str])
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Assert that the splits and the demonstrations share no held-out problem."""
 
-    def numbers(question: str) -> tuple[str, ...]:
+    def extract_numbers(question: str) -> tuple[str, ...]:
         return tuple(re.findall(r"adds|takes|\d+", question))
 
     numbers_by_split = {
-        split: {numbers(q["question"]) for q in files[f"questions_{split}"]} for split in SPLITS
+        split: {extract_numbers(q["question"]) for q in files[f"questions_{split}"]}
+        for split in SPLITS
     }
     numbers_by_split["train"] |= {
-        numbers(c["messages"][0]["content"]) for c in files["demonstrations"]
+        extract_numbers(c["messages"][0]["content"]) for c in files["demonstrations"]
     }
     for split, other in (("train", "dev"), ("train", "eval"), ("dev", "eval")):
         leaks = numbers_by_split[split] & numbers_by_split[other]
-        assert not leaks, f"on both sides, {split} and {other}: {leaks}"
+        assert not leaks, f"in both {split} and {other}: {leaks}"
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
@@ -234,7 +235,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_train", type=int, default=4000)
     parser.add_argument(
-        "--num_held_out", type=int, default=200, help="problems on each held-out side"
+        "--num_held_out", type=int, default=200, help="problems in each held-out split"
     )
     parser.add_argument("--num_demonstrations", type=int, default=20_000)
     parser.add_argument("--max_lines", type=int, default=16, help="lines of a demonstration")
@@ -262,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         problem = sample_problem(NUM_MOVES[len(chats) % len(NUM_MOVES)], rngs["demos"])
         if problem.numbers not in held_out:
             chats.append(demonstrate(problem, MIXED, rngs["demos"], max_lines=args.max_lines))
-    files = {f"questions_{split}": [to_record(p) for p in problems[split]] for split in SPLITS}
+    files = {f"questions_{split}": [make_record(p) for p in problems[split]] for split in SPLITS}
     files["demonstrations"] = chats
     tokenizer = quickstart.train_tokenizer(quickstart.iter_training_texts(chats, words=()))
     # Check the texts before writing anything.

@@ -1,4 +1,4 @@
-"""A custom estimator: pass@k advantages by the paper's formula, from rewards of tokens.
+"""Custom advantage estimator: pass@k advantages by the paper's formula, from token rewards.
 
 python -m examples.puzzle_world --out=data/puzzles
 python -m jaxrl.launch --config=configs/passk_small.py --workdir=runs/passk_estimator \

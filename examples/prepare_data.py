@@ -1,4 +1,4 @@
-"""Download the data sets of the published configurations and write the files that they read.
+"""Download the data sets of the published configurations and convert them to task files.
 
 python -m examples.prepare_data dapo_math --out=data/dapo_math    (without a name: lists them)
 
@@ -31,7 +31,7 @@ NUM_HELD_OUT = 500  # tasks of a data set without a test split
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one repository, converted by an entry of `BENCHMARKS`."""
+    """Files of a repository, and the entry of `BENCHMARKS` that converts them."""
 
     repo: str
     files: str  # path, or pattern of several
@@ -61,7 +61,7 @@ def write_tasks(path: Path, tasks: Sequence[Fields], skip_counts: Mapping[str, i
         file.writelines(json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     print(f"{path}: {len(tasks):,} tasks")
     for reason, count in skip_counts.items():
-        print(f"  left out: {count:,} {reason}")
+        print(f"  skipped: {count:,} {reason}")
 
 
 def write_sources(out: Path, sources: Iterable[Source]) -> None:
@@ -175,7 +175,7 @@ SIZES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepare the data set that the command line names, or list all."""
+    """Prepare the data set named on the command line, or list all data sets."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -98,7 +98,7 @@ def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
     return list(puzzles.values())
 
 
-def to_record(puzzle: Puzzle) -> dict[str, Any]:
+def make_record(puzzle: Puzzle) -> dict[str, Any]:
     """Convert a puzzle to a question record. `metadata` has the number of open paths."""
     return {
         "id": "-".join(puzzle.closed),
@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     puzzles = make_puzzles(total, args.num_closed, rngs["puzzles"])
     train, held_out = puzzles[: args.num_train], puzzles[args.num_train :]
     files = {
-        "questions_train": [to_record(puzzle) for puzzle in train],
-        "questions_eval": [to_record(puzzle) for puzzle in held_out],
+        "questions_train": [make_record(puzzle) for puzzle in train],
+        "questions_eval": [make_record(puzzle) for puzzle in held_out],
         "demonstrations": [
             demonstrate(puzzle, MIXED, rngs["demos"])
             for puzzle in quickstart.cycle_questions(train, args.num_demonstrations, rngs["demos"])

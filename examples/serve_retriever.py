@@ -46,7 +46,7 @@ def search(engine: DocumentSearch, queries: Any, topk: Any) -> list[list[Hit]]:
     return results
 
 
-def to_json(hit: Hit) -> dict[str, str]:
+def format_hit(hit: Hit) -> dict[str, str]:
     return {"id": hit.document.id, "contents": hit.document.contents}
 
 
@@ -55,16 +55,16 @@ def handle_search_r1(engine: DocumentSearch, body: dict[str, Any]) -> Any:
     results = search(engine, body.get("queries"), body.get("topk"))
     if body.get("return_scores"):
         results_with_scores = [
-            [{"document": to_json(h), "score": h.score} for h in hits] for hits in results
+            [{"document": format_hit(h), "score": h.score} for h in hits] for hits in results
         ]
         return {"result": results_with_scores}
-    return {"result": [[to_json(hit) for hit in hits] for hits in results]}
+    return {"result": [[format_hit(hit) for hit in hits] for hits in results]}
 
 
 def handle_flashrag(engine: DocumentSearch, body: dict[str, Any]) -> Any:
     """Handle a FlashRAG batch: `{"query", "top_n", "return_score"}`, with a list of queries."""
     results = search(engine, body.get("query"), body.get("top_n"))
-    documents = [[to_json(hit) for hit in hits] for hits in results]
+    documents = [[format_hit(hit) for hit in hits] for hits in results]
     if body.get("return_score"):
         return [documents, [[hit.score for hit in hits] for hits in results]]
     return documents
@@ -86,7 +86,7 @@ PROTOCOLS = {
 def make_app(engine: DocumentSearch) -> Starlette:
     """Build the server application; requests run concurrently in threads."""
 
-    def route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
+    def make_route(path: str, protocol: Callable[[DocumentSearch, dict[str, Any]], Any]) -> Route:
         async def handle(request: Request) -> JSONResponse:
             body = parse_json(await request.body(), "the body")
             if not isinstance(body, dict):
@@ -95,13 +95,13 @@ def make_app(engine: DocumentSearch) -> Starlette:
 
         return Route(path, handle, methods=["POST"])
 
-    def error_response(_: Request, error: Exception) -> JSONResponse:
+    def make_error_response(_: Request, error: Exception) -> JSONResponse:
         status = 503 if isinstance(error, ToolError) else 400
         return JSONResponse({"detail": str(error)}, status)
 
     return Starlette(
-        routes=[route(path, protocol) for path, protocol in PROTOCOLS.items()],
-        exception_handlers={ValueError: error_response, ToolError: error_response},
+        routes=[make_route(path, protocol) for path, protocol in PROTOCOLS.items()],
+        exception_handlers={ValueError: make_error_response, ToolError: make_error_response},
     )
 
 
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--index", default="", help="folder of the index (default: next to the corpus)"
     )
-    parser.add_argument("--topk", type=int, default=3, help="documents if a request does not say")
+    parser.add_argument("--topk", type=int, default=3, help="documents per query by default")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for other machines")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any free port")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 for any free port")
     args = parser.parse_args(argv)
     engine = LocalSearch(args.corpus, args.index, topk=args.topk)
     listener = socket.create_server((args.host, args.port), backlog=1024)

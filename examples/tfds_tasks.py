@@ -24,8 +24,8 @@ from jaxrl.data.tasks import read_tasks
 from jaxrl.envs.base import Task
 
 
-def task_features() -> dict[str, Any]:
-    """Return the TFDS features of a task. Empty texts and lists stand for missing fields."""
+def make_task_features() -> dict[str, Any]:
+    """Return the TFDS features of a task. Missing fields are empty texts and lists."""
     text = tfds.features.Text
     return {
         "id": text(),
@@ -37,7 +37,7 @@ def task_features() -> dict[str, Any]:
     }
 
 
-def to_example(task: Task) -> dict[str, Any]:
+def make_example(task: Task) -> dict[str, Any]:
     """Convert a task to an example with these features."""
     return {
         "id": task.id,
@@ -49,7 +49,7 @@ def to_example(task: Task) -> dict[str, Any]:
     }
 
 
-def prepare(
+def write_dataset(
     out: str | Path,
     name: str,
     version: str,
@@ -101,11 +101,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = dict(file.split("=", maxsplit=1) for file in settings.files)
     try:
         splits = {
-            split: [to_example(task) for task in read_tasks(file, f"{split}=")]
+            split: [make_example(task) for task in read_tasks(file, f"{split}=")]
             for split, file in files.items()
         }
         tfds.disable_progress_bar()
-        folder = prepare(settings.out, settings.name, settings.version, task_features(), splits)
+        folder = write_dataset(
+            settings.out, settings.name, settings.version, make_task_features(), splits
+        )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     counts = ", ".join(f"{len(rows):,} in {split}" for split, rows in splits.items())

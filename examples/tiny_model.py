@@ -2,10 +2,9 @@
 
     python -m examples.tiny_model --texts=corpus.jsonl,questions.jsonl --out=models/tiny
 
-JSONL files contribute all texts of their records, other files all lines. The folder is in Hugging
-Face format. Use it to test a dataset, an environment or a reward before you have a real model. Its
-chat template describes tools like Qwen's, and its context length is that of Qwen3. torch is not
-needed.
+The texts are all strings in JSONL files and all lines of other files. The folder is in Hugging Face
+format. Use it to test a dataset, an environment or a reward before you have a real model. Its chat
+template describes tools like Qwen's, and its context length is that of Qwen3. torch is not needed.
 """
 
 from __future__ import annotations

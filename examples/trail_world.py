@@ -78,7 +78,7 @@ def make_trails(
     ]
 
 
-def documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
+def make_documents(trails: Sequence[Trail], rng: random.Random) -> list[dict[str, str]]:
     """Return all documents with random ids, by which a search breaks ties."""
     results = [document for trail in trails for document in trail.documents()]
     rng.shuffle(results)
@@ -104,12 +104,14 @@ def demonstrate(trail: Trail, engine: LocalSearch, rng: random.Random) -> dict[s
     return {"messages": messages, "data_source": "trail"}
 
 
-def demonstrations(args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]) -> Any:
+def make_demonstrations(
+    args: argparse.Namespace, rng: random.Random, excluded: Collection[Any]
+) -> Any:
     """Generate demonstrations from `args.num_worlds` worlds with other people."""
     results = []
     for _ in range(args.num_worlds):
         trails = make_trails(args.num_trails // 2, 0, args.length, rng, excluded)
-        with quickstart.open_search(documents(trails, rng), topk=args.topk) as engine:
+        with quickstart.open_search(make_documents(trails, rng), topk=args.topk) as engine:
             sampled = quickstart.cycle_questions(
                 trails, args.num_demonstrations // args.num_worlds, rng
             )
@@ -133,12 +135,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     max_people = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
     if not 1 <= args.num_trails * args.length <= max_people:
         parser.error(
-            f"--num_trails times --length must be from 1 to {max_people}, as there are names"
+            f"--num_trails times --length must be from 1 to {max_people}, the number of names"
         )
     num_other_trails = args.num_held_out + args.num_trails // 2  # with those of the demonstrations
     if not 1 <= args.num_held_out < args.num_trails or num_other_trails * args.length > max_people:
         parser.error(
-            "--num_held_out must be at least 1, less than --num_trails, and leave names to "
+            "--num_held_out must be at least 1, less than --num_trails, and leave names for "
             "demonstrations"
         )
     return args
@@ -150,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     trails = make_trails(args.num_trails, args.num_held_out, args.length, rngs["trails"])
     held_out = {name for trail in trails if trail.is_held_out for name in trail.names}
     files = {
-        "corpus": documents(trails, rngs["order"]),
+        "corpus": make_documents(trails, rngs["order"]),
         "questions_train": [trail.question() for trail in trails if not trail.is_held_out],
         "questions_eval": [trail.question() for trail in trails if trail.is_held_out],
-        "demonstrations": demonstrations(args, rngs["demos"], held_out),
+        "demonstrations": make_demonstrations(args, rngs["demos"], held_out),
     }
     words = [*quickstart.POOL, OMITTED]
     texts = quickstart.iter_training_texts(files["demonstrations"], words)

@@ -1,6 +1,6 @@
-"""A verifiers 0.4 taskset with a tool: find a key with the notes in the rooms of a house.
+"""A verifiers 0.4 taskset with a tool: find a key by reading the notes in the rooms of a house.
 
-The tool runs in its own process, one for all episodes. In a Python with verifiers,
+The tool runs in a separate process, shared by all episodes. In a Python with verifiers,
 
     python jaxrl/extras/serve/agents/verifiers.py examples/verifiers_rooms.py > rooms.jsonl
 
@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 def make_notes(seed: int) -> dict[str, str]:
-    """Return the note in each room. One note says where the key is; the others name its room."""
+    """Return the note in each room. One gives the location of the key; the others name its room."""
     random_state = random.Random(seed)
     room, location = random_state.choice(ROOMS), random_state.choice(LOCATIONS)
     return {

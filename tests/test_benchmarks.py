@@ -226,7 +226,7 @@ def test_parts_have_flags_of_their_programs(preset, monkeypatch, tmp_path):
         monkeypatch.setattr(agreement, check, lambda *_: ({}, True))
     work = {"rollout": rollout.EVEN, "update": update.WORK, "step": step.WORK}
     for part in h200.PARTS:
-        flags = h200.command(part, preset, tmp_path / "record.json")[3:]
+        flags = h200.build_command(part, preset, tmp_path / "record.json")[3:]
         if part.module == "agreement":
             assert agreement.main(flags) == 0
         else:
@@ -241,11 +241,13 @@ def test_floors_of_one_h200_by_hand():
     model = common.MODELS["qwen3-0.6b"]
     assert model.product_params == pytest.approx(0.596e9, rel=1e-3)
     assert model.cache_bytes_per_token == 112 * 1024
-    seconds = common.decode_floor_s(model, common.H200, num_rows=256, context=1024)
+    seconds = common.compute_decode_floor_s(model, common.H200, num_rows=256, context=1024)
     assert seconds == pytest.approx(7.45e-3, rel=0.01)
     # 6 * 0.596e9 + 6 * 28 * 16 * 128 * 2048 operations a token.
-    assert common.train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
-    assert 790e12 / common.train_flops_per_token(model, 2048) == pytest.approx(185e3, rel=0.01)
+    assert common.count_train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
+    assert 790e12 / common.count_train_flops_per_token(model, 2048) == pytest.approx(
+        185e3, rel=0.01
+    )
     assert common.compute_mfu(989e12, 2.0, common.H200) == 0.5
 
 

@@ -15,7 +15,7 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.builders.resolved import resolve_names
-from jaxrl.config.schema import to_json
+from jaxrl.config.schema import serialize_config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import OutageError
 from jaxrl.models.hf_weights import open_tensors
@@ -231,7 +231,7 @@ class TestWorkdir:
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
-        (tmp_path / "config.json").write_text(to_json(config))
+        (tmp_path / "config.json").write_text(serialize_config(config))
 
     def test_other_keys_change_only_with_consent(self, tmp_path):
         self.write_workdir(tmp_path)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.data.serialization import from_json, to_json
+from jaxrl.data.serialization import deserialize_trajectory, serialize_trajectory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import NO_INFORMATION, Prompt, Task
 from jaxrl.envs.protocol import BAPO, bapo, qwen, search_r1
@@ -191,7 +191,10 @@ def test_reasoning_opened_by_the_template_is_part_of_the_response(protocol, turn
     assert prompt.endswith("<|im_start|><think>\n")
     assert played.loss_mask.sum() == len(tokenizer.encode(turn))
     assert not played.loss_mask[: played.prompt_length].any()
-    assert from_json(json.loads(json.dumps(to_json(played)))).generated_text == f"<think>\n{turn}"
+    assert (
+        deserialize_trajectory(json.loads(json.dumps(serialize_trajectory(played)))).generated_text
+        == f"<think>\n{turn}"
+    )
 
 
 def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):

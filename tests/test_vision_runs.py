@@ -17,7 +17,7 @@ import PIL.Image
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.config.schema import default_config, to_json
+from jaxrl.config.schema import default_config, serialize_config
 from jaxrl.extras.chat import __main__ as chat
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
@@ -273,7 +273,7 @@ def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):
 @pytest.mark.usefixtures("one_size")
 def test_a_question_may_show_images(world, tmp_path, capsys):
     """The printed question includes the images' marks; files without an image are refused."""
-    (tmp_path / "config.json").write_text(to_json(settings(world)))
+    (tmp_path / "config.json").write_text(serialize_config(settings(world)))
     flags = [str(tmp_path), f"--model={world / 'model'}", f"--image={world / '1.png'}"]
     chat.main([*flags, "What?", "Is <image> a?"])
     answers = capsys.readouterr().out.split("\n\n")[1:]

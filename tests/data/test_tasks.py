@@ -171,7 +171,7 @@ def write_rows_tfds(folder, rows):
         return {str: kinds.Text(), int: np.int64, float: np.float32, bool: np.bool_}[type(value)]
 
     info = {field: kind(value) for field, value in rows[0].items()}
-    return tfds_tasks.prepare(folder, "rows", "1.0.0", info, {"train": rows})
+    return tfds_tasks.write_dataset(folder, "rows", "1.0.0", info, {"train": rows})
 
 
 class TestAnswers:
@@ -427,7 +427,7 @@ def test_images_in_tfds_are_refused_before_any_is_decoded(tmp_path):
     kinds = tensorflow_datasets.features
     info = {"question": kinds.Text(), "pictures": kinds.Sequence({"a": kinds.Image()})}
     row = {"question": "q", "pictures": [{"a": io.BytesIO(encoded(drawn()))}]}
-    folder = tfds_tasks.prepare(tmp_path, "seen", "1.0.0", info, {"train": [row]})
+    folder = tfds_tasks.write_dataset(tmp_path, "seen", "1.0.0", info, {"train": [row]})
     with pytest.raises(ValueError, match="has images or sound in 'pictures/a', which are not read"):
         open_source(folder)
 

@@ -32,7 +32,7 @@ def test_rows_that_are_no_tasks_are_counted(tmp_path, capsys):
     rows = [MUSIQUE, {**MUSIQUE, "id": "x", "answerable": False}]
     convert_file(tmp_path, "musique", lines(tmp_path / "a.jsonl", *rows))
     assert capsys.readouterr().out.endswith(
-        "tasks.jsonl: 1 tasks\n  left out: 1 unanswerable from its paragraphs\n"
+        "tasks.jsonl: 1 tasks\n  skipped: 1 unanswerable from its paragraphs\n"
     )
     rows = [{"prompt": "p", "answer": "1\n2"}, {"prompt": "p", "answer": 7}]
     [task], _ = convert_file(tmp_path, "enigmata", lines(tmp_path / "b.jsonl", *rows))
@@ -47,7 +47,7 @@ def test_duplicate_questions_become_one_task_with_all_answers(tmp_path, capsys):
         ("dapo_0", ["42"]),
         ("dapo_1", ["42"]),
     ]
-    assert "left out: 4 copies of questions, with the same answers" in capsys.readouterr().out
+    assert "skipped: 4 copies of questions, with the same answers" in capsys.readouterr().out
     rows = [{"question": q, "answer": a} for q, a in [("Who ?", ["A"]), ("who", ["B", "A"])]]
     [task], _ = convert_file(tmp_path, "nq", lines(tmp_path / "b.jsonl", *rows))
     assert task["answers"] == ["A", "B"]

@@ -9,7 +9,7 @@ from jaxrl.envs.search.bm25 import LocalSearch
 def test_its_search_returns_what_the_environments_returns(tmp_path):
     people = quickstart_world.make_people(60, 6, random.Random(0))
     corpus = tmp_path / "corpus.jsonl"
-    quickstart_world.write_jsonl(corpus, quickstart_world.documents(people.values()))
+    quickstart_world.write_jsonl(corpus, quickstart_world.make_documents(people.values()))
     agent_search = framework_agent.Corpus(corpus)
     search = LocalSearch(corpus, tmp_path / "index")
     names = [name.split() for name in people]
@@ -25,4 +25,4 @@ def test_the_answer_is_what_the_last_tag_holds():
         ("baker", ""),
         ("<answer> baker", ""),
     ):
-        assert framework_agent.final_answer(text) == answer
+        assert framework_agent.extract_final_answer(text) == answer

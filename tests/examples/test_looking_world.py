@@ -76,7 +76,7 @@ def test_the_model_can_be_read_and_sees_four_tokens(world):
 def test_demonstrations_find_what_the_environment_finds(tmp_path):
     rng = random.Random(0)
     towns = looking_world.sample_towns(rng)
-    quickstart_world.write_jsonl(tmp_path / "corpus.jsonl", looking_world.documents(towns))
+    quickstart_world.write_jsonl(tmp_path / "corpus.jsonl", looking_world.make_documents(towns))
     engine = LocalSearch(tmp_path / "corpus.jsonl", topk=1)
     lengths = set()
     for _ in range(100):

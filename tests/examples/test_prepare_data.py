@@ -172,9 +172,9 @@ def test_problems_with_images_are_written_with_them(prepare, capsys):
     assert by_id["virl39k_a"].images[0].read() == picture()
     assert (by_id["virl39k_b"].answers, by_id["virl39k_b"].images) == (("42",), ())
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "left out" in line] == [
-        "  left out: 1 without a solution of one line",
-        "  left out: 1 with images that do not match the text",
+    assert [line for line in lines if "skipped" in line] == [
+        "  skipped: 1 without a solution of one line",
+        "  skipped: 1 with images that do not match the text",
     ]
 
 

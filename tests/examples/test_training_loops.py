@@ -48,7 +48,7 @@ def test_leave_one_out_ignores_failed_trajectories():
     trajectories = [make_trajectory(reward=reward) for reward in (1.0, 0.0, 2.0)]
     group = Group(trajectories=(*trajectories, make_failure()))
     alone = Group(trajectories=(make_trajectory(reward=1.0),))
-    assert custom_loss.leave_one_out([group, alone]) == [0.0, -1.5, 1.5, 0.0, 0.0]
+    assert custom_loss.compute_leave_one_out([group, alone]) == [0.0, -1.5, 1.5, 0.0, 0.0]
 
 
 def test_custom_loss_is_the_gradient_of_expected_reward():

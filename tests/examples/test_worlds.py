@@ -295,7 +295,7 @@ class TestMath:
 class TestPuzzle:
     def test_every_open_path_is_accepted_and_no_other(self):
         [puzzle] = puzzle_world.make_puzzles(1, 7, random.Random(3))
-        fields = puzzle_world.to_record(puzzle)
+        fields = puzzle_world.make_record(puzzle)
         answers = tuple(fields["answers"])
         task = Task(id=fields["id"], question=fields["question"], answers=answers)
         env = MathEnv(prompt=Prompt(system="", template="{question}"))

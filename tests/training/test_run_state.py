@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl.data.serialization import to_json
+from jaxrl.data.serialization import serialize_trajectory
 from jaxrl.training.collect import CollectedGroups
 from jaxrl.training.run_state import Progress, RunState
 from jaxrl.training.usage import UsageStats
@@ -27,13 +27,13 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count):
     method = method_with(**{"filter.name": "varied", "filter.carry_over": True} | changes)
     [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
     saved = Progress(buffered_groups=[group]).to_json()
-    assert saved["buffered_groups"][0][0] == to_json(group.trajectories[0])
+    assert saved["buffered_groups"][0][0] == serialize_trajectory(group.trajectories[0])
     read = Progress.from_json(saved, method).buffered_groups
     assert len(read) == count
     for trajectory, wanted in zip(
         flatten_groups(read), group.trajectories if count else (), strict=True
     ):
-        assert to_json(trajectory) == to_json(wanted)
+        assert serialize_trajectory(trajectory) == serialize_trajectory(wanted)
 
 
 @pytest.mark.parametrize(
