@@ -250,13 +250,17 @@ def _run(
         ) as error:
             _exit_with_error(error)
         except Exception as error:
-            # Print one line for a full disk or a system error about a file of the workdir.
+            # Print one line for a full disk, a device without memory, or a system error about a file
+            # of the workdir.
+            from jaxrl.builders.capacity import explain_out_of_memory
             from jaxrl.runtime.checkpoint import latest_complete_step
 
+            saved = latest_complete_step(workdir / "checkpoints")
+            status = "nothing is saved yet" if saved is None else f"step {saved} is saved"
             if (full := find_disk_full_error(error)) is not None:
-                saved = latest_complete_step(workdir / "checkpoints")
-                status = "nothing is saved yet" if saved is None else f"step {saved} is saved"
                 _exit_with_error(full, f"{status}; {REMEDIES[full.errno or 0]}", workdir)
+            if (message := explain_out_of_memory(config, error)) is not None:
+                _exit_with_error(MemoryError(f"{message}; {status}."))
             if _is_system_error_in(error, workdir):
                 _exit_with_error(error)
             raise

@@ -3,12 +3,15 @@
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl.testing import flagsaver
 
@@ -283,7 +286,7 @@ def test_a_signal_before_the_first_step_ends_the_process(monkeypatch, capfd, tmp
     assert capfd.readouterr() == ("", wanted)
 
 
-class TestFaultsOfTheWorkdir:
+class TestFaultsOfTheMachine:
     @pytest.fixture
     def run_until_error(self, monkeypatch, tmp_path, tiny_world):
         def run_until_error(run):
@@ -314,6 +317,25 @@ class TestFaultsOfTheWorkdir:
         what = f"step {saved} is saved" if saved else "nothing is saved yet"
         wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
         assert run_until_error(run).startswith(wanted)
+
+    def test_a_device_out_of_memory_names_what_to_lower(self, run_until_error):
+        def run(*_):
+            jnp.zeros((1 << 40, 1 << 20), jnp.int8).block_until_ready()
+
+        message = run_until_error(run)
+        assert re.fullmatch(
+            r"error: .*RESOURCE_EXHAUSTED: Out of memory.* lower "
+            r"config\.sft\.optimizer\.micro_rows=4 or config\.optimizer\.micro_rows=4 or "
+            r"config\.rollout\.max_num_seqs=16; `jaxrl plan` .*; nothing is saved yet\.",
+            message,
+        )
+
+    def test_another_error_of_a_device_keeps_its_traceback(self, run_until_error):
+        def run(*_):
+            raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+            run_until_error(run)
 
 
 @pytest.fixture

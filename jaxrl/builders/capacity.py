@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.builders.resolved import ResolvedConfig
@@ -67,6 +68,24 @@ def check_context_length(config: ResolvedConfig, model: Architecture) -> None:
             f"model's {model.max_positions} positions (max_position_embeddings in its config.json, "
             "extended by YaRN if rope_scaling is set)."
         )
+
+
+def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | None:
+    """Return a message that names the settings to lower; None for any other error.
+
+    It names the settings of all phases: programs run asynchronously, so an error of the update may
+    appear during the next sampling.
+    """
+    text = str(error)
+    if not (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text):
+        return None
+    reason, *_ = text.splitlines()  # XLA appends a list of its largest buffers
+    keys = [*(MICRO_ROWS[stage] for stage in config.training_steps), "rollout.max_num_seqs"]
+    settings = " or ".join(f"config.{key}={config[key]}" for key in keys)
+    return (
+        f"a device is out of memory ({reason.rstrip('.')}); lower {settings}; `jaxrl plan` shows "
+        "the memory of each phase and suggests settings"
+    )
 
 
 def count_sampling_shards(config: ResolvedConfig, mesh: Any, num_processes: int) -> int:
