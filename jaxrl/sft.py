@@ -42,7 +42,9 @@ def sft(run_state: RunState, params: Params) -> Params:
     state = run_state.state = run_state.init_or_restore_state(params)
     stream = Stream(components.demonstrations, seed=run_state.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    run_state.display.start("sft", progress.stage_step, num_steps)
+    run_state.display.start(
+        "sft", progress.stage_step, num_steps, every_steps=run_state.settings.log_every_steps
+    )
     while progress.stage_step < num_steps:
         if distributed.any_process(run_state.should_stop()):
             raise Interrupted

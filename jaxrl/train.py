@@ -155,7 +155,12 @@ class Learner:
                 f"train: {count} task{'s' * (count > 1)} were in flight when the run stopped; "
                 "their episodes start over"
             )
-        run_state.display.start("train", run_state.progress.stage_step, self.stage.num_steps)
+        run_state.display.start(
+            "train",
+            run_state.progress.stage_step,
+            self.stage.num_steps,
+            every_steps=run_state.settings.log_every_steps,
+        )
         if run_state.progress.record is not None:
             self.finish_step()  # the run was stopped during this step's evaluation
         self._begin_step()

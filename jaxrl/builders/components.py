@@ -271,6 +271,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
         ledger=build_from_section(LedgerSettings, c.ledger),
         model_path=c.model.path,
         architecture=c.model.architecture,
+        log_every_steps=c.log.every_steps,
         num_logged_trajectories=c.log.trajectories,
         tokens=c.log.tokens,
         replay_folder=endpoint.replay_folder if endpoint and endpoint.replay == "record" else None,

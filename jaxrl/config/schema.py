@@ -638,6 +638,8 @@ _ENTRIES: dict[str, Key] = {
     "checkpoint.keep_best": Key(0, "Checkpoints with the highest `eval.best_metric` also "
         "kept. Above 0, every new best evaluation writes a checkpoint.",
         at_least=0),
+    "log.every_steps": Key(0, "Steps between console lines without a terminal. 0: at most one "
+        "per 5 s. Files contain every step.", at_least=0),
     "log.trajectories": Key(32, "Trajectories per step written to `trajectories/`. -1: all.",
         at_least=-1, expected="0 or more, or -1 for all"),
     "log.tokens": Key(False, "Also write per-token advantages, weights, and log-probabilities "

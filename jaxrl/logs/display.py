@@ -30,7 +30,7 @@ class _StageProgress(Progress):
 
 
 class Display:
-    """Progress display: a live line on a terminal, otherwise a log line every few seconds."""
+    """Progress display: a live line on a terminal, otherwise a log line now and then."""
 
     def __init__(
         self, *, interval_s: float = 5.0, activity_interval_s: float = 30.0, is_enabled: bool = True
@@ -71,10 +71,17 @@ class Display:
         console = self._warnings if text.startswith("warning:") else self.console
         console.print(escape_control_chars(text), markup=False, emoji=False, soft_wrap=True)
 
-    def start(self, stage: str, first_step: int, num_steps: int) -> None:
-        """Start a stage of `num_steps` steps, with `first_step` steps already done."""
+    def start(self, stage: str, first_step: int, num_steps: int, *, every_steps: int = 0) -> None:
+        """Start a stage.
+
+        Args:
+            stage: Name of the stage.
+            first_step: Number of steps already done.
+            num_steps: Number of steps of the stage.
+            every_steps: Steps between step lines without a terminal. 0: by `interval_s`.
+        """
         self._end_activity()
-        self._stage, self._num_steps = stage, num_steps
+        self._stage, self._num_steps, self._every_steps = stage, num_steps, every_steps
         self._first, self._last = None, -math.inf
         if self.console.is_terminal and not self.console.quiet:
             self._progress = _StageProgress(
@@ -94,7 +101,7 @@ class Display:
             )
 
     def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show a step's numbers in the live line, or log them every `interval_s` seconds."""
+        """Show a step's numbers in the live line, or log them if a step line is due."""
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
@@ -106,7 +113,10 @@ class Display:
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)  # measure speed from here, since the first step compiles
-        if now - self._last < self._interval_s and step < self._num_steps:
+        is_due = now - self._last >= self._interval_s
+        if self._every_steps:
+            is_due = step % self._every_steps == 0
+        if not is_due and step < self._num_steps:
             return
         self._last = now
         first_step, started = self._first

@@ -67,7 +67,7 @@ class ProgressBar(Protocol):
     def log(self, text: str) -> None:
         """Print text that stays on screen."""
 
-    def start(self, stage: str, first_step: int, num_steps: int) -> None:
+    def start(self, stage: str, first_step: int, num_steps: int, *, every_steps: int = 0) -> None:
         """Start the progress line of a stage."""
 
     def show_step(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -66,6 +66,7 @@ class Settings:
     ledger: LedgerSettings
     model_path: str  # `model.path`
     architecture: str  # `model.architecture`
+    log_every_steps: int  # number of steps between console lines; 0 for a time interval
     num_logged_trajectories: int  # number of trajectories to write per step; -1 for all
     tokens: bool  # True to also write per-token values of the update
     replay_folder: str | None  # folder of an endpoint's recorded replies; "" for one in the workdir

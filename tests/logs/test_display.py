@@ -42,6 +42,15 @@ class TestDisplay:
         assert lines[-1] == f"train 70/70  {numbers}  0:00 left"
         assert len(lines) == 1 + 19 + 1
 
+    def test_lines_are_written_at_steps(self, clock):
+        display = make_display(interval_s=5)
+        display.start("train", 2, 10, every_steps=4)
+        for step in range(3, 11):
+            clock[0] += 60
+            display.step(step, {})
+        lines = display.console.file.getvalue().splitlines()
+        assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
+
     def test_a_resumed_stage_shows_the_hours_left(self, clock):
         display = make_display()
         display.start("sft", 0, 101)
