@@ -173,11 +173,12 @@ def evaluate(run_state: RunState, params: Params) -> Params:
 def compute_fingerprint(run_state: RunState) -> str:
     """Hash the inputs of an evaluation except the weights: settings, tasks, corpus, user code."""
     settings = run_state.settings.evaluation.depends_on
-    prefixes = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
+    prefixes = ["model.path/", "search.local.corpus", "search.dense.", "search.mock."]
+    prefixes.append("tasks.train.source" if "holdout" in settings else "tasks.eval.source")
     content = {
         name: value
         for name, value in run_state.origin["contents"].items()
-        if name.startswith(prefixes) or name.endswith(USER_CODE_SUFFIX)
+        if name.startswith(tuple(prefixes)) or name.endswith(USER_CODE_SUFFIX)
     }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 

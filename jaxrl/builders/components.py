@@ -39,7 +39,7 @@ from jaxrl.builders.resolved import NO_ENGINE, ResolvedConfig
 from jaxrl.config.keys import import_optional
 from jaxrl.config.schema import KEYS, LOCAL_MODEL
 from jaxrl.data.stream import Mixture, Source, Stream
-from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks
+from jaxrl.data.tasks import Tasks, check_data_sources, describe_overlap, open_tasks, split_holdout
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.images import UnreadableImageError
@@ -253,6 +253,8 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
             del depends_on["policy"]["openai"][key]  # these do not affect completions
     if c.rollout.max_cost:
         depends_on["prices"] = c.ledger.prices
+    if c.tasks.eval.holdout:
+        depends_on["holdout"] = c.tasks.eval.holdout
     return Settings(
         stages=c.stages,
         seed=c.seed,
@@ -636,10 +638,14 @@ def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixtur
     """Open the training and held-out tasks that the configured stages read."""
     tasks: Mixture[Task] = Mixture([])
     eval_tasks: Mixture[Task] = Mixture([])
-    if "train" in c.stages:
+    is_training = "train" in c.stages
+    if is_training and not c.tasks.eval.holdout:
         tasks = open_tasks(c.task_sources["train"], show)
-    if {"train", "evaluate"} & set(c.stages):
+    if is_training or "evaluate" in c.stages:
         eval_tasks = open_tasks(c.task_sources["eval"], show)
+        if c.tasks.eval.holdout:
+            rest, eval_tasks = split_holdout(eval_tasks, c.tasks.eval.holdout, seed=c.seed)
+            tasks = rest if is_training else tasks
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         count = c.eval.max_tasks  # of each source; 0: all
         truncated = [

@@ -265,7 +265,8 @@ def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[st
         if run_config.get("kl.coef") == 0:
             fixed.append("kl.coef")  # the checkpoints contain no reference policy
         if c.checkpoint.keep_best:  # values of different metrics cannot be ranked together
-            fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
+            fixed += ["eval.best_metric"]
+            fixed += [f"tasks.eval.{name}" for name in ("source", "sources", "holdout")]
     return fixed
 
 

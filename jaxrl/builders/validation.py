@@ -420,6 +420,9 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
             )
     if "train" in c.stages and bool(c.num_steps) == bool(c.num_epochs):
         yield "num_epochs", "0 with num_steps above 0, or above 0 with num_steps=0"
+    held_out = c.tasks.eval
+    if held_out.holdout and (held_out.source or held_out.sources):
+        yield "tasks.eval.holdout", "0 with tasks.eval.source or tasks.eval.sources"
     if c.model.head_dtype == c.model.dtype:
         yield "model.head_dtype", "'' if it equals model.dtype"
 

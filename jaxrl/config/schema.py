@@ -224,6 +224,9 @@ _ENTRIES: dict[str, Key] = {
     # ---------------------------------------------------------------- tasks and prompts
     **_define_task_keys("train", "Training tasks", "train"),
     **_define_task_keys("eval", "Held-out tasks", "test"),
+    "tasks.eval.holdout": Key(0.0, "Held-out tasks from `tasks.train` instead: a fraction below "
+        "1, or a count. `seed` and the questions select them.", at_least=0,
+        is_valid=lambda v: v < 1 or v == int(v), expected="a fraction below 1, or a whole number"),
     "prompt.system": Key("", "System message. Empty: none, not even the template's own."),
     "prompt.template": Key("{question}", "User message with the question.",
         is_valid=lambda v: "{question}" in v, expected="text that contains {question}"),

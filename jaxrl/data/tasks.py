@@ -86,6 +86,8 @@ def resolve_sources(config: ConfigDict, kind: str) -> list[TaskSource]:
         ValueError: A source is malformed, or its format is unknown.
     """
     section, key = config.tasks[kind].to_dict(), f"tasks.{kind}"
+    if section.pop("holdout", 0):
+        return resolve_sources(config, "train")
     entries = section.pop("sources")
     if not entries:
         return [_resolve_source(section, key, kind)]
@@ -295,6 +297,45 @@ def open_tasks(
         unique = [f"{n}_{i}" for i, n in enumerate(names)]
     parts = zip(opened, sources, unique, strict=True)
     return Mixture([Source(items=t, weight=s.weight, name=n) for t, s, n in parts])
+
+
+def split_holdout(
+    tasks: Mixture[Task], holdout: float, *, seed: int
+) -> tuple[Mixture[Task], Mixture[Task]]:
+    """Split tasks into those to train on and held-out ones.
+
+    A hash of the seed and the question ranks the tasks. The split thus does not depend on the
+    order of files and tasks, and tasks with the same question stay together.
+
+    Args:
+        tasks: Tasks of all sources, opened by `open_tasks`.
+        holdout: Fraction of the tasks to hold out if below 1, else their number. Ties add to it.
+        seed: Random seed of the split.
+
+    Raises:
+        ValueError: No task would be held out, or a source would have none to train on.
+    """
+    questions = hash_questions(tasks)[:, 1]  # for a chat with a question, the hash of that
+    ranks = np.array([_hash_text(f"{seed} {question}") for question in questions], np.uint64)
+    count = round(holdout * len(tasks)) if holdout < 1 else int(holdout)
+    limit = np.sort(ranks)[count - 1] if 0 < count < len(tasks) else None
+    splits: list[list[Source[Task]]] = [[], []]
+    offset = 0
+    for source in tasks.sources:
+        items, stop = source.items, offset + len(source.items)
+        assert isinstance(items, Tasks)
+        is_held_out = ranks[offset:stop] <= limit if limit is not None else np.ones(0, bool)
+        if is_held_out.all():
+            reject_value(
+                "tasks.eval.holdout",
+                holdout,
+                f"a value that holds out some of the {len(tasks)} tasks but not all of a source",
+            )
+        for split, mask in zip(splits, (~is_held_out, is_held_out), strict=True):
+            if mask.any():
+                split.append(dataclasses.replace(source, items=items.select(mask)))
+        offset = stop
+    return Mixture(splits[0]), Mixture(splits[1])
 
 
 def read_tasks(source: str | Path, key: str, *, split: str = "train") -> list[Task]:

@@ -73,6 +73,7 @@ BROKEN = [
     ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
     ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),
     ("num_epochs", {"num_epochs": 2}),
+    ("tasks.eval.holdout", {"tasks.eval.holdout": 0.1}),
     ("num_epochs", {"num_steps": 0}),
     ("search.web.url", {"search.engine": "web", "search.web.provider": "searxng"}),
     ("loss.term.name", {"loss.term.name": "llds"}),

@@ -17,7 +17,9 @@ import tensorflow_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs import debug_tiny
 from examples import tfds_tasks
+from jaxrl.builders.components import _read_tasks
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
@@ -29,6 +31,7 @@ from jaxrl.data.tasks import (
     open_tasks,
     read_tasks,
     resolve_sources,
+    split_holdout,
 )
 from jaxrl.envs.base import Task
 from jaxrl.envs.images import Picture
@@ -451,6 +454,58 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxrl\[datasets\]'"):
         open_source("x", format="hf")
+
+
+class TestHoldout:
+    def split(self, folder, rows, holdout=0.2, seed=0):
+        """Return the questions to train on and the held-out ones, by source."""
+        files = [write_jsonl(folder / f"{i}.jsonl", part) for i, part in enumerate(rows)]
+        sources = [
+            TaskSource(key=f"{KEY}.sources[{i}]", source=str(file), weight=i + 1.0)
+            for i, file in enumerate(files)
+        ]
+        splits = split_holdout(open_tasks(sources), holdout, seed=seed)
+        assert {s.weight for s in splits[0].sources} == {i + 1.0 for i in range(len(rows))}
+        return [[task.question for task in tasks] for tasks in splits]
+
+    @pytest.mark.parametrize(("holdout", "count"), [(0.2, 5), (7, 7), (0.5, 12), (24, 24)])
+    def test_tasks_are_on_one_side_each_whatever_their_order(self, tmp_path, holdout, count):
+        trained, held_out = self.split(tmp_path, [ROWS], holdout)
+        assert len(held_out) == count
+        assert sorted(trained + held_out) == sorted(row["question"] for row in ROWS)
+        other_order = self.split(tmp_path, [[{**row, "id": None} for row in ROWS[::-1]]], holdout)
+        assert [trained[::-1], held_out[::-1]] == other_order
+        assert held_out != self.split(tmp_path, [ROWS], holdout, seed=1)[1]
+
+    def test_no_question_is_on_both_sides(self, tmp_path):
+        chat = [{"role": "user", "content": "?"}]
+        again = [
+            {"messages": chat, "metadata": {"question": row["question"].upper()}}
+            for row in ROWS[:20]
+        ]
+        trained, held_out = self.split(tmp_path, [ROWS, again], 8)
+        assert len(held_out) in (8, 9)  # a pair may add one
+        same = {q.upper() for q in trained if q} & {q.upper() for q in held_out if q}
+        assert (same, held_out.count(None), trained.count(None)) == (set(), len(held_out) // 2, 16)
+
+    @pytest.mark.parametrize(("holdout", "sizes"), [(0.01, [25]), (25, [25]), (0.9, [20, 1])])
+    def test_a_split_without_tasks_on_a_side_is_refused(self, tmp_path, holdout, sizes):
+        rows, parts = iter(ROWS), []
+        for size in sizes:
+            parts.append([next(rows) for _ in range(size)])
+        with pytest.raises(
+            ValueError, match=r"config\.tasks\.eval\.holdout is .*not all of a source"
+        ):
+            self.split(tmp_path, parts, holdout)
+
+    def test_an_evaluation_has_the_tasks_that_training_left_out(self, tiny_world):
+        config = debug_tiny.get_config(str(tiny_world))
+        config.tasks.eval.source, config.tasks.eval.holdout = "", 0.25
+        trained, held_out = _read_tasks(validate(config), print)
+        assert {*trained.sources[0].items.ids} & {*held_out.sources[0].items.ids} == set()
+        config.stages, config.tasks.train.split = ("evaluate",), "train"
+        nothing, evaluated = _read_tasks(validate(config), print)
+        assert ([*nothing], [*evaluated]) == ([], [*held_out])
 
 
 class TestLargeSources:

@@ -461,8 +461,9 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     rows = cache.rows
     if "train" not in config.stages and config.eval.max_tasks:
         samples = 1 if {*config.eval.final_suites} == {"greedy"} else config.eval.samples
-        num_suites = len(config.tasks.eval.sources) or 1
-        rows = min(rows, num_suites * config.eval.max_tasks * samples)
+        kind = "train" if config.tasks.eval.holdout else "eval"
+        num_sources = len(config.tasks[kind].sources) or 1
+        rows = min(rows, num_sources * config.eval.max_tasks * samples)
     programs = row_sizes(target.platform, cache.rows, config.model.dtype)
     rows = next(size for size in programs if size >= rows)
     past = (
