@@ -40,7 +40,7 @@ from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.search.base import EmptySearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
-from jaxrl.extras.endpoints.sent_images import prepare_image
+from jaxrl.extras.endpoints.images import prepare_image
 from jaxrl.extras.vision.processor import BlankProcessor, HFImageProcessor
 from jaxrl.logs.records import build_trajectory_record
 from jaxrl.logs.writers import write_images

@@ -48,8 +48,8 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
         raise ValueError(f"config.env.search.tools is {c.env.search.tools!r}: {error}") from error
     servers = c.env.search.get("mcp")
     if servers:
-        offered_tools: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:offered_tools")
-        tools += offered_tools(servers, c.env.search.tool_deadline_s, log)
+        connect_tools: Any = pkgutil.resolve_name("jaxrl.extras.mcp.servers:connect_tools")
+        tools += connect_tools(servers, c.env.search.tool_deadline_s, log)
     return tools
 
 

@@ -83,7 +83,7 @@ class WrappedArchitecture(Architecture):
     @property
     @abstractmethod
     def plan(self) -> str:
-        """Return the dotted name of the module whose `decode_bytes` computes the weights' size."""
+        """Return the dotted name of the module that defines `count_decode_bytes`."""
 
     @abstractmethod
     def check(self) -> None:

@@ -106,7 +106,7 @@ def test_the_function_and_the_server_answer_tool_calls():
     server = McpServer({"command": (sys.executable, str(HERE / "my_server.py"))})
     env = SearchEnv(
         None,
-        tools=[FunctionTool(weekday), *server.tools()],
+        tools=[FunctionTool(weekday), *server.list_tools()],
         prompt=Prompt(system="", template="{question}"),
         max_turns=1,
         protocol=qwen,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.extras.experts.routing import ROUTED_EXPERTS, choose_index_dtype
+from jaxrl.extras.experts.routing import ROUTED_EXPERTS, select_index_dtype
 from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
@@ -103,7 +103,7 @@ def groups_of(advantages, method):
 def draw_experts(rng, length):
     """Return random routed experts of the layers that have experts."""
     sizes = length, len(TINY_MOE.expert_layers), TINY_MOE.top_k
-    return rng.integers(0, TINY_MOE.num_experts, sizes).astype(choose_index_dtype(8))
+    return rng.integers(0, TINY_MOE.num_experts, sizes).astype(select_index_dtype(8))
 
 
 def take_step(method, model, advantages, programs, skips):

@@ -279,9 +279,9 @@ def split_range(count: int, size: int) -> Iterable[range]:
 READERS: Mapping[str, str] = {
     "jsonl": "jaxrl.data.readers.lines.open_jsonl",
     "csv": "jaxrl.data.readers.lines.open_csv",
-    "parquet": "jaxrl.extras.readers.parquet.parquet",
-    "tfds": "jaxrl.extras.readers.tfds.tfds",
-    "hf": "jaxrl.extras.readers.hf.hugging_face",
-    "reasoning_gym": "jaxrl.extras.readers.generated.reasoning_gym",
+    "parquet": "jaxrl.extras.readers.parquet.open_parquet",
+    "tfds": "jaxrl.extras.readers.tfds.open_tfds",
+    "hf": "jaxrl.extras.readers.hf.open_hugging_face",
+    "reasoning_gym": "jaxrl.extras.readers.generated.open_reasoning_gym",
 }
 """Dotted path of the reader factory for each built-in format."""

@@ -1,6 +1,6 @@
-"""Comparison of tasks with the search corpus, before training.
+"""Audit of a run's tasks against the search corpus, before training.
 
-`coverage` finds the accepted answers that occur in no document, `figures` computes all figures of a
-split, `__main__` implements `jaxrl audit`, and `startup` checks the training tasks when a run
-starts. Without this folder, runs start unchecked and `filter.unanswerable` does not exist.
+`coverage` finds accepted answers that occur in no document, `figures` computes all figures,
+`__main__` implements `jaxrl audit`, and `startup` checks the training tasks when a run starts.
+Without this folder, runs start without the check and `filter.unanswerable` does not exist.
 """

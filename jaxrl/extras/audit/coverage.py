@@ -1,7 +1,7 @@
-"""Find the accepted answers that occur in a corpus, in one pass over its documents.
+"""Search for accepted answers in a corpus, in one pass over its documents.
 
-Texts are compared word by word after the normalization of exact match
-(`jaxrl.envs.rewards.qa.normalize_answer`). In scripts without spaces, every letter is a word.
+Texts are normalized as for exact match (`jaxrl.envs.rewards.qa.normalize_answer`) and compared word
+by word. In scripts without spaces, every letter is a word.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxrl.envs.search.base import Document
 from jaxrl.utils.text import UNSPACED
 
 Phrase = tuple[str, ...]
-"""The words of a normalized answer."""
+"""Words of a normalized answer."""
 
 _UNSPACED = regex.compile(UNSPACED, regex.V1)
 
-# A superset of `UNSPACED` that `re` finds ten times as fast. It leaves out dashes and quotes.
+# A superset of `UNSPACED`, without dashes and quotes, that `re` searches ten times as fast.
 _MAYBE_UNSPACED = re.compile("[\u0e00-\u1fff\u2e80-\U0010ffff]")
 
 
 def split_words(text: str) -> list[str]:
-    """Normalize a text as exact match does, and split it into words."""
+    """Normalize a text as for exact match, and split it into words."""
     normalized = normalize_answer(text)
     if _MAYBE_UNSPACED.search(normalized):
         normalized = _UNSPACED.sub(r" \g<0> ", normalized)
@@ -34,14 +34,14 @@ def split_words(text: str) -> list[str]:
 
 
 def make_phrases(task: Task) -> set[Phrase]:
-    """Return the accepted answers to look for in documents.
+    """Return the accepted answers to search for in documents.
 
-    The set is empty if no document can tell whether the task is answerable: it has no accepted
-    answer, or one that is yes, no or noanswer, or that is only articles and punctuation.
+    The set is empty if the task has no accepted answer, or if one is yes, no or noanswer, or
+    consists of articles and punctuation: then documents cannot show that it is answerable.
     """
     phrases = set()
     for answer in filter(str.strip, task.answers):
-        # The first word keeps `normalize_answer` from preserving articles and punctuation, which
+        # Without the first word, `normalize_answer` could preserve articles and punctuation, which
         # documents lose.
         phrase = tuple(split_words(f"x {answer}")[1:])
         if not phrase or " ".join(phrase) in EXACT_ANSWERS:
@@ -51,12 +51,11 @@ def make_phrases(task: Task) -> set[Phrase]:
 
 
 def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> set[Phrase]:
-    """Return the phrases that occur in the title or the text of at least one document.
+    """Return the phrases that occur in the title or text of at least one document.
 
-    Phrases are indexed by first word and length. Each word of a document costs one lookup, and one
-    more for each length at which phrases that start with it are still missing; found phrases leave
-    the index. Memory is proportional to the words in all phrases. The pass ends early if nothing
-    is missing.
+    Phrases that were not found yet are indexed by first word and length. A word of a document costs
+    one lookup, plus one per length of the phrases that start with it. Memory is proportional to the
+    number of words in all phrases. The pass ends once all phrases are found.
     """
     missing: dict[str, dict[int, set[Phrase]]] = {}
     for phrase in phrases:
@@ -87,11 +86,11 @@ def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> se
 def find_unanswerable(
     tasks: Iterable[Task], documents: Iterable[Document]
 ) -> tuple[list[bool], int]:
-    """Find the tasks of which no accepted answer occurs in a document.
+    """Find the tasks whose accepted answers occur in no document.
 
     Returns:
-        True for each task without an occurrence, and the number of tasks that were looked for;
-        others (see `make_phrases`) are never unanswerable.
+        A flag per task, True if no answer occurs, and the number of tasks that were checked. The
+        flag is False for unchecked tasks (see `make_phrases`).
     """
     phrases = [make_phrases(task) for task in tasks]
     found = find_phrases(set().union(*phrases), documents)
@@ -99,5 +98,5 @@ def find_unanswerable(
 
 
 def is_missing(phrases: Collection[Phrase], found: Collection[Phrase]) -> bool:
-    """Return True if there are phrases, and none of them was found."""
+    """Return True if `phrases` is not empty and none of them was found."""
     return bool(phrases) and not any(phrase in found for phrase in phrases)

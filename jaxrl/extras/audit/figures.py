@@ -1,4 +1,4 @@
-"""Figures of an audit: coverage, retrieval, truths, duplicates and prompt lengths."""
+"""Figures of an audit: coverage, retrieval, answers, duplicates and prompt lengths."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from jaxrl.sampling.episodes import BaseRollout, TokenLimits
 from jaxrl.utils.callables import is_dotted_path
 
 DEPTHS = (1, 3, 5, 10)
-"""Numbers of documents at which retrieval is measured."""
+"""Numbers k of retrieved documents for which recall is computed."""
 
 NEAR_LIMIT = 0.9
-"""Share of the prompt limit above which a prompt is near it."""
+"""Fraction of the prompt limit above which a prompt is near the limit."""
 
 ANSWER_FORMS = (
     "<answer>{}</answer>",
     "<think></think><answer>\\boxed{{{}}}</answer>",
     "Answer: {}",
 )
-"""Responses that only answer, in the protocols of the built-in environments."""
+"""Responses that contain only an answer, in the protocols of the built-in environments."""
 
 _QUERY_BATCH = 256
 
 Figure = dict[str, Any]
-"""A count, what it is a part of, the share, and the ids of the counted tasks."""
+"""Count, total, fraction, and ids of the counted tasks."""
 
 
 def audit(
     c: ResolvedConfig, *, max_tasks: int, show: Callable[[str], None], log: Callable[[str], None]
 ) -> dict[str, dict[str, Figure]]:
-    """Compute all figures by split and name. Figures that the run does not allow are left out.
+    """Compute the figures by split and name, omitting those that do not apply to the run.
 
     Args:
         c: Resolved configuration.
-        max_tasks: Number of tasks to sample from each split; 0 for all. Duplicates are counted
-            among all tasks.
+        max_tasks: Maximum number of tasks to sample from each split; 0 for no limit. Duplicates are
+            always counted among all tasks.
         show: Function that displays the current activity.
         log: Function that logs a message.
 
     Raises:
         FileNotFoundError, ValueError: A file or a setting is invalid.
-        OutageError: The search engine's server does not respond.
+        OutageError: The search server does not respond.
     """
-    # The run's own environment, tasks and prompts, without an index or weights.
+    # Build the run's environment, tasks and prompts without an index or weights.
     mesh = make_mesh(**c.mesh)
     architecture, tokenizer = read_model_and_tokenizer(c, mesh, is_local=False)
     tools = build_tools(c, log)
@@ -105,10 +105,10 @@ def audit(
                     count_flags(flags, tasks, has_rank),
                 )
         if has_known_forms:
-            add("answers that earn nothing", count_unpaid(env, parts, tasks))
+            add("answers that earn nothing", count_unrewarded_answers(env, parts, tasks))
         # Duplicates, among all tasks of the split.
         everything, hashes = splits[name], hash_questions(splits[name])
-        add("question repeated", count_flags(find_repeated(hashes), everything))
+        add("question repeated", count_flags(find_repeats(hashes), everything))
         others = [hash_questions(splits[other]) for other in samples if other != name]
         if others:
             known = {*others[0].ravel().tolist()}
@@ -128,7 +128,7 @@ def audit(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
 ) -> Figure:
-    """Return the figure of the tasks whose flag is set, as a share of those for which `counts`."""
+    """Return the figure for tasks with a flag, among the tasks that `counts` includes."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
@@ -137,10 +137,10 @@ def count_flags(
 def find_ranks(
     engine: DocumentSearch, tasks: Sequence[Task], phrases: Sequence[set[Phrase]]
 ) -> list[float | None]:
-    """Return the rank, from 0, of the first document with an accepted answer for each question.
+    """Return, per question, the rank (from 0) of the first document with an accepted answer.
 
-    The rank is infinite if none of the first `max(DEPTHS)` documents has one, and None if there is
-    no answer to look for or the search failed.
+    The rank is infinite if none of the first `max(DEPTHS)` documents has an answer, and None if
+    there is no answer to search for or the search failed.
     """
     ranks: list[float | None] = []
     for start in range(0, len(tasks), _QUERY_BATCH):
@@ -163,15 +163,15 @@ def get_question(task: Task) -> str:
     return texts[-1] if texts else ""
 
 
-def count_unpaid(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figure:
-    """Count the accepted answers for which a reward part pays nothing, even for the answer itself.
+def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figure:
+    """Count the accepted answers to which a reward part gives no reward.
 
-    Each answer is scored as the only accepted one of its task, in the responses `ANSWER_FORMS`,
-    verbatim and normalized.
+    Each answer is scored as the only accepted answer of its task, in each response of
+    `ANSWER_FORMS`, verbatim and normalized.
 
     Args:
         env: Built-in environment.
-        parts: Names of its reward parts.
+        parts: Names of the environment's reward parts.
         tasks: Tasks to check.
     """
     num_unpaid, ids = 0, []
@@ -192,8 +192,8 @@ def count_unpaid(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figur
     return {"count": num_unpaid, "of": total, "share": num_unpaid / max(total, 1), "tasks": ids}
 
 
-def find_repeated(hashes: np.ndarray) -> list[bool]:
-    """Return True for each row of `hashes`, uint64 [N, 2], that shares one with an earlier row."""
+def find_repeats(hashes: np.ndarray) -> list[bool]:
+    """Return True for rows of `hashes`, uint64 [N, 2], that share a hash with an earlier row."""
     seen: set[int] = set()
     flags = []
     for row in hashes.tolist():

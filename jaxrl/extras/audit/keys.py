@@ -1,4 +1,4 @@
-"""Configuration key of the audit at startup."""
+"""Config key of the audit at startup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of the training tasks against the corpus when a run starts."""
+"""Check of training tasks against the corpus at the start of a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from jaxrl.utils.files import open_atomic
 from jaxrl.utils.json_io import read_object
 
 NUM_SAMPLES = 200
-"""Number of training tasks that every start checks."""
+"""Number of training tasks to check at the start of a run."""
 
 MAX_CORPUS_BYTES = 2**25
-"""Size up to which every start reads the corpus, which takes seconds."""
+"""Maximum size of a corpus that is checked at the start, which takes seconds."""
 
 RECORD_FILE = "unanswerable.json"
-"""File in the workdir with the tasks that a run has dropped."""
+"""File in the workdir that lists the dropped tasks."""
 
 
 def audit_tasks(
@@ -43,14 +43,14 @@ def audit_tasks(
     workdir: Path | None,
     show: Callable[[str], None],
 ) -> tuple[Mixture[Task], list[str]]:
-    """Check training tasks against the corpus. Drop those without an answer, if configured.
+    """Check training tasks against the corpus, and drop unanswerable tasks if configured.
 
     Returns:
         The tasks to train on, and lines for the log.
 
     Raises:
-        FileNotFoundError, ValueError: The corpus is missing or malformed, or no task would be left
-            of a source.
+        FileNotFoundError, ValueError: The corpus is missing or malformed, or all tasks of a source
+            would be dropped.
     """
     settings = c.search[c.corpus_section]
     corpus, index = Path(settings.corpus), get_index_folder(settings.corpus, settings.index)
@@ -76,7 +76,7 @@ def audit_tasks(
 
 
 def sample_tasks(tasks: Sequence[Task], count: int, *, seed: int) -> list[Task]:
-    """Return `count` random tasks in their order, or all of them if `count` is 0."""
+    """Sample `count` tasks, or return all if `count` is 0, in their original order."""
     if not 0 < count < len(tasks):
         return list(tasks)
     indices = np.random.default_rng(seed).choice(len(tasks), count, replace=False)
@@ -90,7 +90,7 @@ def _drop_unanswerable(
     workdir: Path | None,
     show: Callable[[str], None],
 ) -> tuple[Mixture[Task], list[str]]:
-    # The decision depends only on the tasks and the corpus. A resumed run reads it again.
+    # The dropped tasks depend only on tasks and corpus. A resumed run reads the saved list.
     hasher = hashlib.sha256(compute_corpus_digest(corpus, index).encode())
     for task in tasks:
         hasher.update(json.dumps([task.id, task.answers]).encode())
@@ -108,7 +108,7 @@ def _drop_unanswerable(
         file.parent.mkdir(parents=True, exist_ok=True)
         with open_atomic(file) as stream:
             stream.write(json.dumps(record | {"dropped": dropped}) + "\n")
-    # Apply the decision to each source.
+    # Drop the tasks from each source.
     ids, sources = set(dropped), []
     for source in tasks.sources:
         mask = np.fromiter((task.id not in ids for task in source.items), bool)

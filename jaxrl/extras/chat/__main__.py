@@ -1,11 +1,11 @@
 """Chat with a run's model: `jaxrl chat RUN ["question" ...] [--step=N] [--config.key=value]`.
 
-Each question is run through the environment of the run, as in training: with the same prompt, tags,
-tools and search engine. The output shows the model's text, the observations and the answer.
-Questions on the command line are independent of each other. If there are none, each line from the
+Each question is an episode of the run's environment, with the same prompt, tags, tools and search
+engine as in training. The output shows the model's text, the observations and the answer. Questions
+on the command line are independent of each other. Without such questions, each line from the
 terminal or a pipe is a question of one conversation, and an empty line starts a new conversation.
-The run itself is not changed. Relative paths in its configuration and in `--config.` keys start at
-the folder in which the run was started; RUN, --model and --image at the current folder.
+The run does not change. Relative paths in its config and in `--config.` keys are relative to the
+folder in which the run was started; RUN, --model and --image to the current folder.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def answer_questions(
     arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display
 ) -> int:
-    """Answer all questions; return the number of questions that failed."""
+    """Answer all questions; return the number of failed questions."""
     step, model = arguments.step, arguments.model
     if not arguments.temperature >= 0:
         raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
@@ -103,7 +103,7 @@ def answer_questions(
         components, config = load_saved_run(
             run, model, display, step=step, keys=keys, for_chat=for_chat
         )
-        # Loading weights after the last log line starts the spinner again.
+        # Loading weights restarts the spinner after the last log line.
         display.stop()
         for image in images:
             if components.processor is None:
@@ -130,7 +130,7 @@ def answer_questions(
 
 
 def read_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield each input line without surrounding whitespace; prompt for it on a terminal."""
+    """Yield input lines without surrounding whitespace; show a prompt on a terminal."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a bad byte must not end the chat

@@ -21,23 +21,23 @@ class Conversation:
     """Chat with a run's model and tools.
 
     The first question uses the training prompt (`config.prompt`). Later questions are user messages
-    after the model's earlier text. With a tag protocol, this text includes tool results. With a
-    chat-template protocol, it consists of the last turn of each episode.
+    that follow the model's earlier text: with a tag protocol, all turns and tool results; with a
+    chat-template protocol, the last turn of each episode.
     """
 
     def __init__(self, components: RunComponents, config: ResolvedConfig, temperature: float = 0.0):
         """Start with an empty history.
 
         Args:
-            components: Components of the run, from `load_saved_run`.
-            config: Configuration of the run, from `load_saved_run`.
+            components: Run components from `load_saved_run`.
+            config: Run config from `load_saved_run`.
             temperature: Sampling temperature; 0 for greedy decoding.
         """
         self._components, self._config = components, config
         self._temperature = temperature
         self._prompt = build_prompt(config)
         self._shows_tools = not config.protocol(()).in_template
-        self._exchanges: list[tuple[str, str]] = []  # questions with the model's text
+        self._exchanges: list[tuple[str, str]] = []  # questions and the model's text
         self._num_questions = 0  # including failed ones
 
     def reset(self) -> None:
@@ -45,17 +45,17 @@ class Conversation:
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Run the episode of a question, with as much of the latest history as fits.
+        """Run an episode for a question, after as much of the latest history as fits.
 
         Args:
             question: User message.
-            images: Paths of the images, placed at the marks in the question or before it.
+            images: Image paths; the images replace the marks in the question, or precede it.
 
         Returns:
             The trajectory, and the number of earlier questions that were dropped.
 
         Raises:
-            ValueError: The question leaves no room for a response, or its marks do not match the
+            ValueError: The question leaves no tokens for a response, or its marks do not match the
                 images. The history is unchanged.
             OutageError: A server that the environment needs is down.
         """
@@ -66,7 +66,7 @@ class Conversation:
             try:
                 trajectory = self._run_episode(question, images, number)
                 break
-            except ValueError:  # usually too long; other errors recur without history
+            except ValueError:  # usually too long; other errors also occur without history
                 self._exchanges = history
                 if num_dropped == len(history):
                     raise
@@ -75,7 +75,7 @@ class Conversation:
         return trajectory, num_dropped
 
     def _build_messages(self, question: str) -> list[Message]:
-        """Return the chat up to a question. The first question uses the training template."""
+        """Build the chat that ends with a question. The first uses the training template."""
         system = self._prompt.system
         system_messages = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*system_messages, *self._prompt.examples]
@@ -88,7 +88,7 @@ class Conversation:
         return chat
 
     def _run_episode(self, question: str, images: Sequence[str], number: int) -> Trajectory:
-        # Environments need an accepted answer to score an episode; the score is not used.
+        # Environments score an episode, for which they need an accepted answer. Ignore the score.
         fields: dict[str, Any] = {"answers": ["?"], "images": list(images)}
         if self._exchanges:
             fields |= {"messages": self._build_messages(question)}

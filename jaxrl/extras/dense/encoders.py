@@ -273,7 +273,7 @@ def load_encoder(
         FileNotFoundError: The folder has no weights.
         ValueError: The weights are damaged or do not match the model.
     """
-    names = required_param_shapes(model)
+    names = get_required_param_shapes(model)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in open_tensors(Path(path)).items():
         stored[name] = tensor
@@ -288,17 +288,17 @@ def load_encoder(
     return load_tensors(model, stored, shardings, dtype=dtype)
 
 
-def required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
+def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the parameters for computing hidden states, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
 
-def encoder_bytes(
+def estimate_encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
     """Return the bytes of weights on one device, and an estimate for the largest activations."""
-    weights = sum(math.prod(shape) for shape in required_param_shapes(model).values())
+    weights = sum(math.prod(shape) for shape in get_required_param_shapes(model).values())
     inner_width = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize
     return itemsize * weights, itemsize * batch_tokens * (2 * inner_width + 8 * model.width)

@@ -12,7 +12,7 @@ from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.extras.dense.engine import DenseSearch
 
 
-def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
+def fuse_rankings(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
     """Fuse rankings: score a document by the sum of 1 / (k + rank) over the rankings that have it.
 
     Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
@@ -56,7 +56,7 @@ class HybridSearch(DocumentSearch):
             local: Settings of `LocalSearch`; its corpus is replaced with that of `dense`.
             dense: Settings of `DenseSearch`.
             topk: Maximum number of documents in a result.
-            k: Constant of reciprocal rank fusion; see `fuse`.
+            k: Constant of reciprocal rank fusion; see `fuse_rankings`.
             candidates: Number of documents to fuse from each engine, at least `topk`.
             progress: Callback that receives the number of documents in the index being built.
 
@@ -74,6 +74,6 @@ class HybridSearch(DocumentSearch):
         num_candidates = max(topk, self._candidates)
         rankings = [engine.retrieve(queries, num_candidates) for engine in self._engines]
         return [
-            fuse(query_rankings, k=self._k, topk=topk)
+            fuse_rankings(query_rankings, k=self._k, topk=topk)
             for query_rankings in zip(*rankings, strict=True)
         ]

@@ -6,11 +6,11 @@ import functools
 from pathlib import Path
 
 from jaxrl.builders.resolved import ResolvedConfig
-from jaxrl.extras.dense.encoders import encoder_bytes, read_encoder
-from jaxrl.extras.dense.passages import device_bytes
+from jaxrl.extras.dense.encoders import estimate_encoder_bytes, read_encoder
+from jaxrl.extras.dense.passages import count_device_bytes
 
 
-def search_bytes(
+def count_search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return a device's permanent memory and its temporary memory during a search, in bytes.
@@ -39,7 +39,7 @@ def search_bytes(
             )
         stat = corpus.stat()
         num_passages = _count_lines(corpus, stat.st_size, stat.st_mtime_ns)
-    sizes = device_bytes(
+    sizes = count_device_bytes(
         num_passages,
         model.width,
         dense.dtype,
@@ -48,7 +48,9 @@ def search_bytes(
         candidates=dense.candidates,
         query_rows=dense.query_rows,
     )
-    weights, activations = encoder_bytes(model, dense.encoder_dtype, dense.query_batch_tokens)
+    weights, activations = estimate_encoder_bytes(
+        model, dense.encoder_dtype, dense.query_batch_tokens
+    )
     resident = {"search index": sizes["passages"], "search encoder": weights}
     return resident, {"searching": sizes["search"] + activations}
 

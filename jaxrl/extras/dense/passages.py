@@ -55,7 +55,7 @@ def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[in
     return num_blocks, -(-per_device // (num_blocks * GROUP_SIZE)) * GROUP_SIZE
 
 
-def device_bytes(
+def count_device_bytes(
     num_passages: int,
     width: int,
     dtype: str,

@@ -37,7 +37,7 @@ _MAX_CHARS = 4096  # trailing characters of a reply in which a custom pattern is
 _TIMEOUT_S = 1.0  # timeout of a custom pattern, which may backtrack for hours
 
 
-def _field(description: str, default: Any = None, **bounds: Any) -> Any:
+def _declare_field(description: str, default: Any = None, **bounds: Any) -> Any:
     """Declare a dataclass field that `Key` validates; `bounds` are passed to `Key`.
 
     A field without a default is a required string.
@@ -52,45 +52,55 @@ def _field(description: str, default: Any = None, **bounds: Any) -> Any:
 class JudgeSettings:
     """Settings of a judge, from an entry of `config.reward.judges`."""
 
-    url: str = _field("Base URL before `/chat/completions`, such as `http://localhost:8000/v1`.")
-    model: str = _field("Name of the model at the endpoint.")
-    prompt: str = _field(
+    url: str = _declare_field(
+        "Base URL before `/chat/completions`, such as `http://localhost:8000/v1`."
+    )
+    model: str = _declare_field("Name of the model at the endpoint.")
+    prompt: str = _declare_field(
         "User message with the placeholders `{question}`, `{response}` and `{answers}`. Other "
         "braces are plain text."
     )
-    system: str = _field("System message; empty for none.", "")
-    pattern: str = _field(
+    system: str = _declare_field("System message; empty for none.", "")
+    pattern: str = _declare_field(
         "Regular expression with one group, around the number. The last match in the reply counts; "
         "for a custom pattern, in its last 4,096 characters and within a second.",
         SCORE_PATTERN,
     )
-    low: float = _field("Number that means a score of 0. Lower numbers are errors.", 0.0)
-    high: float = _field("Number that means a score of 1. Higher numbers are errors.", 10.0)
-    key_env: str = _field("Environment variable with the API key; empty for none.", "")
-    temperature: float = _field("Sampling temperature.", 0.0, at_least=0)
-    max_tokens: int = _field("Maximum tokens of a reply.", 1024, above=0)
-    options: Mapping[str, Any] = _field(
+    low: float = _declare_field("Number that means a score of 0. Lower numbers are errors.", 0.0)
+    high: float = _declare_field("Number that means a score of 1. Higher numbers are errors.", 10.0)
+    key_env: str = _declare_field("Environment variable with the API key; empty for none.", "")
+    temperature: float = _declare_field("Sampling temperature.", 0.0, at_least=0)
+    max_tokens: int = _declare_field("Maximum tokens of a reply.", 1024, above=0)
+    options: Mapping[str, Any] = _declare_field(
         "Additional request fields, such as `{'reasoning_effort': 'low'}`.",
         {},
         is_nested=True,
         example="low",
     )
-    deadline_s: float = _field("Seconds per call.", 60.0, above=0)
-    retries: int = _field("Retries of a call that fails or returns no number.", 3, at_least=0)
-    backoff_s: float = _field("Seconds before the first retry, then doubled.", 1.0, at_least=0)
-    concurrency: int = _field("Maximum calls in flight, up to 32.", 16, above=0)
-    queries_per_second: float = _field("Calls per second; 0 for no limit.", 0.0, at_least=0)
-    cache_mib: float = _field("MiB of replies cached in memory; 0 for none.", 64.0, at_least=0)
-    outage_deadline_s: float = _field(
+    deadline_s: float = _declare_field("Seconds per call.", 60.0, above=0)
+    retries: int = _declare_field(
+        "Retries of a call that fails or returns no number.", 3, at_least=0
+    )
+    backoff_s: float = _declare_field(
+        "Seconds before the first retry, then doubled.", 1.0, at_least=0
+    )
+    concurrency: int = _declare_field("Maximum calls in flight, up to 32.", 16, above=0)
+    queries_per_second: float = _declare_field("Calls per second; 0 for no limit.", 0.0, at_least=0)
+    cache_mib: float = _declare_field(
+        "MiB of replies cached in memory; 0 for none.", 64.0, at_least=0
+    )
+    outage_deadline_s: float = _declare_field(
         "Seconds without any response after which calls fail.", 120.0, above=0
     )
-    replay: str = _field(
+    replay: str = _declare_field(
         "record: keep replies on disk and reuse them. only: use recorded replies without the "
         "endpoint. off: neither.",
         "record",
         one_of=REPLAY,
     )
-    replay_folder: str = _field("Folder of the replies; empty: judgements/ in the workdir.", "")
+    replay_folder: str = _declare_field(
+        "Folder of the replies; empty: judgements/ in the workdir.", ""
+    )
 
     def __post_init__(self) -> None:
         """Validate all settings.
@@ -228,7 +238,9 @@ class Judge:
 
     def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
         """Return one judge call per episode."""
-        judge_calls = [_JudgeCall(judge=self, prompt=self.prompt(episode)) for episode in group]
+        judge_calls = [
+            _JudgeCall(judge=self, prompt=self.build_prompt(episode)) for episode in group
+        ]
         return [
             PartCall(
                 members=(index,),
@@ -243,7 +255,7 @@ class Judge:
         """Return `["answers"]` if the prompt contains them and the task has none, else []."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
-    def prompt(self, sample: ScoredEpisode) -> str:
+    def build_prompt(self, sample: ScoredEpisode) -> str:
         """Fill in the judge's prompt for an episode."""
         task = sample.episode.task
         questions = [

@@ -28,8 +28,8 @@ from jaxrl.envs.base import Env, OutageError, Outcome, StepResult, ToolError, To
 from jaxrl.envs.images import Picture, Pictured, UnreadableImageError, attached_images
 from jaxrl.envs.search.resilient import ResilientSearch
 from jaxrl.extras.endpoints.completions import EndpointTool, get_first_choice, wrap_endpoint
+from jaxrl.extras.endpoints.images import make_data_url, prepare_image
 from jaxrl.extras.endpoints.keys import KEYS
-from jaxrl.extras.endpoints.sent_images import make_data_url, prepare_image
 from jaxrl.sampling.episodes import BaseRollout, ReplySchedule, RewardFn, StartError, TokenLimits
 from jaxrl.sampling.interfaces import Processor, SamplingConfig
 from jaxrl.sampling.rollout import IDLE_POLL_S, check_stop
@@ -343,7 +343,7 @@ class ChatRollout(BaseRollout):
         prompt: list[Mapping[str, Any]] = []
         while sample.episode.outcome is None and not stop_event.is_set():
             try:
-                prompt = prompt or self._start_messages(draw)
+                prompt = prompt or self._build_first_messages(draw)
                 output = self._generate_turn(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -359,7 +359,7 @@ class ChatRollout(BaseRollout):
             else:
                 self._apply_step_result(sample, text, self._step_env(sample, text))
 
-    def _start_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
+    def _build_first_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
         """Start an episode and return its first messages, with images in place of their marks."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Select a run's expert kernels."""
+"""Selection of a run's expert kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KERNELS = {
     },
     "tpu": {"megablox": "jaxrl.extras.experts.tpu:grouped_matmul"},
 }
-"""Platform-specific expert kernels, by platform, in order of preference."""
+"""Expert kernels by platform, in order of preference."""
 
 
 def select_kernels(
@@ -49,12 +49,12 @@ def select_kernels(
         mesh: Mesh that runs the model.
         width: Width D of the model's hidden states.
         expert_width: Inner width F of an expert.
-        check_dtype: Dtype of the kernels' self-tests (see `models.kernel_check`); None skips them.
+        check_dtype: Dtype of the self-tests (see `models.kernel_check`); None to skip them.
 
     Raises:
         ValueError: The devices do not support the kernels, or a self-test fails.
     """
-    device = mesh.local_devices[0]  # other processes check theirs
+    device = mesh.local_devices[0]  # other processes check their devices
     dtype = None if check_dtype is None else jnp.dtype(check_dtype)
     preferred, reason = resolve_kernel_name(name, device.platform, dtype)
     selected = _select_cached(name, device, width, expert_width, dtype)
@@ -72,17 +72,17 @@ def select_kernels(
 def _select_cached(
     name: str, device: jax.Device, width: int, expert_width: int, dtype: Any
 ) -> SelectedKernel:
-    """Select the kernels; cached for all meshes of a process."""
+    """Select the kernels, once for all meshes of a process."""
     kernels = KERNELS.get(device.platform, {})
     candidates = {
         "auto": [kernel for kernel in kernels if supports_dtype(kernel, dtype)],
         "xla": [],
     }.get(name, [name])
-    # In a loop of unknown length, the host would wait for the GPU at every matmul.
+    # A loop of dynamic length would make the host wait for the GPU at every matmul.
     is_gpu = device.platform == "gpu"
     return select_kernel(
         lambda _: [] if dtype is None else [make_trial(width, expert_width, dtype, device)],
-        # Import lazily, since a process does not need the kernels of other platforms.
+        # Import lazily: the kernels of other platforms are not needed.
         {kernel: partial(pkgutil.resolve_name, kernels[kernel]) for kernel in candidates},
         grouped_matmul_static if is_gpu else grouped_matmul,
         config_key="" if name == "auto" else "config.model.experts",
@@ -92,7 +92,7 @@ def _select_cached(
 def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
     """Build a self-test of the grouped matmul, forward and backward.
 
-    Rows beyond all groups are not compared, since their results are unspecified.
+    Rows beyond all groups have unspecified results and are not compared.
 
     Args:
         width: Width D of the model's hidden states.

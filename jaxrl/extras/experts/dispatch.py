@@ -1,9 +1,9 @@
 """Dropless dispatch of tokens to experts, sorted by expert.
 
-If experts are split over the mesh axis `expert`, its devices gather each other's tokens, apply
-their local experts, and reduce-scatter the results, so that each device gets the sums for its
-tokens. The time depends on the number of tokens routed to a device's experts. Buffers are sized for
-the worst case, where every token is routed to the experts of one device.
+If experts are split over the mesh axis `expert`, the devices along that axis gather each other's
+tokens, apply their local experts, and reduce-scatter the results. The time depends on the number of
+tokens routed to a device's experts. Buffers are sized for the worst case, in which all tokens are
+routed to the experts of one device.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Weights = Mapping[str, jax.Array]
 
 
 class DispatchOrder(NamedTuple):
-    """Order of the A = M * k token-expert pairs, sorted by expert, and its inverse.
+    """Permutation that sorts the A = M * k token-expert pairs by expert, and its inverse.
 
-    There are C slots, the maximum number of pairs with local experts.
+    The number of slots C is the maximum number of pairs with local experts.
     """
 
-    source: jax.Array  # int32 [C], pair in each slot
+    source: jax.Array  # int32 [C], index of the pair in each slot
     is_filled: jax.Array  # bool [C], the slot holds a pair
     slot: jax.Array  # int32 [A], slot of each pair
     is_local: jax.Array  # bool [A], the pair's expert is local
@@ -43,7 +43,7 @@ class DispatchOrder(NamedTuple):
 def sort_by_expert(
     topk_ids: Int[Array, "M k"], first_expert: int | jax.Array, num_experts: int
 ) -> DispatchOrder:
-    """Sort the pairs of the `num_experts` local experts, starting at expert `first_expert`."""
+    """Sort the pairs of local experts, which are `num_experts` starting at `first_expert`."""
     M, k = topk_ids.shape
     capacity = M * min(k, num_experts)
     experts = topk_ids.reshape(-1) - first_expert
@@ -60,13 +60,13 @@ def sort_by_expert(
 
 
 def _gather_rows(x: jax.Array, index: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Gather the rows at `index`; invalid entries become 0."""
+    """Gather the rows at `index`, or zeros for invalid entries."""
     return jnp.where(is_valid[:, None], x.at[index].get(mode="promise_in_bounds"), 0)
 
 
 @jax.custom_vjp
 def _permute(x: Float[Array, "M D"], order: DispatchOrder) -> Float[Array, "C D"]:
-    """Copy tokens to their slots; the backward pass gathers too, instead of scattering."""
+    """Copy tokens to their slots. The backward pass gathers instead of scattering."""
     top_k = len(order.slot) // len(x)
     return _gather_rows(x, order.source // top_k, order.is_filled)
 
@@ -91,7 +91,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 @jax.custom_vjp
 def _unpermute(rows: Float[Array, "C D"], order: DispatchOrder) -> Float[Array, "A D"]:
-    """Gather each pair's row from its slot, 0 if its expert is not local."""
+    """Gather the row of each pair from its slot, or zeros if its expert is not local."""
     return _gather_rows(rows, order.slot, order.is_local)
 
 
@@ -115,7 +115,7 @@ def apply_experts(
     grouped_matmul: GroupedMatmul,
     first_expert: int | jax.Array = 0,
 ) -> Float[Array, "M D"]:
-    """Apply the local experts to their tokens and return the router-weighted sum, in float32.
+    """Apply the local experts to their tokens; return the router-weighted float32 sum.
 
     Args:
         x: Hidden states of the tokens.
@@ -138,14 +138,14 @@ def apply_experts(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKernels:
-    """Function that applies the experts of a layer, with the kernels selected for a mesh.
+    """Callable that applies the experts of a layer with the kernels selected for a mesh.
 
     Attributes:
         name: Kernel name, one of `config.EXPERTS` except `auto`.
         reason: Reason for the selection, for the log.
         grouped_matmul: Grouped matmul kernel.
         mesh: Mesh that splits tokens over `batch`, experts over `expert` and their inner width over
-            `tensor`; None means one device.
+            `tensor`; None for one device.
         batch: Mesh axes over which tokens are split.
         kernel_checks: Self-test results; see `models.kernel_check`.
     """
@@ -164,7 +164,7 @@ class ExpertKernels:
         topk_ids: Int[Array, "M k"],
         topk_weights: Float[Array, "M k"],
     ) -> Float[Array, "M D"]:
-        """Apply each token's experts and return the router-weighted sum."""
+        """Apply each token's experts; return the router-weighted sum."""
         if self.mesh is None or self.mesh.size == 1:
             return apply_experts(
                 x, weights, topk_ids, topk_weights, grouped_matmul=self.grouped_matmul
@@ -215,4 +215,4 @@ class ExpertKernels:
 
 
 XLA = ExpertKernels(name="xla", reason="available on every platform", grouped_matmul=grouped_matmul)
-"""XLA implementation for one device, available on every platform."""
+"""XLA implementation for one device of any platform."""

@@ -1,7 +1,7 @@
 """Grouped matmul on NVIDIA GPUs: sorted rows times the weights of their groups.
 
-Pallas kernels for the Triton backend. The host does not know the sizes of the groups, so it
-launches the maximum number of programs; those without rows exit immediately.
+The Pallas kernels use the Triton backend. The host does not know the group sizes, so it launches
+the maximum number of programs; programs without rows exit immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.experts.products import choose_tile_rows, cumsum, find_tiles, make_grouped_matmul
 
 MIN_TILE = 16
-"""Minimum tile size of the tensor cores along each axis; arrays are padded to it."""
+"""Minimum tile size of the tensor cores along each axis, to which arrays are padded."""
 
 
 def grouped_matmul(
@@ -43,7 +43,7 @@ def grouped_matmul(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Block sizes of a program; three pipeline stages fit in the shared memory of Ampere GPUs."""
+    """Block sizes, with which three pipeline stages fit in the shared memory of Ampere GPUs."""
 
     rows: int
     columns: int
@@ -51,7 +51,7 @@ class BlockSizes:
 
     @classmethod
     def fit(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> BlockSizes:
-        """Return the largest powers of two that divide each axis, up to a limit."""
+        """Select the largest powers of two that divide each axis, up to a limit."""
         is_short = jnp.dtype(dtype).itemsize == 2
         limit, inner_limit = (128, 64) if is_short else (64, 32)
         return cls(
@@ -62,7 +62,7 @@ class BlockSizes:
 
     @property
     def compiler_params(self) -> triton.CompilerParams:
-        """Return settings with enough warps to hold the output in registers."""
+        """Compiler settings with enough warps to hold the output in registers."""
         num_warps = 8 if self.rows * self.columns >= 128 * 128 else 4
         return triton.CompilerParams(num_warps=num_warps, num_stages=3)
 
@@ -129,8 +129,8 @@ def _compute_weight_gradient(
 ) -> jax.Array:
     """Compute the gradient of the weights; 0 for a group without rows.
 
-    Each program computes a block of one group's gradient in a loop over the group's rows, so the
-    block is written once and the order of summation is fixed.
+    Each program computes a block of a group's gradient in a loop over the group's rows, so the
+    order of summation is fixed and the block is written once.
     """
     (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
     blocks = BlockSizes.fit(D, F, 64, rows.dtype)

@@ -1,8 +1,8 @@
 """Grouped matmul in XLA: sorted rows times the weights of their groups.
 
-`jax.lax.ragged_dot` computes the same, but on CPUs and CUDA it multiplies every row by every
-group's weights, through an array of rows x groups x width. The loop here multiplies one tile of
-rows at a time by its group's weights, so the cost is proportional to the number of rows.
+On CPUs and CUDA, `jax.lax.ragged_dot` multiplies every row by the weights of every group, with an
+array of rows x groups x width. This implementation multiplies one tile of rows at a time by the
+weights of its group, so the cost is proportional to the number of rows.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Function from rows `[A, D]`, sorted by group, weights `[G, D, F]` and sizes `[G]` to `[A, F]`.
+"""Function of rows `[A, D]` sorted by group, weights `[G, D, F]` and group sizes `[G]`.
 
-The sizes add up to at most A. Results and gradients of rows beyond all groups are unspecified;
-these rows do not contribute to the gradient of the weights.
+The result is `[A, F]`. The sizes add up to at most A. Results and gradients of rows beyond all
+groups are unspecified; these rows do not contribute to the gradient of the weights.
 """
 
 MAX_TILE = 128
-"""Maximum rows per tile: larger tiles are mostly padding if groups are small."""
+"""Maximum rows per tile. Larger tiles are mostly padding if groups are small."""
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows, each within one group; unused entries at the end start after all rows."""
+    """Tiles of rows, each within a group. Trailing unused tiles start after all rows."""
 
     start: jax.Array  # int32 [T]
     group: jax.Array  # int32 [T]
-    size: jax.Array  # int32 [T], at most the rows of a tile
+    size: jax.Array  # int32 [T], number of rows
     num_tiles: jax.Array  # int32 scalar
 
 
 def choose_tile_rows(num_rows: int, num_groups: int, *, min_rows: int = 8) -> int:
-    """Return the rows per tile: the mean group size, rounded up to a power of two and clipped."""
+    """Return the rows per tile: the mean group size as a clipped power of two."""
     return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), min_rows), MAX_TILE)
 
 
 def count_at_most(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Count, for each value, the sorted numbers that do not exceed it.
+    """Count the sorted numbers that do not exceed each value.
 
-    The search is unrolled because a GPU launches a kernel per loop iteration, in every layer.
+    The search is unrolled because a GPU launches a kernel per loop iteration.
     """
     counts = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
     return counts.astype(jnp.int32)
 
 
 def cumsum(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Compute cumulative sums without a loop; JAX 0.12 lowers `jnp.cumsum` to one."""
+    """Compute cumulative sums without the loop to which JAX 0.12 lowers `jnp.cumsum`."""
     return jax.lax.associative_scan(jnp.add, sizes)
 
 
 def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
-    """Split groups of these sizes, at most `num_rows` rows in total, into tiles of `tile` rows."""
+    """Split groups with at most `num_rows` rows in total into tiles of `tile` rows."""
     max_nonempty = min(num_rows, len(sizes))  # maximum number of nonempty groups
     max_tiles = max_nonempty + (num_rows - max_nonempty) // tile
     tiles_per_group = -(-sizes // tile)
@@ -74,7 +74,7 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
 def grouped_matmul(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a loop over the tiles in use, accumulating in float32."""
+    """Compute a `GroupedMatmul` in a loop over the used tiles, accumulating in float32."""
     return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=False)(
         rows, weights, sizes
     )
@@ -95,11 +95,10 @@ def make_grouped_matmul(
     """Build a differentiable `GroupedMatmul` from two kernels.
 
     Args:
-        multiply: Function of rows, weights and sizes. With `is_transposed=True` it multiplies by
-            the transposed weights.
-        weights_gradient: Function of rows, output gradient, sizes and a dtype. It returns the
+        multiply: Function of rows, weights and sizes. `is_transposed=True` transposes the weights.
+        weights_gradient: Function of rows, output gradient, sizes and a dtype that returns the
             gradient of the weights: for each group, the sum of outer products over its rows.
-        settings: Additional keyword arguments for both functions.
+        settings: Additional keyword arguments of both functions.
     """
     multiply, weights_gradient = (
         partial(multiply, **settings),

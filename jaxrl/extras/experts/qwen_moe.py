@@ -1,7 +1,7 @@
-"""Qwen3 MoE: the dense decoder with experts instead of an MLP in some layers.
+"""Qwen3-MoE: Qwen3's decoder with experts instead of an MLP in some layers.
 
-The parameter tree is that of `qwen`, except that `blocks/mlp` is stacked over the dense layers
-only, and the N other layers have E experts each:
+The parameter tree is that of `qwen`, except that `blocks/mlp` contains only the dense layers, and
+the N other layers have E experts each:
 
     blocks/moe/router/kernel                        [N, D, E]
     blocks/moe/{gate,up}/kernel                     [N, E, D, F]
@@ -50,7 +50,7 @@ HF_NAMES = {
     "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
     "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
 }
-"""HF names in addition to those of `qwen`; the second `{}` is the expert."""
+"""HF names in addition to those of `qwen`; the second `{}` is the expert index."""
 
 _SIZES = (
     "moe_intermediate_size",
@@ -59,7 +59,7 @@ _SIZES = (
 )
 
 _MAX_EXPERTS = 1_000_000
-"""Limit over all layers, since each expert has separate tensors, which are looked up by name."""
+"""Limit on the experts of all layers, since each has tensors that are looked up by name."""
 
 RoutingState = tuple[jax.Array, RoutingResults]
 """Index of the next expert layer, and the routing results of the layers so far."""
@@ -74,7 +74,7 @@ class ExpertLinear(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """A router and its experts."""
+    """Mixture-of-experts layer: a router and its experts."""
 
     def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
         E, D, F = config.num_experts, config.width, config.expert_width
@@ -86,7 +86,7 @@ class MoE(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Qwen3-MoE model, built from its `config.json`, with the kernels for its experts.
+    """Qwen3-MoE model, built from its `config.json`, with its expert kernels.
 
     Attributes:
         experts: Function that applies a layer's experts, selected by `with_kernels`.
@@ -95,9 +95,11 @@ class QwenMoeConfig(QwenConfig):
     expert_width: int
     num_experts: int
     top_k: int  # experts per token
-    renormalize: bool  # a token's expert weights sum to 1
+    renormalize: bool  # True if a token's expert weights sum to 1
     expert_layers: tuple[int, ...]  # sorted indices of the layers with experts
-    experts: ExpertKernels = field(default=XLA, compare=False)  # models are equal on every mesh
+    experts: ExpertKernels = field(
+        default=XLA, compare=False
+    )  # excluded, so that a model is equal on every mesh
 
     @property
     def program_key(self) -> Hashable:
@@ -106,10 +108,10 @@ class QwenMoeConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
-        """Build the model from a `config.json`, with old or new field names.
+        """Build the model from a `config.json` with old or new field names.
 
         Raises:
-            ValueError: See `QwenConfig.from_dict`; also for inconsistent numbers of experts.
+            ValueError: See `QwenConfig.from_dict`. Also if numbers of experts are inconsistent.
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
@@ -124,8 +126,7 @@ class QwenMoeConfig(QwenConfig):
         dense = QwenConfig.from_dict({**filled, "model_type": "qwen3"}, source=source)
         fields = drop_nulls(filled)
         sizes = {name: read_positive_int(fields, name, source) for name in _SIZES}
-        # transformers 5 renames this field, and `fill_hf_defaults` adds a default under the new
-        # name.
+        # transformers 5 renames this field; `fill_hf_defaults` adds a default for the new name.
         is_old = original.get("num_local_experts") is None and "num_experts" in fields
         name = "num_experts" if is_old else "num_local_experts"
         sizes["num_experts"] = read_positive_int(fields, name, source)
@@ -177,7 +178,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Return the layers with an MLP and those with experts, or {} if all have experts."""
+        """Layers with an MLP and layers with experts, or {} if all have experts."""
         dense = tuple(self._dense_layers)
         return {"mlp": dense, "moe": self.expert_layers} if dense else {}
 
@@ -187,7 +188,7 @@ class QwenMoeConfig(QwenConfig):
         return {**dense, "moe": MoE(self, rngs=rngs)}
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Return the axis names; each expert is sharded like an MLP, in addition to `expert`."""
+        """Return the axis names. Experts are sharded over `expert`, and each like an MLP."""
         gate_up = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
@@ -198,7 +199,7 @@ class QwenMoeConfig(QwenConfig):
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
     def weights_for_training(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights; routers stay float32 and are cast when they are multiplied."""
+        """Cast the weights, except for routers, which are cast in their matmul."""
         weights = super().weights_for_training(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
@@ -209,8 +210,8 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the array of each token's selected experts; invalid indices mean unknown."""
-        dtype = routing.choose_index_dtype(self.num_experts)
+        """Array of each token's selected experts; invalid indices mean unknown experts."""
+        dtype = routing.select_index_dtype(self.num_experts)
         shape = len(self.expert_layers), self.top_k
         return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
 
@@ -228,17 +229,17 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def kernel_summary(self) -> str:
-        """Return a line for the log: the expert kernel and the reason for its selection."""
+        """Log line with the expert kernel and the reason for its selection."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
     def kernel_checks(self) -> tuple[KernelCheck, ...]:
-        """Return the self-test results of the expert kernels."""
+        """Self-test results of the expert kernels."""
         return self.experts.kernel_checks
 
     @property
     def statistics(self) -> routing.RouterStatistics:
-        """Return the router statistics."""
+        """Router statistics."""
         return routing.RouterStatistics()
 
     def init_extra_state(self, aux: AuxArrays, num_tokens: int) -> RoutingState:
@@ -259,7 +260,7 @@ class QwenMoeConfig(QwenConfig):
     def feed_forward_with_aux(
         self, layer: Params, x: Float[Array, "M D"], extra_state: RoutingState, aux: AuxArrays
     ) -> tuple[Float[Array, "M D"], RoutingState]:
-        """Apply the layer's experts, or the MLP if it is a dense layer."""
+        """Apply the experts, or the MLP in a dense layer."""
         if "moe" not in layer:
             return self.feed_forward(layer, x), extra_state
         layer_index, results = extra_state
@@ -279,7 +280,7 @@ class QwenMoeConfig(QwenConfig):
         )
 
     def feed_forward_hf_names(self) -> dict[str, str]:
-        """Return the HF names of the parameters of MLP, router and experts."""
+        """Return the HF names of MLP, router and experts."""
         return {**super().feed_forward_hf_names(), **HF_NAMES}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
@@ -300,18 +301,18 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def num_inactive_params(self) -> int:
-        """Return the number of expert parameters that are inactive for a token."""
+        """Number of expert parameters that a token does not use."""
         params_per_expert = 3 * self.width * self.expert_width
         return len(self.expert_layers) * (self.num_experts - self.top_k) * params_per_expert
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the dense model's memory, with an MLP only if some layers have one."""
+        """Return the dense model's memory, without an MLP if all layers have experts."""
         width = self.mlp_width if self._dense_layers else 0
         dense = {spec.name: getattr(self, spec.name) for spec in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Return the memory of one layer's experts, for buffers that fit all gathered tokens."""
+        """Return the memory of a layer's experts, with buffers for all gathered tokens."""
         rows = expert * min(self.top_k, self.num_experts // expert)
         pairs = expert * self.top_k
         width = self.expert_width
@@ -326,6 +327,6 @@ class QwenMoeConfig(QwenConfig):
             },
             # A forward pass holds one array of pairs at full width and two at the inner width.
             prefill_activations=rows * (self.width + 2 * inner),
-            # Of six arrays at full and six at inner width, a GPU stores five and four, a TPU fewer.
+            # Of six arrays at full and six at inner width, a GPU stores five and four; a TPU fewer.
             reused_activations=rows * (self.width + 2 * inner),
         )

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: top-k selection, load balance and recorded results."""
+"""Routing of tokens to experts: top-k selection, load balancing and recording."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     topk_ids: jax.Array  # int32 [M, k], selected experts
     topk_weights: jax.Array  # float32 [M, k], weights of the selected experts' outputs
     log_probabilities: jax.Array  # float32 [M, E], of all experts, in nats
-    differs: jax.Array | None = None  # bool [M], the replayed experts are not the top k
+    differs: jax.Array | None = None  # bool [M], True if replayed experts are not the top k
 
 
 def route(
@@ -38,7 +38,7 @@ def route(
     Args:
         logits: Router logits, float32.
         top_k: Number of experts per token.
-        renormalize: True to normalize a token's expert weights to sum to 1; otherwise they are the
+        renormalize: True to normalize a token's expert weights to a sum of 1 instead of using the
             softmax probabilities.
         replayed_ids: Experts to use instead of the top k, with weights from `logits`
             (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
@@ -59,18 +59,18 @@ def route(
 
 
 def is_recorded(replayed_ids: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """Return True for tokens with recorded experts; other tokens have invalid indices."""
+    """Return True for tokens with recorded experts, whose indices are valid."""
     return (replayed_ids < num_experts).all(axis=-1)
 
 
-def choose_index_dtype(num_experts: int) -> np.dtype:
-    """Return the smallest dtype for expert indices with a spare value for invalid ones."""
+def select_index_dtype(num_experts: int) -> np.dtype:
+    """Return the smallest dtype for expert indices and an invalid index."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
 
 
 @struct.dataclass
 class ExpertUsage:
-    """Expert usage in L layers: weighted sums over tokens, float32."""
+    """Expert usage in L layers, as weighted sums over tokens, float32."""
 
     num_tokens: Any  # scalar
     counts: Any  # [L, E], tokens routed to the expert
@@ -87,7 +87,7 @@ def balance_loss(
 
     Equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961), over all layers
     together as in transformers. The loss is k for uniform usage and at most E. The counts are
-    treated as constants.
+    constants for differentiation.
 
     Args:
         probabilities: Router probabilities, summed over tokens.
@@ -103,9 +103,9 @@ def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
     """Compute routing metrics.
 
     `entropy` is the mean over layers, in nats. `load_max` and `load_min` are the highest and lowest
-    load of any expert, relative to the mean load in the layer; `load_max_mean` averages the highest
-    load of each layer. With replayed experts, `replay_difference` is the fraction of (token, layer)
-    pairs in which they are not the router's top k.
+    load of any expert, relative to the mean load of its layer; `load_max_mean` averages the highest
+    loads of all layers. `replay_difference` is the fraction of (token, layer) pairs whose replayed
+    experts are not the router's top k.
     """
     tokens = jnp.maximum(usage.num_tokens, 1.0)
     mean = jnp.maximum(usage.counts.mean(axis=-1, keepdims=True), 1e-9)
@@ -125,34 +125,34 @@ def compute_usage_metrics(usage: ExpertUsage) -> dict[str, jax.Array]:
 
 
 class RouterStatistics:
-    """Metrics and load-balancing loss of `ExpertUsage`, with counts over a complete mini-batch."""
+    """Metrics and load-balancing loss, computed from `ExpertUsage`."""
 
     def metrics(self, sums: ExpertUsage) -> dict[str, jax.Array]:
         """Return `compute_usage_metrics` with the prefix `router/`."""
         return {f"router/{name}": value for name, value in compute_usage_metrics(sums).items()}
 
     def balance_weights(self, sums: ExpertUsage, coef: jax.Array) -> jax.Array:
-        """Return each expert's factor in `balance_loss`, float32 [E], from mini-batch sums."""
+        """Return the constant factors of `balance_loss`, float32 [E], from mini-batch sums."""
         num_layers, num_experts = sums.counts.shape
         rows = sums.num_tokens * num_layers
         return coef * num_experts * sums.counts.sum(axis=0) / rows**2
 
     def balance_loss(self, weights: jax.Array, sums: ExpertUsage) -> jax.Array:
-        """Compute a micro-batch's contribution to the loss, including the coefficient."""
+        """Compute a micro-batch's contribution to the loss, times the coefficient."""
         return (weights * sums.probabilities.sum(axis=0)).sum()
 
 
 RoutingResults = tuple[jax.Array | None, ExpertUsage | None]
-"""Routing results of the layers so far: the selected experts `[L, M, k]`, and their usage."""
+"""Selected experts `[L, M, k]` and expert usage of the layers so far."""
 
 
 def init_results(
     aux: AuxArrays, *, num_layers: int, num_tokens: int, top_k: int, num_experts: int
 ) -> RoutingResults:
-    """Return empty routing results for the outputs that `aux` requests."""
+    """Allocate routing results for the outputs that `aux` requests."""
     topk_ids = usage = None
     if aux.records:
-        dtype = choose_index_dtype(num_experts)
+        dtype = select_index_dtype(num_experts)
         topk_ids = jnp.zeros((num_layers, num_tokens, top_k), dtype)
     if aux.statistics_weights is not None:
         table = jnp.zeros((num_layers, num_experts), jnp.float32)
@@ -182,7 +182,7 @@ def get_replayed_ids(aux: AuxArrays, layer_index: Any) -> jax.Array | None:
 def record_layer(
     aux: AuxArrays, results: RoutingResults, layer_index: Any, routing_result: Routing
 ) -> RoutingResults:
-    """Add the routing of one layer to the results."""
+    """Add the routing of a layer to the results."""
     topk_ids, usage = results
     if topk_ids is not None:
         topk_ids = topk_ids.at[layer_index].set(routing_result.topk_ids.astype(topk_ids.dtype))
@@ -209,7 +209,7 @@ def record_layer(
 
 
 def store_results(aux: AuxArrays, results: RoutingResults) -> None:
-    """Store the final results in `aux`, after the last layer."""
+    """Store the results in `aux` after the last layer."""
     topk_ids, aux.statistics = results
     if topk_ids is not None:
         aux.recorded[ROUTED_EXPERTS] = jnp.moveaxis(topk_ids, 1, 0)

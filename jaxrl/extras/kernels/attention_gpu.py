@@ -36,12 +36,12 @@ def attend_packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.attend_packed` with kernels that keep scores on the chip.
+    """Compute `reference.attend_packed` without writing scores to memory.
 
-    A program processes a block of queries of one head in a loop over key blocks: those of a shared
-    prompt, and those from the start of the segment to the diagonal. In the backward pass, another
-    program processes a block of keys of one KV head in a loop over query blocks, from the diagonal
-    to the last query that reads them. Tokens are padded to full blocks, heads to a power of two.
+    A program processes a block of queries of one head in a loop over the key blocks of a shared
+    prompt and of the segment, up to the diagonal. In the backward pass, another program processes a
+    block of keys of one KV head in a loop over query blocks, from the diagonal to the last query
+    that reads a key. Tokens are padded to full blocks, heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
     configs = KernelConfigs.resolve(H, q.dtype, interpret)
@@ -56,7 +56,7 @@ class KernelConfig:
     """Compile-time parameters of the kernels of one pass."""
 
     block: int  # tokens in a program's block
-    step: int  # tokens in the blocks that it loops over, a divisor of `block`
+    step: int  # tokens in a block of the loop, a divisor of `block`
     num_warps: int
     num_stages: int
     scale: float  # factor of the scores, including log2(e): GPUs have exp2 and log2 instructions
@@ -67,8 +67,8 @@ class KernelConfig:
         """Return a copy for `q` [R, Q, N, H], the queries of the last Q tokens of `k`."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
-    def queries(self, index: Any, size: int) -> jax.Array:
-        """Return the positions of the queries in block `index` of `size` queries."""
+    def get_query_positions(self, index: Any, size: int) -> jax.Array:
+        """Return the positions of block `index` of `size` queries."""
         return self.first + _make_positions(index, size)
 
     def make_call(self, kernel: Any, name: str, **settings: Any) -> Any:
@@ -86,14 +86,14 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class KernelConfigs:
-    """Parameters of both passes; the forward block size is a multiple of the backward one."""
+    """Parameters of both passes. The backward block size divides the forward block size."""
 
     forward: KernelConfig
     backward: KernelConfig
 
     @classmethod
     def resolve(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
-        """Select block sizes that fit in the shared memory and registers of a Hopper GPU."""
+        """Select block sizes that fit in shared memory and registers of a Hopper GPU."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
@@ -131,7 +131,7 @@ def _forward(
 def _make_query_specs(q: jax.Array, k: jax.Array, config: KernelConfig) -> tuple[pl.BlockSpec, ...]:
     """Return block specs for a grid over (block of queries, query head, row).
 
-    They are for queries, keys (the complete row), `reads` [R, 3, Q] and numbers [R, N, Q].
+    The specs are for queries, keys (the complete row), `reads` [R, 3, Q] and arrays [R, N, Q].
     """
     N, H = q.shape[2:]
     T, groups = k.shape[1], N // k.shape[2]
@@ -155,7 +155,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
 
 
 def _make_positions(index: jax.Array, size: int) -> jax.Array:
-    """Return the positions of the tokens in block `index` of `size` tokens."""
+    """Return the positions of block `index` of `size` tokens."""
     return index * size + jnp.arange(size)
 
 
@@ -172,7 +172,7 @@ def _forward_kernel(
     q, reads, queries = (
         q_ref[...],
         _load_reads(reads_ref),
-        config.queries(pl.program_id(0), config.block),
+        config.get_query_positions(pl.program_id(0), config.block),
     )
     count, block_index = _find_key_blocks(reads, config)
 
@@ -180,10 +180,10 @@ def _forward_kernel(
         highest, total, out = sums
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
-        mask = attention_mask(_as_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_reshape_to_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * config.scale, MASK_VALUE)
-        # Sums over masked blocks before a query's segment are finite, and `rescale` later sets
-        # them to 0.
+        # Sums over masked blocks before a query's segment are finite; `rescale` later sets them to
+        # 0.
         new_highest = jnp.maximum(highest, scores.max(axis=1))
         weights, rescale = jnp.exp2(scores - new_highest[:, None]), jnp.exp2(highest - new_highest)
         values = v_ref[block, :]
@@ -209,14 +209,14 @@ def _load_reads(ref: Any, block: Any = slice(None)) -> Reads:
     return tuple(ref[number, block] for number in range(3))
 
 
-def _as_columns(reads: Reads) -> Reads:
+def _reshape_to_columns(reads: Reads) -> Reads:
     return tuple(x[:, None] for x in reads)
 
 
 def _find_key_blocks(
     reads: Reads, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of key blocks that a program reads, and a map to their indices."""
+    """Return the number of key blocks that a program reads, and a function to their indices."""
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
     shared, num_shared, segment = find_key_blocks(reads, first, config.step)
     count = num_shared + first + config.block // config.step - segment
@@ -271,7 +271,7 @@ def _backward_queries_kernel(
     q, reads, queries = (
         q_ref[...],
         _load_reads(reads_ref),
-        config.queries(pl.program_id(0), config.block),
+        config.get_query_positions(pl.program_id(0), config.block),
     )
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
     count, block_index = _find_key_blocks(reads, config)
@@ -280,14 +280,14 @@ def _backward_queries_kernel(
         j = block_index(i)
         keys, block = _make_positions(j, config.step), pl.ds(j * config.step, config.step)
         k = k_ref[block, :]
-        mask = attention_mask(_as_columns(reads), keys) & (keys <= queries[:, None])
+        mask = attention_mask(_reshape_to_columns(reads), keys) & (keys <= queries[:, None])
         scores = jnp.where(mask, _dot(q, k, (1, 1)) * config.scale, MASK_VALUE)
         d_weights = _dot(gradient, v_ref[block, :], (1, 1))
         d_scores = jnp.exp2(scores - lse[:, None]) * (d_weights - delta[:, None])
         return total + _dot(d_scores.astype(k.dtype), k, (1, 0))
 
     total = jax.lax.fori_loop(0, count, accumulate, jnp.zeros(q.shape, jnp.float32))
-    # `config.scale` includes the base-2 conversion; the gradient needs the plain scale.
+    # `config.scale` includes the base-2 conversion, which the gradient must not.
     out_ref[...] = (total * (config.scale * math.log(2))).astype(out_ref.dtype)
 
 
@@ -306,7 +306,7 @@ def _backward_keys_kernel(
     config: KernelConfig,
 ) -> None:
     k, v, keys = k_ref[...], v_ref[...], _make_positions(pl.program_id(0), config.block)
-    # Query blocks are counted from the first query, which may come after these keys.
+    # Query blocks are numbered from the first query, which may follow these keys.
     before = config.first // config.step
     first = jnp.maximum(pl.program_id(0) * (config.block // config.step) - before, 0)
     count = jnp.maximum(pl.cdiv(ends_ref[...].max(), config.step) - before - first, 0)
@@ -315,9 +315,12 @@ def _backward_keys_kernel(
         index: jax.Array, sums: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         head, i = index // count, first + index % count
-        queries, block = config.queries(i, config.step), pl.ds(i * config.step, config.step)
+        queries, block = (
+            config.get_query_positions(i, config.step),
+            pl.ds(i * config.step, config.step),
+        )
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
-        # Scores are transposed (keys by queries), so that the two sums need no transpose.
+        # Scores are transposed (keys by queries), so that neither sum needs a transpose.
         reads = _load_reads(reads_ref, block)
         mask = attention_mask(reads, keys[:, None]) & (keys[:, None] <= queries)
         scores = jnp.where(mask, _dot(k, q, (1, 1)) * config.scale, MASK_VALUE)
@@ -337,7 +340,7 @@ _attend.defvjp(_forward, _backward)
 
 
 MAX_ROWS = 128
-"""Maximum query rows of a paged program; accumulators for more would exceed the registers."""
+"""Maximum query rows of a paged program, limited by the registers for accumulators."""
 
 
 def attend_pages(
@@ -352,8 +355,8 @@ def attend_pages(
     """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
     A program processes up to `MAX_ROWS` queries of a block for one KV head, padded to the minimum
-    tile, in a loop over the pages of the block table. Heads whose size is not a power of two are
-    multiplied in power-of-two parts; a padded copy of the pages would cost more.
+    tile, in a loop over the pages of the block table. Other head sizes than powers of two are split
+    into power-of-two parts, which costs less than a padded copy of the pages.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape
@@ -388,7 +391,7 @@ def _pages_kernel(
     lse_ref: Any, *, scale: float,
 ) -> None:  # fmt: skip
     page, limits = k_ref.shape[1], limits_ref[...]
-    parts = _split_power_of_two(q_ref.shape[1])
+    parts = _split_into_powers_of_two(q_ref.shape[1])
     queries = [q_ref[:, part] for part in parts]
 
     def accumulate(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -418,12 +421,12 @@ def _pages_kernel(
 
 
 def count_live_pages(limits: jax.Array, page: int) -> jax.Array:
-    """Return the number of pages that a program reads, from the start of its block table."""
+    """Return the number of leading pages in the block table that a program reads."""
     return (limits.max() + page - 1) // page
 
 
-def _split_power_of_two(size: int) -> list[Any]:
-    """Return slices of power-of-two lengths that partition `size` values, longest first."""
+def _split_into_powers_of_two(size: int) -> list[Any]:
+    """Partition `size` values into slices of power-of-two lengths, longest first."""
     starts, lengths = [], [1 << bit for bit in range(size.bit_length()) if size >> bit & 1][::-1]
     for index in range(len(lengths)):
         starts.append(sum(lengths[:index]))

@@ -15,13 +15,13 @@ from jaxrl.models.attention.reference import pad_to_blocks
 from jaxrl.models.kernel_check import import_tokamax
 
 BLOCK = 128
-"""Multiple to which tokens are padded: two warpgroups process 64 each, without bounds checks."""
+"""Multiple to which tokens are padded: two warpgroups of 64 each, without bounds checks."""
 
 HEAD_MULTIPLE = 64
 """Multiple to which head sizes are padded, as the backward kernels require."""
 
 MAX_HEAD_DIM = 128
-"""Maximum head size that `gradients_hopper` supports, because of its registers."""
+"""Maximum head size of `gradients_hopper`, limited by registers."""
 
 
 def attend_packed(
@@ -35,22 +35,22 @@ def attend_packed(
 ) -> Float[Array, "R Q N H"]:
     """Compute `reference.attend_packed` with kernels that support one range of keys per query.
 
-    Each query has two ranges, its segment and a shared prompt. So there are two passes over the
-    keys, each of which skips blocks that no query reads; results are merged by log-sum-exp.
-    Tokamax's backward kernels skip no blocks before the diagonal, so Hopper uses
-    `gradients_hopper`. Other GPUs and wide heads run two backward passes. Each needs only output
-    and log-sum-exp of the complete softmax, and the gradients are summed.
+    Each query has two ranges: its segment and a shared prompt. The forward pass therefore runs
+    twice, skips blocks that no query reads, and merges the results by log-sum-exp. Tokamax's
+    backward kernels process all blocks before the diagonal, so Hopper uses `gradients_hopper`.
+    Other GPUs and wide heads run two backward passes, which use output and log-sum-exp of the
+    complete softmax, and sum the gradients.
 
     Args:
         q: Queries of the last Q tokens.
         k: Keys of all T tokens.
         v: Values of all T tokens.
         reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
-        interpret: True to use `XlaKernels`, with all scores in memory; for tests.
+        interpret: True to use `XlaKernels`, which hold all scores in memory, for tests.
         shares_prompts: True if segments may share a prompt; False skips the second pass.
 
     Raises:
-        ImportError: tokamax is not installed, or its version differs.
+        ImportError: tokamax is not installed, or has an unsupported version.
         ValueError: The queries are not 16-bit floats.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -86,7 +86,7 @@ class XlaKernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`, -inf for empty ranges."""
+        """Compute outputs `[R, Q, N, H]` and log-sum-exp `[R, N, Q]`; -inf for empty ranges."""
         R, Q, N, _ = q.shape
         scores = self._compute_scores(q, k, keys)
         lse = jax.nn.logsumexp(scores, axis=-1)
@@ -97,7 +97,7 @@ class XlaKernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, keys: KeyRange,
         out: jax.Array, lse: jax.Array, gradient: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Compute the contribution of keys in a range to the gradients of q, k and v."""
+        """Compute the contribution of a range of keys to the gradients of q, k and v."""
         (R, Q, N, H), K = q.shape, k.shape[2]
         group_shape = (R, Q, K, N // K, H)
         lse = lse.reshape(R, K, N // K, Q)
@@ -140,7 +140,7 @@ def _get_ends(keys: KeyRange, T: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class TokamaxKernels:
-    """Tokamax's kernels with default block sizes instead of autotuned ones.
+    """Tokamax's kernels with default instead of autotuned block sizes.
 
     Attributes:
         scale: Factor by which scores are multiplied.
@@ -167,7 +167,7 @@ class TokamaxKernels:
         attention = import_tokamax("attention.pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
         bound_op = attention.bind(q, k, v, **self._make_settings(q, k, keys))
         settings = {key: x for key, x in bound_op.kwargs.items() if key != "return_residuals"}
-        # If the log-sum-exp is passed as the maximum score, the softmax sum is 1.
+        # With the log-sum-exp as the maximum score, the softmax sum is 1.
         args = (lse, jnp.ones_like(lse)), out, gradient, q, k, v
         backward = attention.vjp
         config = backward.bind(*args, **settings).heuristics_config
@@ -179,7 +179,7 @@ class TokamaxKernels:
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _make_settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:
-        """Return tokamax's arguments for scale and mask, with a causal mask where possible."""
+        """Return tokamax's scale and mask arguments, with a causal mask where possible."""
         is_causal = keys.end is None and q.shape[1] == k.shape[1]
         mask = import_tokamax("attention.base").Mask(
             is_causal=is_causal,

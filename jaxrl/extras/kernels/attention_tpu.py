@@ -24,7 +24,7 @@ from jaxrl.models.attention.reference import (
 )
 
 LANES = 128
-"""Lanes of a TPU register. Block and head sizes are multiples of this."""
+"""Lanes of a TPU register. Block and head sizes are multiples of this number."""
 
 MAX_BLOCK = 512
 """Maximum tokens in a block of queries or keys."""
@@ -38,11 +38,11 @@ def attend_packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """Compute `reference.attend_packed` with splash attention; shared prompts are unsupported.
+    """Compute `reference.attend_packed` with splash attention, without shared prompts.
 
-    Tokens are padded to full blocks and heads to multiples of `LANES`. The scale is applied to the
-    queries. The backward pass uses two kernels, because the fused kernel would write a partial
-    query gradient for each block of keys.
+    Tokens are padded to full blocks and heads to multiples of `LANES`. The queries are scaled. The
+    backward pass uses two kernels, because the fused kernel would write a partial query gradient
+    for each block of keys.
     """
     Q, N, H = q.shape[1:]
     # Blocks have equal sizes, a multiple of `LANES`.
@@ -82,13 +82,13 @@ SUBLANES = 16
 """Multiple to which matrix rows are padded, for bfloat16 and float32."""
 
 STEP_PAGES = 4
-"""Maximum pages per step. Fetching a page is faster than its two dependent matmuls."""
+"""Maximum pages per step. Fetching a page takes less time than its two matmuls."""
 
 NUM_SLOTS = 4
-"""Maximum number of steps whose pages are in VMEM or in flight."""
+"""Maximum number of steps with pages in VMEM or in flight."""
 
 BUFFER_BYTES = 6 << 20
-"""VMEM for these pages. A kernel has at least 16 MiB (TPU v4), part of it for queries."""
+"""Bytes of VMEM for pages. A kernel has at least 16 MiB (TPU v4), including queries."""
 
 
 def attend_pages(
@@ -102,9 +102,9 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Compute `reference.attend_pages` without fetching pages beyond a block's highest limit.
 
-    Each step processes a few live pages of one block, and blocks without live pages have no steps.
-    Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix; from
-    its product with the keys of one head, the rows of other heads are discarded.
+    Each step processes a few live pages of one block; blocks without live pages have no steps.
+    Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix, whose
+    product with the keys of a head is discarded in the rows of other heads.
     """
     call = make_pages_call(q, keys, tables, limits)
     grouped_q, row_limits = group_by_kv_head(
@@ -137,37 +137,37 @@ def attend_pages(
 
 
 class Steps(NamedTuple):
-    """Assignment of pages to steps, prefetched as scalars before the first step."""
+    """Assignment of pages to steps, as scalars that are prefetched before the first step."""
 
     tables: Any  # int32 [B, M]
     num_pages: Any  # int32 [B], live pages of each block
     starts: Any  # int32 [B], each block's first step
     blocks: Any  # int32 [S], the block of each step
 
-    def first_page(self, step: Any, width: int) -> tuple[Any, Any]:
+    def locate_first_page(self, step: Any, width: int) -> tuple[Any, Any]:
         """Return a step's block, and the index of its first page in the block table."""
         block = self.blocks[step]
         return block, (step - self.starts[block]) * width
 
-    def page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
-        """Return the index in `tables` of a step's page, and True if the page is live."""
-        block, first_page = self.first_page(step, width)
+    def locate_page(self, step: Any, index: int, width: int) -> tuple[Any, Any]:
+        """Return the index of a step's page in `tables`, and True if the page is live."""
+        block, first_page = self.locate_first_page(step, width)
         return (block, first_page + index), first_page + index < self.num_pages[block]
 
     @classmethod
     def build(cls, tables: jax.Array, num_pages: jax.Array, width: int) -> tuple[Steps, jax.Array]:
-        """Build steps of `width` pages over the live pages; return them and their number."""
+        """Divide the live pages into steps of `width` pages; return the steps and their number."""
         B, M = tables.shape
         num_steps = -(-num_pages // width)
         ends = jnp.cumsum(num_steps)
         steps = jnp.arange(B * -(-M // width))
-        # Count the blocks that end before each step, because scalar lookups are slow on a TPU.
+        # Count the blocks that end before each step: scalar lookups are slow on a TPU.
         blocks = (ends <= steps[:, None]).sum(axis=1, dtype=jnp.int32)
         return cls(tables, num_pages, ends - num_steps, jnp.minimum(blocks, B - 1)), ends[-1]
 
 
 class PagesCall(NamedTuple):
-    """Grid and block specs of the kernel for given arguments of `attend_pages`."""
+    """Grid, block specs and sizes of a call of the kernel."""
 
     grid: tuple[Any, ...]
     steps: Steps
@@ -181,15 +181,15 @@ class PagesCall(NamedTuple):
     num_rows: int  # rows of a query matrix
 
     def list_copied_pages(self, step: int) -> list[int]:
-        """Return the ids of the pages that are copied for a step."""
-        pages = [self.steps.page(step, index, self.width) for index in range(self.width)]
+        """Return the ids of the pages that a step copies."""
+        pages = [self.steps.locate_page(step, index, self.width) for index in range(self.width)]
         return [int(self.steps.tables[table_index]) for table_index, is_live in pages if is_live]
 
 
 def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
-    """Build the call for `attend_pages`; only shapes and dtypes of `q` and `keys` are used."""
+    """Build the call for `attend_pages`. Only shapes and dtypes of `q` and `keys` matter."""
     (_, Q, N, H), (P, K, page, _) = q.shape, keys.shape
-    # As many pages per step and steps in flight as fit the buffer.
+    # Maximize the pages per step and the steps in flight that fit in the buffer.
     page_bytes = 2 * K * page * -(-H // LANES) * LANES * keys.dtype.itemsize
     max_pages = max(BUFFER_BYTES // page_bytes, 2)
     width = max(min(max_pages // 2, STEP_PAGES, tables.shape[1]), 1)
@@ -197,7 +197,7 @@ def make_pages_call(q: Any, keys: Any, tables: Any, limits: Any) -> PagesCall:
     steps, num_steps = Steps.build(
         jnp.clip(tables, 0, P - 1), -(-limits.max(axis=1) // page), width
     )
-    # Combine as many KV heads in a query matrix as fit in its minimum number of rows.
+    # Combine as many KV heads in a query matrix as its minimum number of rows allows.
     valid_sizes = [n for n in range(1, K + 1) if K % n == 0 and n * Q * N // K <= SUBLANES]
     heads_per_matrix = max(valid_sizes, default=1)
     num_rows = -(-Q * N // K * heads_per_matrix // SUBLANES) * SUBLANES
@@ -230,17 +230,17 @@ def _pages_kernel(
     values_ref: Any, arrived_ref: Any, highest_ref: Any, total_ref: Any, *, scale: float,
     heads_per_matrix: int, groups: int,
 ) -> None:  # fmt: skip
-    """Add a step's pages to a block's softmax; outputs hold sums until the block's last step."""
+    """Add a step's pages to a block's softmax; outputs are sums until the last step."""
     steps = Steps(tables_ref, num_pages_ref, starts_ref, blocks_ref)
     (slots, width), (page, H) = keys_ref.shape[:2], keys_ref.shape[3:]
     step, num_steps = pl.program_id(0), pl.num_programs(0)
-    block, first_page = steps.first_page(step, width)
+    block, first_page = steps.locate_first_page(step, width)
 
     # Start the copies of a step's live pages, or wait for them.
     def copy(step: Any, *, should_wait: bool) -> None:
         slot = jax.lax.rem(step, slots)
         for index in range(width):
-            table_index, is_live = steps.page(step, index, width)
+            table_index, is_live = steps.locate_page(step, index, width)
 
             @pl.when(is_live)
             def _(index: int = index, table_index: Any = table_index) -> None:
@@ -253,14 +253,13 @@ def _pages_kernel(
 
     @pl.when(step == 0)
     def _() -> None:
-        # Buffers without a live page keep their content, which is multiplied by 0, so it must
-        # be finite.
+        # Buffers without a live page are multiplied by 0, so their content must be finite.
         for slot in range(slots):
             values_ref[slot] = jnp.zeros(values_ref.shape[1:], values_ref.dtype)
         for early_step in range(slots - 1):
             pl.when(early_step < num_steps)(partial(copy, early_step, should_wait=False))
 
-    # Prefetch a later step's pages into the slot that the previous step has freed.
+    # Prefetch the pages of a later step into the slot that the previous step freed.
     prefetch_step = step + slots - 1
     pl.when(prefetch_step < num_steps)(partial(copy, prefetch_step, should_wait=False))
 
@@ -270,7 +269,7 @@ def _pages_kernel(
         highest_ref[...] = jnp.full(highest_ref.shape, EMPTY_LSE, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
 
-    # Wait for this step's pages. Compute the positions that each row reads, and its KV head.
+    # Wait for this step's pages. Compute which positions each row reads, and its KV head.
     copy(step, should_wait=True)
     slot, limits = jax.lax.rem(step, slots), limits_ref[0]
     shape = (limits.shape[0], width * page)

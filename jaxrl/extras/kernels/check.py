@@ -20,36 +20,39 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.preemption import Interrupted
 
 ERROR_FLOOR = {2: 0.005, 4: 0.001}
-"""Relative error that always passes, by bytes per value: the rounding of bfloat16 and TF32."""
+"""Relative error that always passes, the rounding of bfloat16 and TF32, by itemsize."""
 
 WORST_ERROR_FLOOR = 0.05
-"""`ERROR_FLOOR` for the worst vector."""
+"""Same as `ERROR_FLOOR`, for the worst vector."""
 
 PIECE_ERROR_FLOOR = {2: 0.009, 4: 0.002}
-"""`ERROR_FLOOR` for each piece. Over many random inputs, our kernels' bfloat16 errors were at most
-0.41%; other valid orders of summation reached 0.46%.
+"""Same as `ERROR_FLOOR`, for each piece.
+
+With random inputs, the bfloat16 errors of these kernels were at most 0.41%; other valid orders of
+summation reached 0.46%.
 """
 
 MAX_UNSPLIT = 128
-"""Maximum length of an axis, such as heads, at which each index is a separate piece."""
+"""Maximum length of an axis (such as heads) that is split into single indices."""
 
 NUM_PIECES = 16
-"""Number of pieces of a longer axis. With 64 pieces of 1,000 tokens, valid kernels err by up to
-0.45%, because gradients of a segment's first tokens nearly cancel. With 8, an error in only the
-late keys is barely visible.
+"""Number of pieces of a longer axis.
+
+With 64 pieces of 1,000 tokens, valid kernels have errors of up to 0.45%, because gradients of a
+segment's first tokens nearly cancel. With 8 pieces, errors in late keys are barely visible.
 """
 
 MIN_RELATIVE_NORM = 0.01
-"""Minimum norm assumed for a piece, relative to the average: some pieces are all zeros."""
+"""Minimum norm of a piece relative to the average, since some pieces are zero."""
 
 SLOW_CHECK_S = 120.0
-"""Seconds after which a warning reports that a check is still running, and may hang."""
+"""Seconds after which a running check logs a warning that it may hang."""
 
 NO_AUTOTUNE_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options that skip autotuning, which compiles and times tens of tilings per GPU matmul."""
+"""XLA options without autotuning, which times tens of tilings per GPU matmul."""
 
 
 def select_kernel(
@@ -107,7 +110,7 @@ def _warn_when_slow(trial: Trial, kernel: str) -> Iterator[None]:
 def _run_trial(
     trial: Trial, function: Callable[..., Any], *, use_float32: bool = False
 ) -> list[np.ndarray]:
-    """Compile and run the trial; `use_float32` casts the rounded inputs to float32."""
+    """Compile and run a trial. `use_float32` casts the rounded inputs to float32."""
     arrays = []
     for x in trial.arrays:
         is_wide = x.dtype == np.float32
@@ -119,8 +122,8 @@ def _run_trial(
 
 
 def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Return whether a kernel agrees with XLA, and a description of the errors."""
-    # A kernel that fails to compile or run is skipped; one that breaks the device ends the run.
+    """Return True if a kernel agrees with XLA, and a description of its errors."""
+    # Skip a kernel that does not compile or run; end the run if a kernel breaks the device.
     start = time.monotonic()
     try:
         results = _run_trial(trial, load())
@@ -134,7 +137,7 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
     itemsize = jnp.dtype(trial.dtype).itemsize
     with jax.default_matmul_precision("highest"):
         exact_results = _run_trial(trial, trial.reference, use_float32=True)
-    rounded = _run_trial(trial, trial.reference)  # the rounding error that any kernel may have
+    rounded = _run_trial(trial, trial.reference)  # has the rounding error of any valid kernel
     errors = []
     for name, actual, exact, baseline in zip(
         trial.names, results, exact_results, rounded, strict=True
@@ -143,7 +146,7 @@ def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple
             return False, f"{name}: shape {actual.shape}; XLA's is {exact.shape}"
         if not np.isfinite(actual).all():
             return False, f"{name}: {np.sum(~np.isfinite(actual))} of {actual.size} are not finite"
-        # The bound is twice the rounding error in total and per piece, four times for one vector.
+        # Bounds: twice the rounding error in total and per piece, four times it for a vector.
         off, rounding = (
             RelativeErrors.compute(actual, exact),
             RelativeErrors.compute(baseline, exact),
@@ -173,11 +176,11 @@ class RelativeErrors(NamedTuple):
 
     total: float  # over the complete array
     worst: float  # of the worst vector, relative to the average norm
-    pieces: dict[str, float]  # relative to the piece's norm; keys are NumPy slices
+    pieces: dict[str, float]  # relative to the norm of the piece; keys are NumPy slices
 
     @classmethod
     def compute(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
-        """Compute the errors, in total and by piece.
+        """Compute errors in total, of the worst vector, and by piece.
 
         Pieces reveal errors in a single head, or in late keys, whose gradients are small.
         """
@@ -199,7 +202,7 @@ class RelativeErrors(NamedTuple):
 
 
 def _check_device(trial: Trial, failure: Exception) -> None:
-    """Raise RuntimeError if a kernel broke the device, as an out-of-bounds write can on a GPU."""
+    """Raise RuntimeError if a kernel broke the device, for example by an invalid GPU write."""
     try:
         np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
     except Exception as error:

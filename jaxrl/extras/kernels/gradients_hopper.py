@@ -1,7 +1,7 @@
 """Attention gradients on Hopper GPUs: Pallas Mosaic kernels that skip fully masked blocks.
 
-Library kernels process all blocks before the diagonal in the backward pass, or support only one
-range of keys per query. These kernels support two ranges and skip fully masked blocks in both.
+Library kernels either process all blocks before the diagonal in the backward pass, or support only
+one range of keys per query. These kernels support two ranges and skip fully masked blocks.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from jaxrl.extras.kernels.readers import find_last_readers
 from jaxrl.models.attention.reference import find_key_blocks
 
 GROUPS = 2
-"""Compute warpgroups per program; one more copies their operands to shared memory."""
+"""Number of compute warpgroups per program. One more copies operands to shared memory."""
 
 BLOCK = 64
-"""Tokens in a warpgroup's block, and in the blocks that it loops over."""
+"""Tokens in a block of a warpgroup, and in each block of its loop."""
 
 TILE = GROUPS * BLOCK
-"""Tokens per program; array lengths are multiples of this."""
+"""Tokens per program; array lengths are multiples of this number."""
 
 STAGES = 2
-"""Pipeline stages: blocks in shared memory or being copied to it."""
+"""Number of pipeline stages: blocks in shared memory or in flight."""
 
 GRID = ("tile", "row", "head")
 """Grid axes; the last varies fastest.
 
-Programs start in this order, and each multiprocessor runs one at a time. Their work differs by
-tile: a segment's last queries read the most keys, and its first keys have the most queries. In rows
-with one segment, the tiles with the most work start first.
+Programs start in grid order, one at a time per multiprocessor. Their work depends on the tile: a
+segment's last queries read the most keys, and its first keys have the most queries. In rows with
+one segment, the tiles with the most work start first.
 """
 
 ROWS, COLUMNS = mosaic.Layout.WGMMA.reduce(1), mosaic.Layout.WGMMA.reduce(0)
-"""Layouts of one value per row or per column of a product, over a warpgroup's threads."""
+"""Register layouts of one value per row or per column of a product."""
 
 
 load: Any = mosaic.load
@@ -63,8 +63,8 @@ def attention_gradients(
     """Compute the gradients of `reference.attend_packed`, accumulating in float32.
 
     As in `attention_gpu`, a program processes a tile of queries of one head in a loop over key
-    blocks, or a tile of keys of one KV head in a loop over query blocks. Only partially masked
-    blocks compute a mask.
+    blocks, or a tile of keys of one KV head in a loop over query blocks. The mask is computed only
+    for partially masked blocks.
 
     Args:
         q: Queries of the last Q tokens, a multiple of `TILE`; bfloat16 or float16.
@@ -76,10 +76,10 @@ def attention_gradients(
         gradient: Gradient of the loss with respect to `out`.
         scale: Factor by which scores are multiplied.
     """
-    # For heads wider than 128, a key block's two accumulators would not fit a thread's registers.
+    # For heads wider than 128, a key block's two accumulators would exceed the registers.
     (R, Q, N), (T, K) = q.shape[:3], k.shape[1:3]
     config = GradientConfig(scale=scale, first=T - Q, num_queries=Q, groups=N // K)
-    # Both kernels take the log-sum-exp in base 2, and the dot products of outputs and gradients.
+    # Inputs of both kernels: log-sum-exp in base 2, dot products of outputs and gradients.
     delta = jnp.einsum("rqnh,rqnh->rnq", out, gradient, preferred_element_type=jnp.float32)
     arrays = q, k, v, gradient.astype(q.dtype), lse * math.log2(math.e), delta, reads[..., -Q:]
     call = partial(
@@ -124,8 +124,8 @@ class GradientConfig:
     groups: int  # query heads per KV head
 
 
-def _smem_transforms(dtype: Any) -> tuple[Any, ...]:
-    """Return the shared-memory layout that the matrix units require: tiles of 8 x 128 bytes."""
+def _get_smem_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Return the shared-memory layout of the matrix units: tiles of 8 x 128 bytes."""
     return (
         mosaic.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         mosaic.SwizzleTransform(128),
@@ -135,17 +135,17 @@ def _smem_transforms(dtype: Any) -> tuple[Any, ...]:
 def _alloc_smem(x: jax.Array) -> Any:
     """Allocate shared memory for one block per warpgroup."""
     shape = GROUPS, BLOCK, x.shape[-1]
-    return mosaic.SMEM(shape, x.dtype, transforms=_smem_transforms(x.dtype))
+    return mosaic.SMEM(shape, x.dtype, transforms=_get_smem_transforms(x.dtype))
 
 
 def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Find the key blocks that each query tile reads, and where blocks need no mask.
+    """Find the key blocks that each query tile reads, and the blocks without a mask.
 
     Returns:
         `blocks`, int32 `[R, Q / TILE, 4]`: for each query tile, the first key block and number of
         key blocks of the shared prompt, the first key block of the segment, and the total number of
-        key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, keys from this index
-        to the diagonal block are read by all of its queries, so they need no mask.
+        key blocks. `mask_bound`, int32 `[R, Q / BLOCK]`: for each query block, all queries read the
+        keys from this index up to the diagonal block, which therefore need no mask.
     """
     R = len(reads)
     query_reads = reads[..., config.first :].reshape(R, 3, -1, TILE)
@@ -158,13 +158,13 @@ def _find_key_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Arra
 
 
 def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Array, jax.Array]:
-    """Find the query blocks that read each key tile, and where blocks need no mask.
+    """Find the query blocks that read each key tile, and the blocks without a mask.
 
     Returns:
         `blocks`, int32 `[R, T / TILE, 2]`: for each key tile, the first query block and the number
         of query blocks (at least 1). `mask_bound`, int32 `[R, T / BLOCK]`: for each key block,
-        queries past the diagonal block and before this index read all of its keys, so they need no
-        mask.
+        queries past the diagonal block and before this index read all of its keys and therefore
+        need no mask.
     """
     R, _, T = reads.shape
     ends = find_last_readers(reads)
@@ -178,7 +178,7 @@ def _find_query_blocks(reads: jax.Array, config: GradientConfig) -> tuple[jax.Ar
     return blocks.astype(jnp.int32), mask_bound
 
 
-def _attention_mask(
+def _make_attention_mask(
     reads: Any, keys: jax.Array, queries: jax.Array, broadcast: Callable[..., Any]
 ) -> Any:
     starts, shared_starts, shared_ends = (broadcast(x) for x in reads)
@@ -212,7 +212,7 @@ def _queries_kernel(
     block_slice = pl.ds(tile * TILE + group * BLOCK, BLOCK)
     query = config.first + tile * TILE + group * BLOCK
 
-    def block_index(i: Any) -> Any:
+    def get_block_index(i: Any) -> Any:
         return jnp.where(i < num_shared, shared + i, segment - num_shared + i)
 
     # Load the warpgroup's queries and gradients, run the pipeline, and write the result.
@@ -237,7 +237,7 @@ def _queries_kernel(
     # Add the contribution of one block of keys.
     def accumulate_block(index: Any, k: Any, v: Any, k_done: Any, v_done: Any, carry: Any) -> Any:
         total, lse, delta, mask_bound = carry
-        key = block_index(index[0]) * BLOCK
+        key = get_block_index(index[0]) * BLOCK
 
         def multiply(scores: Any, d_weights: Any) -> Any:
             mosaic.wgmma(d_weights, gradient_smem.at[group], v.T)
@@ -257,7 +257,7 @@ def _queries_kernel(
         def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, block_slice], ROWS) for i in range(3)]
             positions = _make_positions(key, SCORES, 1), _make_positions(query, SCORES, 0)
-            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
+            return jnp.where(_make_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
         is_unmasked = (key >= mask_bound) & (key + BLOCK <= query)
@@ -270,8 +270,8 @@ def _queries_kernel(
 
     spec = mosaic.BlockSpec(
         (BLOCK, q_ref.shape[-1]),
-        lambda i: (block_index(i), 0),
-        transforms=_smem_transforms(k_ref.dtype),
+        lambda i: (get_block_index(i), 0),
+        transforms=_get_smem_transforms(k_ref.dtype),
     )
     mosaic.emit_pipeline_warp_specialized(
         accumulate_block,
@@ -344,7 +344,7 @@ def _keys_kernel(
         def mask_weights() -> jax.Array:
             reads = [_load(reads_ref.at[row, i, pl.ds(queries, BLOCK)], COLUMNS) for i in range(3)]
             positions = _make_positions(key, SCORES, 0), _make_positions(query, SCORES, 1)
-            return jnp.where(_attention_mask(reads, *positions, broadcast), weights, 0.0)
+            return jnp.where(_make_attention_mask(reads, *positions, broadcast), weights, 0.0)
 
         # Apply the mask only to partially masked blocks.
         is_unmasked = (query >= key + BLOCK) & (query + BLOCK <= mask_bound)
@@ -353,7 +353,7 @@ def _keys_kernel(
         def multiply_values(acc: Any) -> jax.Array:
             mosaic.wgmma(acc, v_smem.at[group], gradient.T)
             mosaic.wgmma(dv, weights.astype(gradient.dtype), gradient)
-            # The second product runs while the first one's result is used.
+            # The second product runs while the result of the first is used.
             return mosaic.wgmma_accumulator_load(acc, wait_n=1)
 
         d_scores = weights * (pl.run_scoped(multiply_values, acc) - broadcast(deltas))
@@ -365,11 +365,11 @@ def _keys_kernel(
         return dk, dv, mask_bound
 
     head = kv_head * config.groups
-    # Each block is visited once for every query head that shares the KV head.
+    # Each block is visited once per query head that shares the KV head.
     tokens = mosaic.BlockSpec(
         (BLOCK, None, q_ref.shape[-1]),
         lambda g, i: (first + i, head + g, 0),
-        transforms=_smem_transforms(q_ref.dtype),
+        transforms=_get_smem_transforms(q_ref.dtype),
     )
     row_values = mosaic.BlockSpec((None, BLOCK), lambda g, i: (head + g, first + i))
     mosaic.emit_pipeline_warp_specialized(

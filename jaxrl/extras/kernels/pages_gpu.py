@@ -1,10 +1,10 @@
 """Paged attention on NVIDIA Hopper GPUs: a Pallas kernel for the Mosaic GPU backend.
 
-Flash-decoding (https://pytorch.org/blog/flash-decoding/) with stream-K work partitioning
-(https://arxiv.org/abs/2301.03598). A unit of work is a page of a KV head, or the start of a KV
-head. The units of all rows are concatenated and divided evenly among as many programs as the GPU
-has multiprocessors, so a few long rows use it as fully as many short ones. If the units of a row
-are split among programs, each writes a partial softmax, and XLA merges them.
+The kernel combines flash-decoding (https://pytorch.org/blog/flash-decoding/) with stream-K work
+partitioning (https://arxiv.org/abs/2301.03598). A unit of work is a page of a KV head, or the start
+of a KV head. The units of all rows are concatenated and divided evenly among programs, one per
+multiprocessor, so the GPU is fully used even with a few long rows. If a row is split among
+programs, each writes a partial softmax, and XLA merges them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_PARTS = 16
 """Maximum number of programs that share one KV head of a row."""
 
 ROWS = 64
-"""Rows of the query matrices that a warpgroup multiplies."""
+"""Rows of a query matrix, as many as a warpgroup multiplies."""
 
 STAGES_BYTES = 128 * 1024
 """Bytes of shared memory for pages in flight."""
@@ -51,9 +51,9 @@ def attend_pages(
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
     """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
-    The queries of a block for one KV head are the rows of a matrix. More than `ROWS` of them are
-    several matrices, each of which reads the pages below its highest limit. The Pallas interpreter
-    (since JAX 0.12) also supports other sizes and float32.
+    A query matrix holds up to `ROWS` queries of a block for one KV head, and reads the pages below
+    its highest limit. The Pallas interpreter (since JAX 0.12) also supports other sizes and
+    float32.
 
     Raises:
         ValueError: The GPU's matrix units do not support the operands.
@@ -75,7 +75,7 @@ def attend_pages(
     work = partition_work(highest.max(axis=1), page, K)
     out, lse = _run_kernel(merged, keys, values, tables, row_limits, work, interpret)
     filled = min(R, rows)
-    out, lse = _merge(out[:, :filled], lse[:, :filled], work, K)
+    out, lse = _merge_partial_results(out[:, :filled], lse[:, :filled], work, K)
     out = out.reshape(B, num_blocks, K, filled, H).swapaxes(1, 2).reshape(B, K, -1, H)
     lse = lse.reshape(B, num_blocks, K, filled).swapaxes(1, 2).reshape(B, K, -1)
     return ungroup_queries(out, lse, q.shape)
@@ -98,19 +98,19 @@ def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
 
 
 class WorkPartition(NamedTuple):
-    """Units of work and their assignment to programs, for F query matrices with all KV heads.
+    """Units of work of F query matrices with all KV heads, and their programs.
 
     The units of a matrix are the start of its first KV head, that head's pages, the start of its
     second head, and so on. Starting a head costs about as much as a page. If the last unit of a
-    program is a start, the next program does it.
+    program is a start, the next program processes it.
 
     Attributes:
         pages: Pages per KV head, int32 [F].
-        ends: Number of units up to and including each matrix, int32 [F].
+        ends: Cumulative number of units through each matrix, int32 [F].
         next_live: Next matrix that has units, int32 [F].
         programs: Work of each program, int32 [PROGRAMS, 6]: first matrix, KV head and page, number
-            of spans (see `next_span`), number of pages, and the last program with pages of the KV
-            head in which this program's units end.
+            of spans (see `get_next_span`), number of pages, and the last program that reads pages
+            of the KV head in which this program's units end.
         num_programs: Number of programs that have units, int32 [].
     """
 
@@ -124,14 +124,14 @@ class WorkPartition(NamedTuple):
 def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -> WorkPartition:
     """Divide the pages below each limit, for all KV heads, among `NUM_PROGRAMS`.
 
-    Programs have equal numbers of units, within one. Fewer programs are used if the longest row
-    would be split among more than `MAX_PARTS`. Starting and ending a span costs about as much as a
-    page: timings of three workloads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens
-    and 128 values, and 30 us per call.
+    The numbers of units per program differ by at most one. If the longest row would be split among
+    more than `MAX_PARTS` programs, fewer programs are used. A span costs about as much as a page:
+    timings of three workloads on an H200 fit 1.35 us per span, 1.03 us per page of 64 tokens and
+    128 values, and 30 us per call.
     """
     F = len(limits)
     pages = (limits + page_tokens - 1) // page_tokens
-    # Pairwise sums compile to one XLA kernel, cumulative sums to several.
+    # Pairwise sums compile to a single XLA kernel, unlike cumulative sums.
     order = jnp.arange(F)
     is_after, is_live = order > order[:, None], pages > 0
     width = jnp.where(is_live, pages + 1, 0)  # units of one KV head
@@ -139,7 +139,7 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
     rank = (~is_after & is_live).sum(axis=1)
     next_live = jnp.where(is_after & is_live, order, F).min(axis=1)
 
-    # Use fewer programs if a row would otherwise be split among too many.
+    # Limit the number of programs that share a row.
     total = jnp.maximum(ends[-1], 1)
     min_units = jnp.maximum(pl.cdiv(width.max(), MAX_PARTS - 1), 1)
     num_programs = jnp.clip(total // min_units, 1, NUM_PROGRAMS)
@@ -170,16 +170,16 @@ def partition_work(limits: Int[Array, " F"], page_tokens: int, num_heads: int) -
 
 
 class Span(NamedTuple):
-    """Consecutive pages that a program reads for one KV head of a matrix.
+    """Consecutive pages that a program reads for one KV head of a query matrix.
 
     Attributes:
         matrix: Index of the query matrix.
         head: Index of the KV head.
         start: Index of the first page in the matrix's block table.
         count: Number of pages.
-        slot: Output slot. The first slots are for complete KV heads, by matrix and head. Then each
-            program has two: for the end of a head that an earlier program began, and for the start
-            of a head that a later program ends.
+        slot: Output slot. The first slots are for complete KV heads, by matrix and head. They are
+            followed by two slots per program: for the end of a head that an earlier program starts,
+            and for the start of a head that a later program ends.
     """
 
     matrix: Any
@@ -193,10 +193,10 @@ Cursor = tuple[Any, Any, Any, Any]
 """Matrix, KV head and page of a program's next unit, and the number of remaining units."""
 
 
-def next_span(
+def get_next_span(
     cursor: Cursor, program: Any, pages: Any, next_live: Any, K: int
 ) -> tuple[Span, Cursor]:
-    """Return a program's next span, and the cursor after it."""
+    """Return a program's next span, and the advanced cursor."""
     matrix, head, start, num_left = cursor
     width = pages[matrix]
     count = jnp.minimum(width - start, num_left)
@@ -217,14 +217,14 @@ def _run_kernel(
     work: WorkPartition,
     interpret: bool,
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
-    """Write the output and log-sum-exp of each span to its slot; other slots stay uninitialized.
+    """Compute the output and log-sum-exp of each slot; unused slots are uninitialized.
 
-    One of a program's two warpgroups copies pages to a ring buffer, the other multiplies. Padding
-    rows of a matrix are computed and discarded, because the kernel is memory-bound.
+    One of a program's two warpgroups copies pages to a ring buffer, the other multiplies. The
+    kernel also computes padding rows of a matrix, because it is memory-bound.
     """
     F, K, rows, H = q.shape
     page = keys.shape[2]
-    # Split the output columns into parts to limit the registers per thread.
+    # Split the output columns to limit the registers per thread.
     width = H if H <= 128 else math.gcd(H, 64)
     num_stages = max(min(STAGES_BYTES // (2 * page * H * keys.dtype.itemsize), 8), 2)
     ring = plgpu.SMEM((num_stages, page, H), keys.dtype)
@@ -255,8 +255,8 @@ def _run_kernel(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
-        # Looked up by name, since not every version of JAX has it. With race detection the
-        # interpreter raises if two threads access memory without ordering.
+        # Not every version of JAX has this class. With race detection, the interpreter raises an
+        # error if two threads access memory without ordering.
         interpret=vars(plgpu)["InterpretGPUParams"](detect_races=True) if interpret else None,
         kernel_name="attention_pages",
     )
@@ -265,10 +265,10 @@ def _run_kernel(
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a program, with the barriers that guard it.
+    """Shared memory and barriers of a program.
 
-    The ring buffers for keys and values hold the pages in flight. Each page slot has one barrier
-    for arrival and one for release.
+    Ring buffers hold the keys and values of the pages in flight. Each page slot has one barrier for
+    arrival and one for release.
     """
 
     queries: Any
@@ -288,11 +288,11 @@ def _kernel(*refs: Any, matrices_per_row: int, scale: float) -> None:
     program = jax.lax.axis_index("program")
 
     def for_each_span(visit: Callable[[Span, jax.Array], None]) -> None:
-        """Call `visit` with each of the program's spans and the number of pages before it."""
+        """Call `visit` with each span of the program and the number of preceding pages."""
 
         def step(_: jax.Array, carry: tuple[Cursor, jax.Array]) -> tuple[Cursor, jax.Array]:
             cursor, num_before = carry
-            span, cursor = next_span(cursor, program, pages, next_live, q.shape[1])
+            span, cursor = get_next_span(cursor, program, pages, next_live, q.shape[1])
             visit(span, num_before)
             return cursor, num_before + span.count
 
@@ -342,7 +342,7 @@ def _fetch_span(
 def _attend_span(
     arrays: tuple[Any, ...], shared: SharedMemory, span: Span, num_before: Any, *, scale: float
 ) -> None:
-    """Compute a span's attention as pages arrive, and copy the result to the span's slot."""
+    """Compute a span's attention as pages arrive, and store the result in its slot."""
     q, all_limits, all_out, all_lse = arrays
     rows, H = q.shape[2:]
     keys, values = shared.rings
@@ -356,7 +356,7 @@ def _attend_span(
     width = shared.out.shape[1]
     parts = [pl.ds(start, width) for start in range(0, H, width)]
 
-    # Online softmax in base 2 over one page; keys and values are released as soon as possible.
+    # Online softmax in base 2 over a page. Keys and values are released as early as possible.
     def accumulate_page(i: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, accumulators = sums
         stage = jax.lax.rem(num_before + i, jnp.int32(num_stages))
@@ -411,14 +411,14 @@ def _broadcast_columns(x: jax.Array, like: jax.Array) -> jax.Array:
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def _merge(
+def _merge_partial_results(
     out: Float[Array, "slots rows H"], lse: Float[Array, "slots rows"], work: WorkPartition, K: int
 ) -> tuple[Float[Array, "FK rows H"], Float[Array, "FK rows"]]:
-    """Collect the result of each KV head, merging partial results of heads split among programs.
+    """Return the result of each KV head, merging heads that are split among programs.
 
-    Each program is the first of at most one split head: the one in which its units end. Partial
-    results are therefore merged once per program, and a split head uses the result of its first
-    program.
+    A program is the first program of at most one split head, the head in which its units end.
+    Partial results are therefore merged once per program, and a split head gets the merged result
+    of its first program.
     """
     F = len(work.pages)
     pages = jnp.repeat(work.pages, K)

@@ -10,8 +10,7 @@ from jaxtyping import Array, Int
 def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     """Return, for each token, the exclusive end of the tokens that attend to it.
 
-    This is the end of the token's segment or, in a shared prompt, of the last segment that shares
-    it.
+    A token's last reader ends its segment or, for a shared prompt, the last segment that shares it.
 
     Args:
         reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.
@@ -32,5 +31,5 @@ def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     next_values = (jnp.take_along_axis(x, next_index, axis=1) for x in (shared_starts, shared_ends))
     next_start, next_end = next_values
     is_shared = (ends < T) & (next_start == starts) & (positions < next_end)
-    # Without a shared prompt, `shared_ends` is 0, even in padded and shifted rows.
+    # `shared_ends` is 0 without a shared prompt, even in padded and shifted rows.
     return jnp.where(is_shared, find_next((starts == positions) & (shared_ends == 0)), ends)

@@ -16,7 +16,7 @@ from jaxrl.models.kernel_check import Trial
 
 ROW_TOKENS = 1000  # several blocks of any kernel, the last one partial
 ROWS = (
-    # Length of each segment in a row, and length of the shared prompt that it continues.
+    # Length of each segment in a row, and of the shared prompt that the segment continues.
     ((300, 0), (200, 150), (3, 150), (260, 150), (129, 0)),
     ((ROW_TOKENS, 0),),
 )
@@ -39,11 +39,11 @@ def make_packed_trial(
         head_dim: Head size.
         dtype: Compute dtype of the run.
         device: Device that runs the trial.
-        shares_prompts: True if segments continue the prompt of an earlier one.
+        shares_prompts: True if segments continue the prompt of an earlier segment.
     """
     rng = np.random.default_rng(0)
     shape = (len(ROWS), ROW_TOKENS)
-    # Segments are packed one after another; those that share a prompt continue its positions.
+    # Pack the segments. Positions of a segment with a shared prompt continue the prompt's.
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for row, segments in enumerate(ROWS):
         start = 0
@@ -92,7 +92,7 @@ def make_paged_trial(
     page_tokens: int,
     num_queries: int,
 ) -> Trial:
-    """Build a trial of attention in the sampler, on rows that end near page boundaries.
+    """Build a trial of attention in the sampler, with rows that end near page boundaries.
 
     Args:
         num_heads: Query heads on one device.
@@ -122,8 +122,7 @@ def make_paged_trial(
     ) -> Sequence[jax.Array]:  # fmt: skip
         out, lse = attend_pages(q, keys, values, tables, limits)
         # A mean of n random vectors has a norm of about n^-1/2, and n weights add up to about n.
-        # Without the scaling, the few queries with the fewest or most keys would hide errors of
-        # the others.
+        # Scale both, or the queries with the fewest or most keys would hide errors of the rest.
         count = jnp.maximum(limits, 1)[:, :, None]
         return out * jnp.sqrt(count)[..., None], (jnp.exp(lse) / count)[..., None]
 

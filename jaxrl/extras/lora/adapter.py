@@ -1,22 +1,23 @@
-"""LoRA adapters: a small number of trained weights added to frozen ones.
+"""LoRA adapters: small trained matrices added to frozen weights.
 
-LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer of weights W [in, out] as
+LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer with weights W [in, out] as
 
     x W + s x A B,    A [in, r], B [r, out],    s = alpha / r, or alpha / sqrt(r)
 
 and trains only A and B. The second scale is rsLoRA's (https://arxiv.org/abs/2312.03732), which
-allows the same learning rate for all ranks. B is initialized to zero, so a new adapter changes
-nothing.
+allows the same learning rate for all ranks. B is initialized to zero, so a new adapter does not
+change the output.
 
-The parameters of a policy are one tree with two parts, joined by `merge_params` and separated by
-`split`: the architecture's parameters (the base) and, next to the `kernel` of each layer with an
-adapter,
+A policy's parameter tree contains the architecture's parameters (the base) and, next to the
+`kernel` of each layer with an adapter,
 
     blocks/.../kernel_a    float32 [L, in, r]
     blocks/.../kernel_b    float32 [L, r, out]
 
-An int8 base stores linear layers as `kernel` int8 [L, in, out] and `kernel_scale` float32 [L, out];
-the weight is their product.
+`merge_params` joins the two parts and `split` separates them.
+
+An int8 base stores a linear layer as `kernel` int8 [L, in, out] and `kernel_scale` float32
+[L, out], whose product is the weight.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from jaxrl.runtime.sharding import param_shardings
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
-"""Target name that selects every linear layer of the blocks."""
+"""Target name for all linear layers of the blocks."""
 
 TRAINED = ("kernel_a", "kernel_b")
-"""Names of a layer's adapter arrays, the last component of their paths."""
+"""Last path components of a layer's adapter arrays."""
 
 QUANTIZED = ("kernel", "kernel_scale")
-"""Names of an int8 layer's arrays."""
+"""Names of the arrays of an int8 layer."""
 
 
 def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -57,13 +58,13 @@ def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compute_scales(kernel: np.ndarray) -> np.ndarray:
-    """Compute each output's scale, largest absolute weight / 127, float32; 1 if all are zero."""
+    """Compute each output's float32 scale: largest absolute weight / 127, or 1 if that is 0."""
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
 
 def round_to_int8(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Round weights `[in, out]` to int8, in multiples of each output's scale."""
+    """Divide weights `[in, out]` by each output's scale and round them to int8."""
     return np.clip(np.rint(kernel.astype(np.float32) / scale), -127, 127).astype(np.int8)
 
 
@@ -75,11 +76,11 @@ class Adapter(WrappedArchitecture):
         model: Model that the adapter modifies.
         rank: Rank r of A and B.
         alpha: Numerator of the scale s.
-        targets: Layers with an adapter, such as `blocks/attention/q`; see `find_targets`.
+        targets: Paths of the layers with an adapter, such as `blocks/attention/q`.
         use_rslora: True to divide alpha by the square root of the rank.
-        base_dtype: Dtype of the base: a float dtype, or int8 for its linear layers.
-        other_dtype: Dtype of the weights of an int8 base that are not int8.
-        is_merged: True if the sampler uses `W + s A B` instead of base and adapter separately.
+        base_dtype: Dtype of the base. With int8, only its linear layers are int8.
+        other_dtype: Dtype of the remaining weights of an int8 base.
+        is_merged: True if the sampler uses the merged weights `W + s A B`.
         path: Folder of the initial adapter in PEFT format; "" initializes a new one.
     """
 
@@ -99,7 +100,7 @@ class Adapter(WrappedArchitecture):
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """Return the specs of the adapter (trained) and of the base (frozen)."""
+        """Return the specs of the trained adapter and of the frozen base."""
         return split_params(self, lambda path: path[-1] in TRAINED)
 
     def with_kernels(
@@ -116,8 +117,8 @@ class Adapter(WrappedArchitecture):
         return "jaxrl.extras.lora.memory"
 
     def check(self) -> None:
-        """Raise if the adapter in `path` does not match the configured one."""
-        from jaxrl.extras.lora import files  # late: it imports this module
+        """Check that the adapter in `path` matches the configured adapter."""
+        from jaxrl.extras.lora import files  # imported late, because it imports this module
 
         if self.path:
             files.check_adapter(self.path, self)
@@ -129,7 +130,7 @@ class Adapter(WrappedArchitecture):
         return files.load_base(folder, mesh, self, progress)
 
     def load_initial_params(self, mesh: Mesh, seed: int) -> Params:
-        """Load the adapter in `path`, or initialize a new one from `seed`."""
+        """Load the adapter in `path`, or initialize a new adapter from `seed`."""
         from jaxrl.extras.lora import files
 
         if self.path:
@@ -145,7 +146,7 @@ class Adapter(WrappedArchitecture):
         files.save_merged(params, self, parent / "export", source=source)
 
     def is_quantized(self, path: tuple[str, ...]) -> bool:
-        """Return True if a parameter of the model is stored as int8."""
+        """Return True if the parameter at `path` is stored as int8."""
         is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.linear_layers()
         return is_kernel and self.base_dtype == "int8"
 
@@ -170,7 +171,7 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(shapes)
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names; A and B are sharded like the kernel, except along the rank."""
+        """Return the axis names. A and B are sharded like the kernel; the rank is not sharded."""
         return self._add_adapter_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(flat)
 
     def init(self, key: jax.Array) -> Params:
-        """Initialize a new adapter: A uniform in ±1 / sqrt(in), as in PEFT, and B zero."""
+        """Initialize A uniformly in ±1 / sqrt(in), as in PEFT, and B to zero."""
         params = {}
         for number, (path, leaf) in enumerate(
             flatten_dict(self.param_specs()[0].abstract_params()).items()
@@ -209,11 +210,11 @@ class Adapter(WrappedArchitecture):
         return unflatten_dict(params)
 
     def weights_for_training(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights for training and scale B by s; int8 kernels keep their dtypes."""
+        """Cast the weights for training and multiply B by s. Int8 kernels keep their dtypes."""
         return self._cast(self.model.weights_for_training, self._scale(policy), dtype)
 
     def weights_for_decoding(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Cast the weights for the sampler, merged if `is_merged`; int8 kernels keep dtypes."""
+        """Cast the sampler's weights, merged if `is_merged`. Int8 kernels keep their dtypes."""
         weights = self._merge(policy, dtype) if self.is_merged else self._scale(policy)
         return self._cast(self.model.weights_for_decoding, weights, dtype)
 
@@ -229,14 +230,14 @@ class Adapter(WrappedArchitecture):
         return merge_params(floats, select_params(weights, keeps_dtype))
 
     def _scale(self, policy: Params) -> Params:
-        """Multiply B by s, so that `linear` does not need s."""
+        """Multiply B by s, so that `linear` needs no scale."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "kernel_b" else x for p, x in flat.items()}
         )
 
     def _merge(self, policy: Params, dtype: DTypeLike) -> Params:
-        """Merge the adapter into the kernels of its targets, in `dtype`."""
+        """Merge the adapter into the kernels of its targets, cast to `dtype`."""
         flat = flatten_dict(self._scale(policy))
         for path in [path for path in flat if path[-1] == "kernel_a"]:
             layer_path = path[:-1]
@@ -245,7 +246,7 @@ class Adapter(WrappedArchitecture):
                 for name in (*QUANTIZED, *TRAINED)
                 if (*layer_path, name) in flat
             }
-            # Merge one layer at a time, since float32 kernels of all layers need much memory.
+            # Merge one layer at a time: float32 kernels of all layers would need too much memory.
             flat[*layer_path, "kernel"] = jax.lax.map(
                 lambda arrays: merge_layer(arrays).astype(dtype), layer
             )
@@ -253,7 +254,7 @@ class Adapter(WrappedArchitecture):
 
 
 def merge_layer(layer: Params) -> jax.Array:
-    """Merge one layer's adapter, with B scaled by s, into a float32 kernel `[in, out]`."""
+    """Merge one layer's adapter, whose B is scaled by s, into a float32 kernel `[in, out]`."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]
@@ -265,13 +266,13 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
 
     Args:
         model: Model with `linear_layers`.
-        names: Target names: `all-linear`; layer paths or suffixes of them, such as `attention/q` or
-            `q`; HF module names or suffixes of them, such as `q_proj`.
+        names: Target names: `all-linear`, or full names or suffixes of layer paths (`attention/q`,
+            `q`) and of HF modules (`q_proj`).
 
     Raises:
         ValueError: A name matches no layer.
     """
-    layers = {layer: hf_module_name(model, layer) for layer in model.linear_layers()}
+    layers = {layer: get_hf_module_name(model, layer) for layer in model.linear_layers()}
     if not layers:
         raise ValueError(
             "config.model.lora.rank requires an adapter, but the architecture "
@@ -298,24 +299,24 @@ def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(layer for layer in layers if layer in selected)
 
 
-def hf_module_name(model: Architecture, layer: str) -> str:
-    """Return the HF module of a stacked layer, such as `model.layers.{}.self_attn.q_proj`."""
+def get_hf_module_name(model: Architecture, layer: str) -> str:
+    """Return the HF module name of a stacked layer, such as `model.layers.{}.self_attn.q_proj`."""
     return model.hf_names()[f"{layer}/kernel"].removesuffix(".weight")
 
 
-def hf_module_names(model: Architecture, layer: str) -> list[str]:
-    """Return the HF modules of a stacked layer, in the order of its leading axis."""
+def list_hf_module_names(model: Architecture, layer: str) -> list[str]:
+    """Return the HF module names of a stacked layer, in the order of its leading axis."""
     numbers = model.partial_stacks.get(layer.split("/")[1]) or range(model.num_layers)
-    return [hf_module_name(model, layer).format(number) for number in numbers]
+    return [get_hf_module_name(model, layer).format(number) for number in numbers]
 
 
 def wrap_with_lora(keys: Mapping[str, Any], model: Architecture, dtype: str) -> Adapter:
     """Wrap a model with the adapter that the config section `model.lora` describes.
 
     Args:
-        keys: Values of the section, by key.
-        model: Model without an adapter.
-        dtype: Value of `model.dtype`.
+        keys: Values of the section by key.
+        model: Model to wrap.
+        dtype: Compute dtype, the value of `model.dtype`.
 
     Raises:
         ValueError: A target matches no layer of the model.

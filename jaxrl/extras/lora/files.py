@@ -1,7 +1,7 @@
-"""Load adapters and their base weights; save adapters in PEFT format and merged models.
+"""Load adapters and base weights; save adapters in PEFT format, and merged models.
 
 PEFT (https://github.com/huggingface/peft) stores an adapter in a folder with `adapter_config.json`
-and `adapter_model.safetensors`, which contains A as [r, in] and B as [out, r] for each module.
+and `adapter_model.safetensors`, which stores A as [r, in] and B as [out, r] for each module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
-from jaxrl.extras.lora.adapter import Adapter, hf_module_name, hf_module_names, quantize
+from jaxrl.extras.lora.adapter import Adapter, get_hf_module_name, list_hf_module_names, quantize
 from jaxrl.extras.lora.keys import TENSORS_FILE
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
@@ -39,7 +39,7 @@ from jaxrl.utils.json_io import read_object
 
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-"""Prefix of module names in PEFT's wrapped model."""
+"""Prefix that PEFT adds to module names."""
 
 MATRICES = {"kernel_a": "lora_A", "kernel_b": "lora_B"}
 
@@ -62,10 +62,10 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-"""PEFT fields that change the computation unless they are empty, false or `none`."""
+"""PEFT fields that change the computation unless their value is empty, false or `none`."""
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of `init_lora_weights` with which PEFT also changes the base weights."""
+"""Prefixes of `init_lora_weights` values for which PEFT also changes the base weights."""
 
 
 def load_base(
@@ -76,8 +76,8 @@ def load_base(
 ) -> Params:
     """Load the base weights of an adapter from a validated HF folder.
 
-    Float weights are loaded as in `load_hf`. Every process reads the complete layers that become
-    int8, since their scales depend on all inputs.
+    Float weights are loaded as in `load_hf`. Every process reads each int8 layer in full, because
+    its scales depend on all inputs.
     """
     model, stored = adapter.model, open_canonical(adapter.model, Path(path))
     shapes = flatten_dict(adapter.param_specs()[1].abstract_params(), sep="/")
@@ -93,7 +93,7 @@ def load_base(
         load_tensors(model, stored, floats, dtype=dtype, progress=progress), sep="/"
     )
     for count, param in enumerate(quantized, start=1):
-        modules = hf_module_names(model, param.removesuffix("/kernel"))
+        modules = list_hf_module_names(model, param.removesuffix("/kernel"))
         tensors = (stored[f"{module}.weight"] for module in modules)
         layers = [quantize(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
         for name, parts in zip((param, f"{param}_scale"), zip(*layers, strict=True), strict=True):
@@ -103,7 +103,7 @@ def load_base(
 
 
 def _shard(array: np.ndarray, leaf_sharding: Sharding) -> jax.Array:
-    """Shard an array of which every process has a complete copy."""
+    """Shard an array that every process holds in full."""
     return jax.make_array_from_callback(array.shape, leaf_sharding, array.__getitem__)
 
 
@@ -113,24 +113,24 @@ def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     shardings = flatten_dict(sharding.param_shardings(mesh, adapter.param_specs()[0]), sep="/")
     params = {}
     for param, leaf_sharding in shardings.items():
-        tensors = (stored[name] for name in _peft_tensor_names(adapter, param))
+        tensors = (stored[name] for name in _list_peft_tensor_names(adapter, param))
         parts = [np.asarray(tensor.data[:]).astype(np.float32).T for tensor in tensors]
         params[param] = _shard(np.stack(parts), leaf_sharding)
     return unflatten_dict(params, sep="/")
 
 
-def _peft_tensor_names(adapter: Adapter, param: str) -> list[str]:
+def _list_peft_tensor_names(adapter: Adapter, param: str) -> list[str]:
     """Return the PEFT tensor name of a stacked parameter for each layer."""
     layer_path, _, matrix = param.rpartition("/")
     modules = (
         _to_transformers_name(adapter.model, name)
-        for name in hf_module_names(adapter.model, layer_path)
+        for name in list_hf_module_names(adapter.model, layer_path)
     )
     return [f"{PREFIX}{module}.{MATRICES[matrix]}.weight" for module in modules]
 
 
 def _to_transformers_name(model: Architecture, name: str) -> str:
-    """Convert a module's name in files to its name in transformers."""
+    """Convert a module's name in checkpoints to its name in transformers."""
     for prefix, canonical in model.hf_prefix_map().items():
         if name.startswith(canonical):
             return prefix + name.removeprefix(canonical)
@@ -138,7 +138,7 @@ def _to_transformers_name(model: Architecture, name: str) -> str:
 
 
 def check_adapter(path: str | Path, adapter: Adapter) -> None:
-    """Check that the adapter in a folder matches the configured one.
+    """Check that the adapter in a folder matches the configured adapter.
 
     Raises:
         FileNotFoundError: The folder or one of its files does not exist.
@@ -186,11 +186,11 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
 def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     stored = {tensor.name: tensor for tensor in open_safetensors(file)}
     base_model = fields.get("base_model_name_or_path")
-    # PEFT's name and shape of each tensor: one layer's [out, in] for our [L, in, out].
+    # Name and shape of each PEFT tensor; ours [L, in, out] is stored as [out, in] per layer.
     shapes = {
         name: leaf.shape[:0:-1]
         for param, leaf in flatten_dict(adapter.param_specs()[0].abstract_params(), sep="/").items()
-        for name in _peft_tensor_names(adapter, param)
+        for name in _list_peft_tensor_names(adapter, param)
     }
     # Report differing modules before missing tensors and shapes.
     actual, expected = (
@@ -218,12 +218,12 @@ def _check_tensors(fields: dict[str, Any], adapter: Adapter, file: Path) -> None
 
 
 def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
-    """Write an adapter in PEFT format, atomically. Every process must call this.
+    """Write an adapter in PEFT format, atomically. Every process must call this function.
 
     Args:
         params: Trained parameters.
-        adapter: Adapter that the parameters belong to.
-        path: Output folder; an existing adapter is replaced.
+        adapter: Adapter architecture of `params`.
+        path: Output folder. An existing adapter is replaced.
         source: HF folder of the base model, recorded in the config file.
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
@@ -234,7 +234,7 @@ def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: 
             tensors = {
                 name: np.ascontiguousarray(part.T)
                 for param, stacked in host.items()
-                for name, part in zip(_peft_tensor_names(adapter, param), stacked, strict=True)
+                for name, part in zip(_list_peft_tensor_names(adapter, param), stacked, strict=True)
             }
             save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
             # safetensors makes its files readable only by the owner.
@@ -270,11 +270,11 @@ def make_peft_config(adapter: Adapter, source: str | Path) -> dict[str, Any]:
 def _find_target_modules(adapter: Adapter) -> list[str]:
     """Return the shortest module names for which PEFT selects exactly the targets.
 
-    PEFT selects every module whose name ends with one of them, including modules that we do not
-    adapt, such as those of a vision tower or of experts.
+    PEFT selects every module whose name ends with a given name, including modules that jaxrl does
+    not adapt, such as those of a vision tower or of experts.
     """
     model = adapter.model
-    targets = {layer: hf_module_name(model, layer) for layer in adapter.targets}
+    targets = {layer: get_hf_module_name(model, layer) for layer in adapter.targets}
     tensors = {name.removesuffix(".weight") for name in model.hf_names().values()}
     others = [f".{module}" for module in tensors - {*targets.values()}]
     modules: set[str] = set()
@@ -283,17 +283,19 @@ def _find_target_modules(adapter: Adapter) -> list[str]:
         names = (in_layer.rpartition(".")[2], in_layer)
         unique_names = (name for name in names if not any(o.endswith(f".{name}") for o in others))
         shortest = next(unique_names, None)
-        full_names = (_to_transformers_name(model, name) for name in hf_module_names(model, layer))
+        full_names = (
+            _to_transformers_name(model, name) for name in list_hf_module_names(model, layer)
+        )
         modules |= {shortest} if shortest else {*full_names}
     return sorted(modules)
 
 
 def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
-    """Write the merged model as an HF folder. Every process must call this.
+    """Write the merged model as an HF folder. Every process must call this function.
 
     Each tensor is the source's tensor plus s A B, computed in float32 and stored in the source's
-    dtype. An int8 base does not affect the result, which equals what PEFT computes from the source
-    and the folder written by `save_adapter`.
+    dtype. The result equals PEFT's merge of the source and the output of `save_adapter`, even if
+    the base is int8.
     """
     host = {p: gather_to_host(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
     model = adapter.model
@@ -301,7 +303,7 @@ def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: s
     added = {
         f"{module}.weight": (target, layer_index)
         for target in adapter.targets
-        for layer_index, module in enumerate(hf_module_names(model, target))
+        for layer_index, module in enumerate(list_hf_module_names(model, target))
     }
 
     def get_tensor(name: str, dtype: np.dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Memory of a policy with an adapter, for the planner."""
+"""Memory estimate of a policy with an adapter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxrl.runtime.weight_memory import local_param_sizes
 
 
 @functools.cache
-def decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: bool) -> int:
+def count_decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: bool) -> int:
     """Return the bytes of a LoRA policy's sampler weights on one device.
 
     Args:
         adapter: Adapter of the policy.
-        mesh: Mesh that determines the layout of the base.
+        mesh: Mesh over which the base is sharded.
         dtype: Dtype of the sampler's weights.
-        may_share: True if the sampler reuses base arrays that already have its dtype and layout.
+        may_share: True if the sampler reuses base arrays that have its dtype and layout.
     """
     decode_leaves = local_param_sizes(adapter, mesh, for_decode=True)
     train_leaves = local_param_sizes(adapter, mesh)

@@ -72,7 +72,7 @@ def _is_valid_spec(spec: Any) -> bool:
     return not others and all(isinstance(text, str) for text in texts)
 
 
-def offered_tools(
+def connect_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
     """Connect to servers and return their tools.
@@ -89,7 +89,7 @@ def offered_tools(
     for spec in specs:
         try:
             server = McpServer(spec, deadline_s=deadline_s)
-            server_tools = server.tools()
+            server_tools = server.list_tools()
         except (ImportError, ToolError) as error:
             raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
         names = ", ".join(tool.name for tool in server_tools)
@@ -101,7 +101,7 @@ def offered_tools(
 class McpServer:
     """Client of a server. It connects on first use and reconnects if the server dies.
 
-    Connections run on the loop of `get_event_loop`. `tools` and `call` are thread-safe.
+    Connections run on the loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
@@ -135,7 +135,7 @@ class McpServer:
         self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
 
-    def tools(self) -> list[McpTool]:
+    def list_tools(self) -> list[McpTool]:
         """Return the tools that the server lists.
 
         Raises:
@@ -153,7 +153,7 @@ class McpServer:
             CallError: The server rejects the arguments.
             ToolError: The server cannot be reached, or does not respond in time.
         """
-        return _result_text(self._run(self._call_tool(name, arguments)))
+        return _extract_result_text(self._run(self._call_tool(name, arguments)))
 
     def _run(self, coroutine: Any) -> Any:
         try:
@@ -319,7 +319,7 @@ def _flatten_error(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _result_text(result: Any) -> str:
+def _extract_result_text(result: Any) -> str:
     """Return the text of a result, or its JSON if it has no content, with its images.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Search for settings or numbers of devices with which a run fits in memory."""
+"""Search for settings, or a number of devices, with which a run fits in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import BATCH_AXES, num_batch_shards
 
 CPU_TOKENS = 512
-"""Minimum tokens in a CPU micro-batch, to amortize the pass over all gradients."""
+"""Minimum tokens of a micro-batch on a CPU, to amortize the pass over all gradients."""
 
 
 def find_micro_rows(
@@ -35,37 +35,37 @@ def find_micro_rows(
     *,
     must_fit: bool = True,
 ) -> tuple[int, int]:
-    """Return the number of rows in the fastest micro-batch that fits, and its peak in bytes.
+    """Return the rows of the fastest micro-batch that fits, and its peak memory in bytes.
 
-    On a GPU or TPU this is the largest that fits, up to the size of a mini-batch. On a CPU, a small
-    micro-batch takes about as long per token and has less padding, so it has two rows, which can
-    share a prompt, or `CPU_TOKENS` tokens if that is more. The number of rows is a multiple of
-    data * fsdp * expert.
+    On a GPU or TPU, that is the largest micro-batch that fits, up to the size of a mini-batch. On a
+    CPU, small micro-batches have less padding and take about as long per token, so a micro-batch
+    has two rows, which can share a prompt, or `CPU_TOKENS` tokens if that is more. The number of
+    rows is a multiple of data * fsdp * expert.
 
     Raises:
         ValueError: One row per device does not fit, and `must_fit` is True.
     """
     shards = num_batch_shards(make_target_mesh(config, model, target))
 
-    def peak(rows_each: int) -> int:
+    def compute_peak(rows_each: int) -> int:
         changed = config.with_values({MICRO_ROWS[stage]: rows_each * shards})
         return plan_update(changed, model, target, stage).peak
 
-    # With one row per micro-batch, a mini-batch has one micro-batch per sequence.
+    # With single-row micro-batches, a mini-batch has one micro-batch per sequence.
     single_row = config.with_values(dict.fromkeys(MICRO_ROWS.values(), 1))
     max_rows = -(-compute_batch_shape(single_row, stage).num_micro // shards)
     if target.platform == "cpu":
         max_rows = min(max_rows, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
-    # The peak grows with the rows, so bisection needs few plans.
-    num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=peak)
+    # The peak increases with the rows, so bisection needs few plans.
+    num_fitting = bisect.bisect_right(range(1, max_rows + 1), target.usable, key=compute_peak)
     if num_fitting == 0 and must_fit:
         raise ValueError(
             f"config.{MICRO_ROWS[stage]}=0 selects a micro-batch that fits, but {shards} rows, one "
-            f"per device, need {format_bytes(peak(1))}, and the limit is "
+            f"per device, need {format_bytes(compute_peak(1))}, and the limit is "
             f"{format_bytes(target.usable)}; --plan suggests changes, {IGNORE_PLAN_HINT}."
         )
     rows_each = max(num_fitting, 1)
-    return rows_each * shards, peak(rows_each)
+    return rows_each * shards, compute_peak(rows_each)
 
 
 def choose_micro_rows(
@@ -78,10 +78,10 @@ def choose_micro_rows(
 ) -> list[str]:
     """Replace each `micro_rows` of 0 with the best value that fits, in place; return notes.
 
-    A resumed run keeps the value in `recorded_config` (the flat config of its first start), without
-    a note, if that fits and is a multiple of the number of batch shards.
+    A resumed run keeps the value in `recorded_config`, the flat config of its first start, if that
+    fits and is a multiple of the number of batch shards. This adds no note.
     """
-    # A CPU's free memory differs at each start, but the choice must not.
+    # The free memory of a CPU differs at each start, but the selected value must not.
     target = dataclasses.replace(target, free_bytes=None)
     shards = num_batch_shards(make_target_mesh(config, model, target))
     notes = []
@@ -109,7 +109,7 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Suggested settings, and the memory that the plan needs with them (`Plan.needed`)."""
+    """Suggested settings, and the memory that the plan then needs (`Plan.needed`)."""
 
     settings: dict[str, Any]
     needed: int
@@ -118,14 +118,14 @@ class Suggestion:
 def suggest_settings(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> list[Suggestion]:
-    """Find changes of settings that make a run fit, cheapest first.
+    """Find changes of settings with which a run fits, cheapest first.
 
-    Return each key whose change alone suffices, with the smallest sufficient change. Among changes
-    that need equal memory, return only the cheapest. If no single key suffices, combine keys until
-    the plan fits. Return [] if nothing helps.
+    Returns each key whose change alone suffices, with the smallest sufficient change. Of changes
+    that need equal memory, only the cheapest is returned. If no single key suffices, keys are
+    combined until the plan fits. The list is empty if no combination fits.
     """
 
-    def needed(settings: dict[str, Any]) -> int | None:
+    def compute_needed(settings: dict[str, Any]) -> int | None:
         try:
             return make_plan(config.with_values(settings), model, target).needed
         except ValueError:
@@ -137,7 +137,7 @@ def suggest_settings(
     # Try each key alone. In the same pass, collect all changes that save memory.
     for options in _iter_options(config, model, target):
         for settings in options:
-            size = needed(settings)
+            size = compute_needed(settings)
             if size is not None and size <= usable:
                 single.setdefault(format_bytes(size), Suggestion(settings=settings, needed=size))
                 break
@@ -145,21 +145,24 @@ def suggest_settings(
             if combined.needed <= usable:
                 break
             merged = {**combined.settings, **settings}
-            size = needed(merged)
+            size = compute_needed(merged)
             if size is not None and size < combined.needed:
                 combined = Suggestion(settings=merged, needed=size)
     return [*single.values()] or ([combined] if combined.needed <= usable else [])
 
 
 def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:
-    """Double the number of devices until the run fits; return it, or None after ten doublings.
+    """Double the number of devices until the run fits.
 
     The `fsdp` axis grows with the number of devices. A job with several processes gets more
     processes of the same size.
+
+    Returns:
+        The number of devices, or None if the run does not fit after ten doublings.
     """
     flat, mesh = flatten(config), make_target_mesh(config, model, target)
     sizes, is_job = mesh.shape, target.num_processes > 1
-    # Scale the mesh, and round rows up to multiples of it.
+    # Scale the mesh, and round up the rows to multiples of its size.
     for factor in (2**power for power in range(1, 11)):
         larger = dataclasses.replace(
             target,
@@ -185,9 +188,9 @@ def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target
 def _iter_options(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield, for each key, a list of settings to try, from mildest to strongest.
+    """Yield a list of settings per key, from the smallest to the largest change.
 
-    The keys are ordered by their cost in step time.
+    Keys are ordered by their cost in step time.
     """
     mesh, flat, is_cpu = (
         make_target_mesh(config, model, target),
@@ -213,7 +216,7 @@ def _iter_options(
         yield [{key: rows} for rows in _list_halvings(flat[key], unit=shards)]
     chunk = "model.logits_chunk_tokens"
     yield [{chunk: size} for size in _list_halvings(flat[chunk], least=128)]
-    if not is_cpu:  # offloading moves arrays to host memory, which a CPU uses anyway
+    if not is_cpu:  # offloading moves arrays to host memory, where a CPU's arrays already are
         yield [{f"{optimizer}offload": True for optimizer in optimizers}]
     remats = ("none", "dots", "names", "full") + (() if is_cpu else ("offload",))
     if config.model.remat in remats:
@@ -228,7 +231,7 @@ def _iter_options(
     ]
     if config.rollout.async_level and sizes["expert"] == 1:
         yield _list_device_splits(config, target, sizes)
-    # Context parallelism: the same rows per device, with their tokens split over several devices.
+    # Context parallelism: equal rows per device, whose tokens are split over several devices.
     yield [
         {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
         | {key: flat[key] // count for key in row_keys}
@@ -243,11 +246,11 @@ def _iter_options(
         )
     ]
     yield meshes
-    # The same with equal rows per shard, so fewer rows in total.
+    # Tensor parallelism with equal rows per shard, and so fewer rows in total.
     yield [
         mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in row_keys} for mesh in meshes
     ]
-    # Shorter sequences last, because they change the task most.
+    # Shorter sequences come last, because they change the task most.
     shortest = config.rollout.max_prompt_tokens + 1
     if config.has_contexts:
         context = config.rollout.context
@@ -261,7 +264,7 @@ def _iter_options(
 def _list_device_splits(
     config: ResolvedConfig, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return settings that reserve other numbers of devices for sampling one step ahead.
+    """Return settings that reserve different numbers of devices for asynchronous sampling.
 
     The last option is 0 if devices are reserved now. The `fsdp` axis covers all training devices,
     with an unchanged number of micro-batch rows per device.

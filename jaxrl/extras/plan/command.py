@@ -28,11 +28,11 @@ def show_plan(
     """Print the memory plan of a run. If it does not fit, suggest settings that do.
 
     Args:
-        config: Config of the run; `micro_rows=0` is replaced with the best value, in place.
+        config: Config of the run. `micro_rows=0` is replaced with the best value, in place.
         num_devices: Total number of devices; 0 for the devices of this host.
         num_processes: Number of processes that share the devices.
-        memory_gib: Memory per device in GiB; 0 for that of this host's devices.
-        platform: Platform of the devices; None for gpu if `memory_gib` is set, else this host's.
+        memory_gib: Memory per device in GiB; 0 for the memory of this host's devices.
+        platform: Device platform. None is gpu if `memory_gib` is set, else this host's platform.
         num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
         json_file: Path to write the plan to as JSON, or None.
 
@@ -48,7 +48,7 @@ def show_plan(
             f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
             "above 0, or 0 for this host's."
         )
-    # Build the target from the flags; values that they do not set come from this host.
+    # Build the target from the flags, with this host's values for flags that are not set.
     overrides: dict[str, Any] = {"num_processes": num_processes, "num_passages": num_passages}
     if num_devices:
         overrides["num_devices"] = num_devices

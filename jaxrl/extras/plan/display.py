@@ -17,7 +17,7 @@ from jaxrl.extras.plan.memory import USABLE_SHARE, Plan
 
 def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None) -> Group:
     """Format the plan as a table, with suggestions if it does not fit."""
-    # A row per phase, with its permanent terms and those of each moment.
+    # One row per phase, followed by its permanent terms and the terms of each moment.
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
     processes = f" of {target.num_processes} processes" if target.num_processes > 1 else ""
@@ -49,7 +49,9 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
         f"({USABLE_SHARE:.0%} of {format_bytes(target.limit)}{qualifier})",
     ]
     peak_phase = max(plan.phases, key=lambda phase: phase.peak)
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak_phase.largest(2))
+    largest = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in peak_phase.list_largest_terms(2)
+    )
     lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
@@ -65,7 +67,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Convert the plan to JSON-serializable data, with sizes in bytes."""
+    """Convert the plan to a JSON object, with sizes in bytes."""
     phases = [
         {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
         for phase in plan.phases

@@ -1,4 +1,4 @@
-"""Fit a run to the devices on which it starts."""
+"""Fit a run's micro-batches and cache to the memory of its devices."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxrl.runtime.resume import read_record
 def fit_memory(
     config: ResolvedConfig, workdir: Path, *, ignore_memory_plan: bool = False
 ) -> list[str]:
-    """Replace each `micro_rows=0` with the best value that fits; return notes for the user.
+    """Replace each `micro_rows=0` with the best value that fits; return lines for the log.
 
     A resumed run keeps the values recorded in its workdir if they fit.
 
     Raises:
-        ValueError: The plan exceeds the memory of a device (on a CPU, the free memory at the first
+        ValueError: The plan exceeds a device's memory (on a CPU, the free memory at the first
             start), and `ignore_memory_plan` is False.
     """
     record = read_record(workdir, accept_changes=True)
     recorded_config = record.config if record else {}
     target = memory.detect_target()
     model = read_architecture(config.model.path, config.model.architecture)
-    # All processes must choose the same values.
+    # All processes must select the same values.
     sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
     target = replace(
         target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
@@ -51,7 +51,7 @@ def fit_memory(
             f"{available.format(format_bytes(target.limit))}; "
             "--plan suggests changes"
         )
-        # Free memory changes from minute to minute, so it never prevents a resume.
+        # Free memory changes constantly, so it never prevents a resume.
         if not ignore_memory_plan and not (is_cpu and record):
             raise ValueError(f"{message}, {memory.IGNORE_PLAN_HINT}.")
         notes.append(f"warning: {message}")
@@ -59,9 +59,9 @@ def fit_memory(
 
 
 def count_free_pages(config: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the number of cache pages of `page_tokens` tokens that fit on a device of this host.
+    """Return the number of cache pages of `page_tokens` tokens that fit on a local device.
 
-    The plan assumes the kernels that are tried first; the run's kernels and page size may differ.
+    The plan assumes the first candidate kernels; the run's kernels and page size may differ.
     """
     target = memory.detect_target()
     planned = memory.count_cache_pages(config, model, target)

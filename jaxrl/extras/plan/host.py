@@ -1,4 +1,4 @@
-"""Memory of the host that is available to this process."""
+"""Host memory that is available to this process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 2**60
-"""Bytes from which a limit means unlimited, which cgroup v1 reports as almost 2**63."""
+"""Bytes from which a limit counts as unlimited; cgroup v1 then reports almost 2**63."""
 
 CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-"""File with the limit, file with the usage, and prefix in memory.stat, by cgroup version."""
+"""Limit file, usage file and prefix in memory.stat, by cgroup version."""
 
 
 def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """Return the total and free memory of this process in bytes; None if unknown.
 
-    The minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
+    Both are the minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
     https://docs.kernel.org/filesystems/proc.html) and the cgroup limits, v1 or v2
     (https://docs.kernel.org/admin-guide/cgroup-v2.html), which containers and batch systems set.
-    The page cache counts as free because the kernel reclaims it; swap does not.
+    The page cache counts as free because the kernel can reclaim it; swap does not.
 
     Args:
         root: Root of the file system; tests replace it.
@@ -40,7 +40,11 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
             limit, used = (int((folder / file).read_text()) for file in (limit_file, usage_file))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             used -= sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
-        except (OSError, ValueError, LookupError):  # "max", or a group that is not visible here
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+        ):  # the limit is "max", or the cgroup is not visible
             continue
         if limit < NO_LIMIT:
             limits.append((limit, max(limit - used, 0)))
@@ -49,10 +53,10 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 
 
 def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's cgroups and their parents, with the cgroup version.
+    """Yield the folders of this process's cgroups and their ancestors, with the version.
 
-    In a container, the path in /proc may be the host's. Then only the last folder exists, the root
-    of the mount, which is the container's cgroup.
+    In a container, /proc may show the host's path. Then only the last folder exists: the root of
+    the mount, which is the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -62,7 +66,7 @@ def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         group_path = PurePosixPath(path.lstrip("/"))
-        if not controllers:  # version 2, alone or together with controllers of version 1
+        if not controllers:  # version 2, alone or next to version 1
             bases, version = [mounts, mounts / "unified"], 2
         elif "memory" in controllers.split(","):
             bases, version = [mounts / "memory"], 1

@@ -1,8 +1,8 @@
 """Estimate a run's memory per device from its config and the model's `config.json`.
 
-Nothing is allocated and no weights are read. Weights, optimizer state and caches are counted from
-shapes and shardings. The temporary arrays of a program are estimated by a few large terms, plus
-`MARGIN` for small ones. Tests compare the sums with XLA's memory analysis of the same programs.
+The estimate allocates nothing and reads no weights. It counts weights, optimizer state and caches
+from shapes and shardings, and estimates the temporary arrays of a program by a few large terms plus
+`MARGIN`. Tests compare the sums with XLA's memory analysis of the same programs.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from jaxrl.runtime.weight_memory import (
 from jaxrl.sampling.buckets import prefill_sizes, row_sizes
 
 USABLE_SHARE = 0.9
-"""Fraction of a device's memory that a plan may fill. The rest is for what the plan omits."""
+"""Fraction of a device's memory that a plan may fill; the plan omits small allocations."""
 
 MARGIN = 0.1
-"""Fraction added to the temporary arrays of a program, for buffers, masks and small copies."""
+"""Fraction added to a program's temporary arrays, for buffers, masks and small copies."""
 
 IGNORE_PLAN_HINT = "--ignore_memory_plan starts anyway, because the plan may be wrong"
 
 BATCH_BYTES = 40
-"""Bytes per token in a mini-batch: about ten arrays of four bytes."""
+"""Bytes per token in a mini-batch, which has about ten arrays of four bytes."""
 
 LOGIT_BLOCKS_BYTES = 4 * 2**20
 """Bytes of two copies of a block of logits on a CPU; `block_tokens` makes a block 2 MiB."""
 
 PROCESS_BYTES, COMPILER_BYTES = 400 * 2**20, 100 * 2**20
-"""Host memory of a process (interpreter, libraries, tokenizer, data), and of its compiler.
+"""Host memory of a process (interpreter, libraries, tokenizer, data) and of the compiler.
 
 Measured on Linux with JAX 0.10.2.
 """
 
 LAYER_PROGRAM_BYTES, LAYER_COMPILER_BYTES = 9 * 2**20, 2 * 2**20
-"""Host memory per layer in the sampler's programs, and while one of them is compiled."""
+"""Host memory per layer of the sampler's programs, and of compiling one of them."""
 
 WEIGHTS_PHASE = "weights to the sampler"
 
@@ -87,10 +87,10 @@ class Target:
     Attributes:
         platform: One of `cpu`, `gpu` and `tpu`.
         num_devices: Total number of devices on all hosts.
-        memory_bytes: Memory per device that is available to JAX.
-        num_processes: Number of processes; the devices are split evenly among them.
+        memory_bytes: Memory per device that JAX may use, in bytes.
+        num_processes: Number of processes, which have equal numbers of devices.
         num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
-        free_bytes: One CPU device's share of the host's free memory; None if unknown or no CPU.
+        free_bytes: A CPU device's share of the host's free memory; None if unknown or not a CPU.
     """
 
     platform: str
@@ -107,7 +107,7 @@ class Target:
 
     @property
     def limit(self) -> int:
-        """Memory of a device in bytes; a run that needs more cannot start."""
+        """Memory of a device, in bytes; a run that needs more does not start."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
@@ -122,9 +122,9 @@ class Phase:
 
     Attributes:
         name: Name of the phase in the table.
-        kept: Terms that are allocated during the complete phase.
-        moments: Additional terms at each moment that may be the peak.
-        spare: Bytes of `kept` that are allocated only if the memory is free.
+        kept: Terms that are allocated for the entire phase.
+        moments: Additional terms of each moment that could be the peak.
+        spare: Bytes of `kept` that are allocated only if memory is free.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Phase:
         """Name of the moment with the highest memory use."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
-    def largest(self, count: int) -> list[tuple[str, int]]:
+    def list_largest_terms(self, count: int) -> list[tuple[str, int]]:
         """Return the `count` largest terms at the peak, largest first."""
         terms = self.kept | self.moments[self.moment]
         return sorted(terms.items(), key=lambda term: -term[1])[:count]
@@ -153,13 +153,13 @@ class Plan:
     """Memory that a run needs on each device.
 
     Attributes:
-        target: Devices that the plan is for.
+        target: Target hardware.
         mesh: Size of each mesh axis.
         phases: Phases of all stages.
-        shapes: Description of the programs' largest shapes, by phase.
+        shapes: Description of the largest shapes, by phase.
         num_params: Number of model parameters.
         num_trained: Number of parameters that the optimizer updates.
-        tokens_per_step: Maximum tokens in a training step.
+        tokens_per_step: Maximum tokens per training step.
     """
 
     target: Target
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Memory at the peak without memory that is allocated only if free, in bytes."""
+        """Memory at the peak, excluding optional allocations (`Phase.spare`), in bytes."""
         return max(phase.peak - phase.spare for phase in self.phases)
 
     @property
@@ -187,9 +187,9 @@ class Plan:
 
 
 def detect_target() -> Target:
-    """Detect the JAX devices of this job and the memory that JAX may use on each.
+    """Detect the JAX devices of this job and their memory.
 
-    CPU devices share half of the host's memory, and all of its free memory.
+    JAX may use half of the host's memory on CPU devices, which also share its free memory.
     """
     devices = jax.local_devices()
     stats, free_bytes = [device.memory_stats() or {} for device in devices], None
@@ -211,10 +211,10 @@ def detect_target() -> Target:
 
 
 def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target) -> Any:
-    """Build the configured mesh for devices that may not exist.
+    """Build the configured mesh of abstract devices.
 
     Raises:
-        ValueError: The mesh does not divide the devices, a process's devices, or the heads.
+        ValueError: The mesh does not divide all devices, a process's devices or the heads.
     """
     sizes = compute_mesh_sizes(
         target.num_devices, **config.mesh, num_processes=target.num_processes
@@ -231,8 +231,8 @@ def make_target_mesh(config: ResolvedConfig, model: Architecture, target: Target
 def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Plan:
     """Estimate the memory of all configured stages.
 
-    Scoring with old and reference parameters is not a separate phase: it needs less than the update
-    of the same micro-batch.
+    Scoring with old and reference parameters is not a separate phase, because it needs less memory
+    than the update of the same micro-batch.
 
     Raises:
         ValueError: The mesh does not divide the devices, the heads or the rows, or trajectories
@@ -265,7 +265,7 @@ def make_plan(config: ResolvedConfig, model: Architecture, target: Target) -> Pl
 
 
 def plan_update(config: ResolvedConfig, model: Architecture, target: Target, stage: str) -> Phase:
-    """Estimate the memory of updates in stage `sft` or `train`: micro-batches, then optimizer."""
+    """Estimate the memory of updates in stage `sft` or `train`."""
     mesh = make_target_mesh(config, model, target)
     sizes, section = mesh.shape, config.get_optimizer_section(stage)
     is_cpu, is_tpu = target.platform == "cpu", target.platform == "tpu"
@@ -275,7 +275,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head_itemsize = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
     copies = is_cpu and itemsize < 4 and not CPU_HAS_BFLOAT16_MATMUL
-    operand_bytes = 4 if copies else itemsize  # bytes of a value in a matrix product
+    operand_bytes = 4 if copies else itemsize  # bytes per value of a matmul operand
 
     # One device's shard of a micro-batch and of a chunk of logits.
     shards, shares_prompts = (
@@ -287,24 +287,26 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     tokens = rows * shape.row_tokens // sizes["context"]
     chunk_tokens = max(config.model.logits_chunk_tokens // num_pieces(mesh), 1)
     num_chunks, chunk = split_evenly(tokens, chunk_tokens)
-    logits = 4 * chunk * _shard_size(model.vocab_size, sizes["tensor"])
+    logits = 4 * chunk * _compute_shard_size(model.vocab_size, sizes["tensor"])
 
-    # Terms that are allocated during the complete phase.
+    # Terms that are allocated for the entire phase.
     num_minibatches = config.optimizer.num_minibatches if stage == "train" else 1
     token_bytes = BATCH_BYTES + sum(array.num_bytes for array in shape.token_arrays.values())
-    search_resident, searching = _search_bytes(config, target)
+    search_resident, searching = _count_search_bytes(config, target)
     kept = {
-        **_state_bytes(config, model, mesh, stage),
+        **_count_state_bytes(config, model, mesh, stage),
         **search_resident,
         "gradients": 4 * policy.num_trained,
         "batch": num_minibatches * shape.num_micro * tokens * token_bytes,
     }
-    if stage == "train" and samples_during_update(config):  # the next step's rollout is running
+    if stage == "train" and samples_during_update(
+        config
+    ):  # the next rollout runs during the update
         sampling = plan_rollout(config, model, target)
         kept |= {name: sampling.kept[name] for name in ("decode weights", "KV cache")}
         kept |= {"sampling": sum(sampling.moments[sampling.moment].values())} | searching
 
-    # Layers. Without a scan over layers, a CPU's compiler keeps all activations.
+    # Layers. Without a scan over layers, the CPU compiler keeps all activations.
     remat = "none" if is_cpu and not config.model.scan_layers else config.model.remat
     layer = model.memory_terms(sizes["tensor"])
     saved, num_layers = layer.saved_activations.get(remat, 0), model.num_layers
@@ -312,22 +314,22 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     if model.num_experts:
         experts = model.expert_terms(sizes["tensor"], sizes["expert"])
         saved += experts.saved_activations.get(remat, 0)
-        # A CPU copies some activations of experts. An accelerator reuses some buffers.
+        # CPUs copy some activations of experts; accelerators reuse some buffers.
         values = experts.activations if is_cpu else experts.activations - experts.reused_activations
         inner += tokens * values * (3 if copies else itemsize)
-    if remat == "offload":  # saves attention's result; host memory holds all layers but two
+    if remat == "offload":  # saves the attention output; all layers but two are in host memory
         saved = model.num_heads // sizes["tensor"] * (model.head_dim + 4 // itemsize)
         num_layers = num_layers if is_cpu else min(num_layers, 2)
     activations = num_layers * tokens * (model.width + saved)
     cast = policy.cast_bytes
     if gathers or (copies and not policy.has_adapter):
-        cast -= policy.cast_table_bytes  # counted below, where tables are gathered
+        cast -= policy.cast_table_bytes  # counted below, with the gathered tables
     gradients = itemsize * (policy.num_trained - counts.split_tables)
     if policy.has_adapter:
         gradients = 4 * policy.num_trained
-    # Devices along `context` gather the keys and values of complete rows.
+    # Devices along the axis `context` gather the keys and values of complete rows.
     keys = (sizes["context"] > 1) * rows * shape.row_tokens * model.num_kv_heads * model.head_dim
-    resident = {  # at both moments, layers and output
+    resident = {  # terms of both moments, layers and output
         "weights in the compute dtype": cast + copies * 4 * counts.layers,
         "activations kept for the backward pass": activations * (itemsize + copies * 2),
     }
@@ -341,14 +343,14 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
     output_terms = {"a micro-batch's gradients": is_cpu * gradients, "logits": logits}
 
     # Embedding and output layer, each `table` bytes in float32, and their gradients.
-    table, tables = 4 * counts.table(model), itemsize * counts.tables
+    table, tables = 4 * counts.count_table_params(model), itemsize * counts.tables
     if head_itemsize > itemsize:
-        tables = (itemsize + head_itemsize) * counts.table(model)
+        tables = (itemsize + head_itemsize) * counts.count_table_params(model)
     gradient, table_gradients = (0, 0) if policy.has_adapter else (table, 4 * counts.tables)
-    is_added = is_tpu and (splits_gradients or not gathers)  # directly to earlier ones
+    is_added = is_tpu and (splits_gradients or not gathers)  # gradients are added in place
     layer_terms["gradients of tables"] = 0 if is_added else gradient
     if is_cpu:
-        # A CPU transposes a tied table, and looks up bfloat16 tokens in a float32 table.
+        # CPUs transpose a tied table, and look up bfloat16 tokens in a float32 table.
         layer_terms["tables"] = (1 + gathers) * table
         output_terms["tables"] = layer_terms["tables"]
         output_terms["logits"] += LOGIT_BLOCKS_BYTES + copies * (head_itemsize < 4) * logits // 2
@@ -377,11 +379,11 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
             output_terms["logits"] = min(num_chunks, 2) * logits
     moments = {"layers": layer_terms, "output": output_terms}
 
-    # Images: patches and the activations of their encoder.
+    # Images: patches and the activations of the vision tower.
     if tower := shape.tower:
         terms, trains = tower.memory_terms(), not (config.model.freeze_tower or policy.has_adapter)
         patches = rows * shape.row_units * tower.patches_per_token
-        # Patches of this micro-batch and of the next one.
+        # Patches of this micro-batch and the next.
         kept["batch"] += 2 * patches * (tower.patch_values * itemsize + 4 * tower.num_coords)
         values = (1 + trains) * tower.num_deepstack_layers * tokens * model.width
         saved = terms.saved_activations.get(remat, 0)
@@ -396,7 +398,7 @@ def plan_update(config: ResolvedConfig, model: Architecture, target: Target, sta
         resident["images, kept for the backward pass"] = values * (itemsize + copies * 2)
     phase = _make_phase(f"{stage} update", kept, moments, resident)
     if section.offload:
-        offloaded_bytes = _moment_bytes(policy, section)
+        offloaded_bytes = _count_moment_bytes(policy, section)
         phase.moments["optimizer"] = {"optimizer state, from the host": offloaded_bytes}
     return phase
 
@@ -414,11 +416,11 @@ def plan_rollout(config: ResolvedConfig, model: Architecture, target: Target) ->
 
 
 def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the number of pages in each shard's KV cache.
+    """Return the number of KV-cache pages per shard.
 
-    `rollout.cache_gib` sets the size. By default, the cache fills the remaining memory, up to twice
-    the pages of `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and on devices
-    that sample during updates, it has exactly the pages of these trajectories.
+    By default (`rollout.cache_gib`), the cache fills the remaining memory, up to twice the pages of
+    `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and on devices that sample
+    during updates, it has exactly the pages of these trajectories.
 
     Raises:
         ValueError: `rollout.cache_gib` is too small for one trajectory.
@@ -432,12 +434,12 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
 
 
 def get_page_tokens(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the page size in tokens of the attention kernels that are tried first."""
+    """Return the page size of the first candidate attention kernels, in tokens."""
     return PAGE_TOKENS[_resolve_kernels(config, model, target)]
 
 
 def _resolve_kernels(config: ResolvedConfig, model: Architecture, target: Target) -> str:
-    """Return the attention kernels that are tried first; raise an error if the run would."""
+    """Return the first candidate attention kernels; raise the errors of the run."""
     name, dtype = config.model.attention, config.model.dtype
     model.check_kernels(target.platform, experts=config.model.experts, dtype=dtype)
     return resolve_kernel_name(name, target.platform, model.head_dim, dtype)[0]
@@ -457,7 +459,7 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     operand_bytes = 4 if copies else itemsize
     token_bytes = cache.page_bytes // get_page_tokens(config, model, target)
 
-    # The largest decoding program. A run that only evaluates may have fewer samples than rows.
+    # Largest decode program. An evaluation may have fewer samples than rows.
     rows = cache.rows
     if "train" not in config.stages and config.eval.max_tasks:
         samples = 1 if {*config.eval.final_suites} == {"greedy"} else config.eval.samples
@@ -475,12 +477,12 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
     decode = {
         "rows' past": rows * past * cache.page_bytes,
         "the chunk's keys and values": 2 * rows * config.rollout.chunk_tokens * token_bytes,
-        "logits": 3 * rows * _shard_size(model.vocab_size, mesh.shape["tensor"]) * 4,
+        "logits": 3 * rows * _compute_shard_size(model.vocab_size, mesh.shape["tensor"]) * 4,
         # The TPU compiler transposes them.
         "kernels of attention": (target.platform == "tpu") * kernels * itemsize,
     }
 
-    # Prefill of prompts and observations, with the keys and values of each loop step over pages.
+    # Prefill of prompts and observations, with the keys and values of a step over pages.
     prefill_tokens = prefill_sizes(target.platform, config.context_tokens)[-1]
     values = model.memory_terms(mesh.shape["tensor"]).prefill_activations
     if model.num_experts:
@@ -493,14 +495,14 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
         "keys and values": kv_step_bytes * operand_bytes // itemsize,
         "attention scores": 3 * prefill_tokens * heads * STEP_TOKENS * 4,
     }
-    if is_cpu and not copies:  # a CPU transposes the kernels of a layer
+    if is_cpu and not copies:  # CPUs transpose the kernels of a layer
         prefill["kernels of a layer"] = itemsize * counts.decode_layers // model.num_layers
     if is_cpu and itemsize < 4:
-        # Float32 copies of the cache and the weights last for all steps of a chunk. Prefill copies
+        # Decoding keeps float32 copies of the cache and the weights during a chunk; prefill copies
         # half of the layers at a time. For a single row, every JAX version makes these copies.
         cached = 2 * cache.page_bytes * (cache.compute_num_pages(config, "cpu") or 0)
         if copies or rows == 1:
-            weights = counts.decode_layers + counts.table(model)
+            weights = counts.decode_layers + counts.count_table_params(model)
             decode["float32 copies"] = cached + 4 * weights
         if copies:
             prefill["float32 copies"] = cached + 2 * counts.decode_layers
@@ -525,25 +527,25 @@ def _plan_sampling(config: ResolvedConfig, model: Architecture, target: Target) 
             values = config.image_tokens * (1 + tower.num_deepstack_layers) * model.width
             moment["images, seen last"] = values * itemsize
     is_separate = config.mesh.rollout_devices or _frees_params(config)
-    kept = {} if is_separate else _state_bytes(config, model, mesh, "train")
-    kept["decode weights"] = _decode_weight_bytes(config, model, target)
-    resident, searching = _search_bytes(config, target)
+    kept = {} if is_separate else _count_state_bytes(config, model, mesh, "train")
+    kept["decode weights"] = _count_decode_weight_bytes(config, model, target)
+    resident, searching = _count_search_bytes(config, target)
     return _make_phase("rollout", kept | resident | searching, moments)
 
 
 def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Target) -> Phase:
-    """Estimate the memory for moving weights to a sampler without parameters on its devices.
+    """Estimate the memory of moving weights to a sampler whose devices have no parameters.
 
-    Training devices send a copy. After the last training stage, weights replace parameters one by
-    one. If there is no training, parameters are read from disk one by one, largest first, except
-    that the base model of an adapter is loaded completely.
+    Training devices send a copy. After the last training stage, decode weights replace the
+    parameters one by one. Without training, parameters are read from disk one by one, largest
+    first, except that the base model of an adapter is loaded as a whole.
     """
     mesh = make_target_mesh(config, model, target)
-    resident = _search_bytes(config, target)[0]
+    resident = _count_search_bytes(config, target)[0]
     itemsize = jnp.dtype(config.model.dtype).itemsize
-    head = _extra_head_itemsize(config, model, target)
+    head = _get_extra_head_itemsize(config, model, target)
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
-    kept = _state_bytes(config, model, mesh, stage) | resident
+    kept = _count_state_bytes(config, model, mesh, stage) | resident
     train_params, decode_params = (
         local_param_sizes(model, mesh),
         local_param_sizes(model, mesh, for_decode=True),
@@ -553,14 +555,14 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
         for path, (size, _) in decode_params.items()
     }
     if config.mesh.rollout_devices:
-        moment = {"decode weights": _decode_weight_bytes(config, model, target)}
+        moment = {"decode weights": _count_decode_weight_bytes(config, model, target)}
     elif (
         config.stages != ("evaluate",)
         or build_policy_architecture(config, model).wrapper is not None
     ):
         moment = {"decode weights of one parameter": max(decode_sizes.values())}
     else:
-        # A CPU has three copies of a parameter: in the page cache, as read, and as an array.
+        # On a CPU, a parameter has three copies: in the page cache, as read, and as an array.
         kept, copies, done_bytes = resident, 3 if target.platform == "cpu" else 1, 0
         moment = {"decode weights so far": 0, "one parameter": 0}
         for path, (size, _) in sorted(train_params.items(), key=lambda leaf: -leaf[1][0]):
@@ -578,13 +580,13 @@ def _plan_weight_sync(config: ResolvedConfig, model: Architecture, target: Targe
 def _plan_checkpoint(
     config: ResolvedConfig, model: Architecture, target: Target, stage: str
 ) -> Phase:
-    """Estimate the memory of a checkpoint on a CPU, where arrays are copied before writing."""
-    state = _state_bytes(config, model, make_target_mesh(config, model, target), stage)
+    """Estimate the memory of saving on a CPU, where arrays are copied before writing."""
+    state = _count_state_bytes(config, model, make_target_mesh(config, model, target), stage)
     saved = sum(size for name, size in state.items() if name != "frozen weights")
-    kept = state | _search_bytes(config, target)[0]
+    kept = state | _count_search_bytes(config, target)[0]
     is_last = 0 < config.num_steps <= config.checkpoint.every_steps  # sampling is over
     if stage == "train" and not config.mesh.rollout_devices and not is_last:
-        kept["decode weights"] = _decode_weight_bytes(config, model, target)
+        kept["decode weights"] = _count_decode_weight_bytes(config, model, target)
     moments = {"saving": {"copies to be written": saved}}
     return Phase(name=f"{stage} checkpoint", kept=kept, moments=moments)
 
@@ -592,10 +594,10 @@ def _plan_checkpoint(
 def _add_process_memory(
     phase: Phase, config: ResolvedConfig, model: Architecture, target: Target
 ) -> Phase:
-    """Add a CPU device's share of the memory of the process and of the compiler.
+    """Add a CPU device's share of the memory of the process and the compiler.
 
-    The sampler's layers are compiled separately, other layers as a loop unless `scan_layers` is
-    off.
+    The sampler's programs unroll the layers; other programs loop over them if `scan_layers` is
+    True.
     """
     process, compiler = PROCESS_BYTES, COMPILER_BYTES
     if {"train", "evaluate"} & set(config.stages):
@@ -616,7 +618,7 @@ def _make_phase(
     moments: dict[str, dict[str, int]],
     resident: dict[str, int] | None = None,
 ) -> Phase:
-    """Make a phase without empty terms; `MARGIN` applies to moments, not to `resident` terms."""
+    """Build a phase without empty terms. `MARGIN` is added to moments, not to `resident`."""
     for moment, terms in moments.items():
         margin = {"margin": int(MARGIN * sum(terms.values()))}
         all_terms = (resident or {}) | terms | margin
@@ -626,13 +628,13 @@ def _make_phase(
 
 @dataclass(frozen=True, kw_only=True)
 class _ParamCounts:
-    """Numbers of parameters on one device, by sharding.
+    """Number of parameters on one device, by sharding.
 
     Attributes:
         layers: All layers, sharded as in training.
         split_tables: Embedding, final norm and output layer, sharded as in training.
-        gathered_layer: Parameters of a layer that training shards, gathered.
-        decode_layers: All layers, sharded as in decoding: over `tensor`, experts over `expert`.
+        gathered_layer: One layer, gathered from the shards of training.
+        decode_layers: All layers, sharded over `tensor`, experts over `expert`, as in decoding.
         tables: Embedding, final norm and output layer, sharded as in decoding.
     """
 
@@ -642,8 +644,8 @@ class _ParamCounts:
     decode_layers: int
     tables: int
 
-    def table(self, model: Architecture) -> int:
-        """Return the number of parameters in the embedding; an untied output layer has as many."""
+    def count_table_params(self, model: Architecture) -> int:
+        """Return the number of parameters in the embedding or an untied output layer."""
         return self.tables // (1 if model.tie_embeddings else 2)
 
     @classmethod
@@ -662,8 +664,8 @@ class _ParamCounts:
         return cls(gathered_layer=counts.pop("gathered") // model.num_layers, **counts)
 
 
-def _shard_size(size: int, num_shards: int) -> int:
-    """Return a dimension's size per shard; all of it if `num_shards` does not divide it."""
+def _compute_shard_size(size: int, num_shards: int) -> int:
+    """Return an axis's size per shard: the full size if `num_shards` does not divide it."""
     return size if size % num_shards else size // num_shards
 
 
@@ -674,7 +676,7 @@ def _count_policy_weights(config: ResolvedConfig, model: Architecture, mesh: Any
     return count_weights(policy, frozen, mesh, dtype)
 
 
-def _state_bytes(
+def _count_state_bytes(
     config: ResolvedConfig, model: Architecture, mesh: Any, stage: str
 ) -> dict[str, int]:
     """Return the bytes of weights, Adam moments and reference policy on a device."""
@@ -686,57 +688,59 @@ def _state_bytes(
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
     if stage != "evaluate" and not section.offload:
-        state["optimizer state"] = _moment_bytes(policy, section)
+        state["optimizer state"] = _count_moment_bytes(policy, section)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
         state["reference parameters"] = params
     return state
 
 
-def _moment_bytes(policy: PolicyWeights, section: Any) -> int:
+def _count_moment_bytes(policy: PolicyWeights, section: Any) -> int:
     """Return the bytes of Adam's moments: the mean in `moments_dtype`, the variance in float32."""
     return (jnp.dtype(section.moments_dtype).itemsize + 4) * policy.num_trained
 
 
 def _frees_params(config: ResolvedConfig) -> bool:
-    """Return True if the parameters are freed after the sampler has received its weights."""
+    """Return True if the parameters are freed once the sampler has its weights."""
     return "train" not in config.stages
 
 
-def _search_bytes(config: ResolvedConfig, target: Target) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a search engine's permanent memory and its temporary memory, in bytes."""
+def _count_search_bytes(
+    config: ResolvedConfig, target: Target
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the permanent and temporary memory of the search engine, in bytes."""
     if (name := SEARCH_MEMORY.get(config.search.engine)) is None:
         return {}, {}
-    search_bytes = pkgutil.resolve_name(name)
+    count_search_bytes = pkgutil.resolve_name(name)
     resident: dict[str, int]
-    resident, searching = search_bytes(
+    resident, searching = count_search_bytes(
         config, target.num_passages, target.num_local, target.platform
     )
     return resident, searching
 
 
-SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
-"""Function that computes the device memory of a search engine, by engine name."""
+SEARCH_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:count_search_bytes")
+"""Dotted path of the function that computes a search engine's device memory, by name."""
 
 
-def _decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+def _count_decode_weight_bytes(config: ResolvedConfig, model: Architecture, target: Target) -> int:
     """Return the bytes of the sampler's weights on one device."""
     mesh, policy = make_target_mesh(config, model, target), build_policy_architecture(config, model)
     counts, dtype = _ParamCounts.compute(model, mesh), jnp.dtype(config.model.dtype)
-    head = _extra_head_itemsize(config, model, target) * counts.table(model)
+    head = _get_extra_head_itemsize(config, model, target) * counts.count_table_params(model)
     if policy.wrapper is None:
         return dtype.itemsize * (counts.decode_layers + counts.tables) + head
     shares_devices = target.num_processes == 1 and not config.mesh.rollout_devices
-    # A CPU's sampler stores its layers separately, so it cannot share them.
+    # On a CPU, the sampler cannot share layers, because it stores them separately.
     may_share = shares_devices and target.platform != "cpu" and not _frees_params(config)
     plan = importlib.import_module(policy.wrapper.plan)
-    size: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
+    size: int = plan.count_decode_bytes(policy, mesh, dtype, may_share=may_share)
     return size + head * model.tie_embeddings  # `size` includes an untied output layer
 
 
-def _extra_head_itemsize(config: ResolvedConfig, model: Architecture, target: Target) -> int:
-    """Return the sampler's additional bytes per value for the output layer.
+def _get_extra_head_itemsize(config: ResolvedConfig, model: Architecture, target: Target) -> int:
+    """Return the additional bytes per value of the sampler's output layer.
 
-    A model with tied embeddings has a copy of the table on a CPU, or if the dtypes differ.
+    Tied embeddings are copied on a CPU, or if the dtypes differ.
     """
     itemsize = jnp.dtype(config.model.dtype).itemsize
     head = jnp.dtype(config.model.head_dtype or config.model.dtype).itemsize
@@ -746,7 +750,7 @@ def _extra_head_itemsize(config: ResolvedConfig, model: Architecture, target: Ta
 
 
 def _describe_shapes(config: ResolvedConfig, model: Architecture, target: Target) -> dict[str, str]:
-    """Describe the largest shapes of each phase's programs, over all devices."""
+    """Describe the largest shapes of each phase, in total over all devices."""
     rollout, mesh, shapes = config.rollout, make_target_mesh(config, model, target), {}
     shards = num_batch_shards(mesh) * SHARES_PROMPTS[_resolve_kernels(config, model, target)]
     for stage in ("sft", "train"):

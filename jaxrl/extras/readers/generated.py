@@ -1,4 +1,4 @@
-"""Reader of reasoning-gym datasets, which generate a task from its index."""
+"""Reader of reasoning-gym data sets, which generate each task from its index."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 
 
-def reasoning_gym(
+def open_reasoning_gym(
     source: str, config_key: str, *, seed: int = 0, size: int = 1000, **settings: Any
 ) -> Reader:
-    """Return a reader of a reasoning-gym dataset.
+    """Return a reader of a reasoning-gym data set.
 
     Args:
-        source: Name of the dataset, such as `chain_sum`.
+        source: Name of the data set, such as `chain_sum`.
         config_key: Config key that holds the name, for error messages.
-        seed: Random seed of the tasks. Use a different seed for held-out tasks.
-        size: Number of tasks in the dataset.
-        settings: Further settings of the dataset, such as `min_terms`.
+        seed: Random seed of the tasks; held-out tasks need a different seed.
+        size: Number of tasks.
+        settings: Further settings of the data set, such as `min_terms`.
 
     Raises:
-        ValueError: The extra is not installed, or the dataset or a setting is unknown.
+        ValueError: The extra is not installed, or the data set or a setting is unknown.
     """
     try:
         import reasoning_gym as gym
@@ -37,11 +37,11 @@ def reasoning_gym(
             f"{config_key} is {source!r} of reasoning-gym, with seed={seed}, size={size} and "
             f"{settings!r}: {shorten_error(error) or type(error).__name__}."
         ) from error
-    return _Generated(tasks, source)
+    return _ReasoningGymReader(tasks, source)
 
 
-class _Generated(Reader):
-    """Reader that generates tasks on access."""
+class _ReasoningGymReader(Reader):
+    """Reader that generates tasks when they are read."""
 
     def __init__(self, tasks: Any, name: str):
         self._tasks, self._name = tasks, name
@@ -56,7 +56,7 @@ class _Generated(Reader):
             record = to_record(
                 {"question": entry["question"], "metadata": entry["metadata"]}, location
             )
-            # Puzzles with many solutions have no answer; their verifier reads the metadata.
+            # Puzzles with many solutions have no answer; a verifier checks them by the metadata.
             answer = str(entry["answer"] or "any that the verifier accepts")
             records.append(record | {"answers": answer, "id": location, "data_source": self._name})
         return records

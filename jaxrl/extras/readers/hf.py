@@ -9,10 +9,10 @@ from typing import Any
 from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 
 
-def hugging_face(
+def open_hugging_face(
     source: str, split: str, config_key: str, columns: Mapping[str, str] | None = None
 ) -> Reader:
-    """Return a reader of a saved dataset, or of one split of a saved `DatasetDict`.
+    """Return a reader of a saved `Dataset`, or of one split of a saved `DatasetDict`.
 
     Columns that `columns` maps to "" are skipped.
 
@@ -29,7 +29,7 @@ def hugging_face(
     folder = Path(source)
     try:
         rows = datasets.load_from_disk(str(folder))
-    except Exception as error:  # several libraries raise their own types
+    except Exception as error:  # several libraries raise various types
         raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
     name = str(folder)
     if isinstance(rows, datasets.DatasetDict):
@@ -41,11 +41,13 @@ def hugging_face(
     if not len(rows):
         raise ValueError(f"{name} holds no row; {config_key} must name at least one.")
     dropped = [name for name, field in (columns or {}).items() if field == ""]
-    return _Rows(rows.remove_columns([c for c in dropped if c in rows.column_names]), name)
+    return _HuggingFaceReader(
+        rows.remove_columns([c for c in dropped if c in rows.column_names]), name
+    )
 
 
-class _Rows(Reader):
-    """Reader of one dataset. Images and audio stay encoded, as the stored bytes."""
+class _HuggingFaceReader(Reader):
+    """Reader of a `Dataset`. Images and audio stay encoded."""
 
     pads_with_nulls = True
 

@@ -1,4 +1,4 @@
-"""Parquet reader that caches one row group, or several small ones."""
+"""Parquet reader that caches recently read row groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jaxrl.data.readers.base import (
 )
 
 HELD_BYTES = 2**25
-"""Maximum total size of cached row groups, in bytes. The latest one is always cached."""
+"""Maximum size of all cached row groups, in bytes. The latest is always cached."""
 
 
-def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:
-    """Return a reader of Parquet files: a file, a pattern such as `train-*.parquet`, or a folder.
+def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:
+    """Return a reader of a Parquet file, a folder, or a pattern such as `train-*.parquet`.
 
     Columns that `columns` maps to "" are skipped.
     """
     dropped = {name for name, field in (columns or {}).items() if field == ""}
     return open_files(
-        lambda path: _Parquet(path, config_key, dropped),
+        lambda path: _ParquetReader(path, config_key, dropped),
         source,
         config_key,
         expected="a Parquet file",
@@ -38,7 +38,7 @@ def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = No
     )
 
 
-class _Parquet(Reader):
+class _ParquetReader(Reader):
     """Reader of one Parquet file."""
 
     pads_with_nulls = True
@@ -72,10 +72,10 @@ class _Parquet(Reader):
             np.split(row_indices, split_points), groups[[0, *split_points]], strict=True
         ):
             start = int(run[0] - (self._ends[group - 1] if group else 0))
-            rows += self._group(int(group)).slice(start, len(run)).to_pylist()
+            rows += self._read_group(int(group)).slice(start, len(run)).to_pylist()
         return [to_record(row, self.location(i)) for row, i in zip(rows, indices, strict=True)]
 
-    def _group(self, group: int) -> pa.Table:
+    def _read_group(self, group: int) -> pa.Table:
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]

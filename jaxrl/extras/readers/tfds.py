@@ -1,4 +1,4 @@
-"""Reader of TensorFlow Datasets in array_record format, without TensorFlow."""
+"""Reader of TFDS data sets in array_record format, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 from jaxrl.utils.json_io import parse_json, read_object
 
 
-def tfds(source: str, split: str, config_key: str) -> Reader:
-    """Return a reader of one split of a TFDS dataset.
+def open_tfds(source: str, split: str, config_key: str) -> Reader:
+    """Return a reader of one split of a TFDS data set.
 
-    Empty strings and lists count as missing, since TFDS has no missing values. `metadata` may be a
-    string with a JSON object.
+    Empty strings and lists count as missing, since TFDS has no null values. `metadata` may be a
+    string that contains a JSON object.
 
     Args:
-        source: Folder of one version of the dataset.
-        split: Name of the split, or a slice of it such as `train[:90%]`.
+        source: Folder of one version of the data set.
+        split: Name of a split, or a slice such as `train[:90%]`.
         config_key: Config key that holds the folder, for error messages.
 
     Raises:
-        ValueError: The folder is not a dataset, has another format, is damaged, lacks the split, or
-            has images or audio.
+        ValueError: The folder is not a data set in this format, is damaged, lacks the split, or has
+            images or audio.
     """
     folder = Path(source)
     file = folder / "dataset_info.json"
@@ -35,20 +35,20 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
             "the folder of one version of a TFDS dataset, such as data/tfds/bridges/1.0.0"
             f"{hint}."
         )
-    # Old datasets without this field are TFRecord.
+    # Old data sets lack this field; their format is TFRecord.
     file_format = read_object(file).get("fileFormat", "tfrecord")
     if file_format != "array_record":
         raise ValueError(
             f"{folder} holds {file_format} files, for which TFDS would need TensorFlow or lose "
             "examples; prepare it again with file_format='array_record'."
         )
-    import tensorflow_datasets  # imported late: it takes a second, and the folder may be invalid
+    import tensorflow_datasets  # imported late, since it takes a second
 
     try:
         builder = tensorflow_datasets.builder_from_directory(folder)
-    except Exception as error:  # several libraries raise their own types
+    except Exception as error:  # several libraries raise various types
         raise ValueError(f"{folder} cannot be read: {shorten_error(error)}.") from error
-    # TFDS would decode images itself, in any format that Pillow knows and of any size.
+    # TFDS would decode images of any size and any format that Pillow reads.
     if decoded := list(_find_decoded_features(builder.info.features, tensorflow_datasets.features)):
         raise ValueError(
             f"{folder} has images or sound in {decoded[0]!r}, which are not read from TFDS; write "
@@ -66,11 +66,11 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         raise ValueError(
             f"{folder} holds no example in {split!r}; {config_key} must name at least one."
         )
-    return _Examples(examples, folder, split)
+    return _TfdsReader(examples, folder, split)
 
 
 def _find_decoded_features(feature: Any, feature_types: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of features that TFDS would decode, including nested ones."""
+    """Yield the names of features that TFDS would decode, including nested features."""
     if isinstance(feature, feature_types.FeaturesDict):
         for key, inner in feature.items():
             yield from _find_decoded_features(
@@ -82,7 +82,7 @@ def _find_decoded_features(feature: Any, feature_types: Any, name: str = "") -> 
         yield name
 
 
-class _Examples(Reader):
+class _TfdsReader(Reader):
     """Reader of the examples in one split."""
 
     def __init__(self, examples: Any, folder: Path, split: str):

@@ -1,7 +1,7 @@
-"""Program that sets limits and then runs code, inside the sandbox.
+"""Sandbox entry point: set limits, then run the code from stdin.
 
-It reads the code from stdin. It writes `READY` to stderr once all limits are set, followed by the
-error message if the code raises an exception.
+The program writes `READY` to stderr once all limits are set, followed by the error message if the
+code raises an exception.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import sys
 READY = b"ready\n"
 
 EXCEPTION_STATUS = 3
-"""Exit status if the code raised an exception."""
+"""Exit status of code that raised an exception."""
 
 DENIED_SYSCALLS = {
-    # New processes and threads; signals to other processes and inspection of them; sockets and
-    # substitutes for them; memory outside the limits; namespaces, mounts and keys; owners, extended
+    # New processes and threads; signaling and inspecting other processes; sockets and their
+    # substitutes; memory outside the limits; namespaces, mounts and keys; owners, extended
     # attributes and flags of files; device nodes and named pipes; the system log; locks on shared
     # files; asynchronous reads, which count against a limit that all users share.
     "x86_64": (
@@ -40,14 +40,14 @@ DENIED_SYSCALLS = {
         *(5, 6, 7, 14, 15, 16, 463, 466, 469, 33, 116, 32, 0),
     ),
 }
-"""Numbers of denied system calls by machine, from Linux's `asm/unistd.h`."""
+"""Numbers of the denied system calls by machine, from Linux's `asm/unistd.h`."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000  # lowest number of an x32 system call on x86_64
 
 
 def build_seccomp_filter(machine: str) -> bytes:
-    """Build a seccomp filter: a sequence of `struct sock_filter` (`linux/filter.h`).
+    """Build a seccomp filter, a sequence of `struct sock_filter` (`linux/filter.h`).
 
     Calls of another architecture kill the process; calls in `DENIED_SYSCALLS` fail with EPERM.
     """
@@ -84,7 +84,7 @@ def drop_privileges(user: int, devices: list[str]) -> None:
     """Make devices read-only and switch to `user`, dropping groups and capabilities.
 
     Raises:
-        OSError: The system denies it, or `user` may not read Python's library.
+        OSError: The system denies a change, or `user` may not read Python's library.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     read_only, no_suid, no_exec, remount, bind = 1, 2, 8, 32, 4096
@@ -111,15 +111,15 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Run code from stdin under the limits in the first command-line argument.
+    """Run the code from stdin under the limits in the first command-line argument.
 
-    An optional second one holds the arguments of `drop_privileges`. Both are JSON.
+    An optional second argument holds the arguments of `drop_privileges`. Both are JSON.
     """
     code = sys.stdin.buffer.read()
     report_fd = os.dup(2)
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
-    os.dup2(1, 2)  # warnings belong to the output
+    os.dup2(1, 2)  # warnings are part of the output
     os.closerange(3, report_fd)
     os.closerange(report_fd + 1, 1024)
     try:

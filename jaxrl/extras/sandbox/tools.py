@@ -1,4 +1,4 @@
-"""Tool that runs each Python snippet in a sandboxed process."""
+"""Python tool that runs each snippet in a sandboxed process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENVIRONMENT = {
     # Linear algebra libraries would start one thread per core.
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-"""Complete environment variables of the code."""
+"""All environment variables of the sandboxed process."""
 
 NOBODY = 65534
 """User and group id under which the code runs in bubblewrap."""
@@ -40,7 +40,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _CLONE_NEWUSER = 0x10000000
 
 _KILL_TIMEOUT_S = 5.0
-"""Seconds to wait for a killed process to end."""
+"""Seconds to wait for a killed process to exit."""
 
 _SETUP_HINT = (
     "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and so "
@@ -55,16 +55,17 @@ _ROOT_SETUP_HINT = (
 
 
 class BubblewrapTool(Tool):
-    """Python inside bubblewrap (https://github.com/containers/bubblewrap), for untrusted code.
+    """Python tool for untrusted code, sandboxed by bubblewrap.
 
-    Each snippet runs in a new process with limits on time, memory and output. The code can read the
-    system's programs and libraries and this interpreter with its packages, and can write to a
-    temporary folder in memory. It has no network, other processes, capabilities, open files or
-    standard input, and only the variables in `_ENVIRONMENT`. A seccomp filter, installed before the
-    code runs, denies new processes and threads, sockets, and signals to other processes.
+    Each snippet runs in a new process (https://github.com/containers/bubblewrap) with limits on
+    time, memory and output. The code can read the system's programs and libraries, and this
+    interpreter with its packages; it can write to a temporary folder in memory. It has no network,
+    capabilities, open files or standard input, sees no other processes, and gets only the
+    environment variables in `_ENVIRONMENT`. A seccomp filter denies new processes and threads,
+    sockets, and signals to other processes.
 
-    If root starts the run, the code runs as `NOBODY` on the host too: root sets up the sandbox,
-    makes its devices read-only, and switches users before the code runs.
+    If root starts the run, root sets up the sandbox, makes its devices read-only, and switches to
+    `NOBODY`, on the host too, before the code runs.
     """
 
     name = "python"
@@ -73,7 +74,7 @@ class BubblewrapTool(Tool):
     description = PYTHON_DESCRIPTION
     max_threads = 8
     child = "/sandbox_child.py"
-    """Path of `CHILD` in the sandbox."""
+    """Path of `CHILD` inside the sandbox."""
 
     def __init__(
         self,
@@ -82,10 +83,10 @@ class BubblewrapTool(Tool):
         max_memory: int = 64 * 2**20,
         max_output: int = 100_000,
     ) -> None:
-        """Run a snippet to check that the sandbox works on this machine.
+        """Check that the sandbox works on this machine by running a snippet.
 
         Args:
-            timeout_s: Time limit per snippet.
+            timeout_s: Time limit per snippet, in seconds.
             max_memory: Limit on a snippet's address space and on the size of its files, in bytes.
             max_output: Limit on a snippet's output, in bytes.
 
@@ -102,18 +103,18 @@ class BubblewrapTool(Tool):
 
     @property
     def setup_hint(self) -> str:
-        """Return setup instructions for machines on which the sandbox does not work."""
+        """Instructions for machines on which the sandbox does not work."""
         return _SETUP_HINT + _ROOT_SETUP_HINT * _is_host_root()
 
-    def files(self) -> tuple[int, ...]:
-        """Return the file descriptors that `command` refers to."""
+    def list_fds(self) -> tuple[int, ...]:
+        """Return the file descriptors that the command of `build_command` needs."""
         return (_open_root_namespace(),) if _is_host_root() else ()
 
-    def command(self, program: list[str]) -> list[str]:
+    def build_command(self, program: list[str]) -> list[str]:
         """Build the command that runs a Python program in the sandbox.
 
         Args:
-            program: Arguments for the interpreter; paths are those in the sandbox.
+            program: Interpreter arguments, with paths inside the sandbox.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -154,10 +155,10 @@ class BubblewrapTool(Tool):
         ]
 
     def run(self, code: str, /) -> str:
-        """Run code; return its output, or the type and message of its error.
+        """Run the code; return its output, or the type and message of its error.
 
-        A process may be killed from outside, for example by the system when memory runs out. The
-        code then runs again in the remaining time. A second kill counts as a crash.
+        If the system kills the process, for example when memory runs out, the code runs again in
+        the remaining time. A second kill counts as a crash.
         """
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -170,7 +171,7 @@ class BubblewrapTool(Tool):
         return _CRASH
 
     def _run_once(self, code: str, deadline: float, is_retry: bool) -> str | None:
-        """Run code once; return its output, or None if the process was killed."""
+        """Run the code once; return its output, or None if the process was killed."""
         limits = {
             **{"AS": self._max_memory, "FSIZE": self._max_memory, "CORE": 0, "NPROC": 0},
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
@@ -179,13 +180,13 @@ class BubblewrapTool(Tool):
             source.write(code.encode("utf-8", "surrogatepass"))
             source.seek(0)
             child = ChildProcess(
-                self.command(["-I", self.child, json.dumps(limits)]),
+                self.build_command(["-I", self.child, json.dumps(limits)]),
                 what="the process",
                 max_unread_bytes=self._max_output,
                 stdin=source,
                 stderr=subprocess.PIPE,
                 env=_ENVIRONMENT,
-                pass_fds=self.files(),
+                pass_fds=self.list_fds(),
             )
         with child:
             return self._read_output(child, deadline, is_retry)
@@ -193,9 +194,9 @@ class BubblewrapTool(Tool):
     def _read_output(self, child: ChildProcess, deadline: float, is_retry: bool) -> str | None:
         kill_reason = self._wait_or_kill(child, deadline)
         status = child.wait(_KILL_TIMEOUT_S)
-        if kill_reason == "late" and is_retry:  # possibly before it started
+        if kill_reason == "late" and is_retry:  # possibly before the code started
             return TIMEOUT
-        # Text before `READY` is an error of the sandbox, text after it an error of the code.
+        # Text before `READY` is a sandbox error; text after it is an error of the code.
         before, _, error = child.stderr_buffer.partition(READY)
         if before or not child.stderr_buffer.startswith(READY):
             if kill_reason == "late":
@@ -218,7 +219,7 @@ class BubblewrapTool(Tool):
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
     def _wait_or_kill(self, child: ChildProcess, deadline: float) -> str:
-        """Wait for the process to end; kill it at time `deadline` or if it prints too much.
+        """Wait for the process to exit; kill it at time `deadline` or if it prints too much.
 
         Returns:
             "late" or "much" (too much output) if it was killed, else "".
@@ -228,7 +229,7 @@ class BubblewrapTool(Tool):
             if not child.read(
                 lambda: len(child.stdout_buffer) > self._max_output, deadline - time.monotonic()
             ):
-                # The process may close both streams long before it ends.
+                # The process may close both streams long before it exits.
                 child.wait(max(deadline - time.monotonic(), 0))
                 return ""
         except ChildTimeoutError:
@@ -248,8 +249,8 @@ def _is_host_root() -> bool:
 def _open_root_namespace() -> int:
     """Create a user namespace with root and `NOBODY`; return its file descriptor.
 
-    bwrap itself maps only one user into its namespace. If root starts bwrap, this is the host's
-    root, which owns the host's devices and programs even under another user id.
+    bwrap itself maps only the current user into its namespace. If root starts bwrap, that user is
+    the host's root, which owns the host's devices and programs even under another user id.
 
     Raises:
         OSError: Root may not create such a namespace on this machine.

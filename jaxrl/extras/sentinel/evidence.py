@@ -1,4 +1,4 @@
-"""Statistics of a training step that the sentinel's rules use."""
+"""Statistics of a training step for the sentinel's rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.training.method import Method
 from jaxrl.types import Group, Trajectory, flatten_groups
 
 ZERO_SUM_ESTIMATORS = ("grpo", "rloo", "pass_at_k")
-"""Estimators whose advantages sum to 0 in every group, whatever their settings."""
+"""Estimators whose advantages sum to 0 in every group, for any settings."""
 
 METRICS = {
     "gradient": "actor/grad_norm",
@@ -25,50 +25,50 @@ METRICS = {
     "gap_max": "rollout_corr/logprob_diff_max",
     "gap_k3": "rollout_corr/k3_kl",
 }
-"""Statistics that are already in the step's metrics, with the name of the metric."""
+"""Metric name of each statistic that is read from the step's metrics."""
 
 MIN_LOOP_TOKENS = 32
-"""Minimum number of sampled tokens in a response that can count as repetitive."""
+"""Minimum number of sampled tokens in a repetitive response."""
 
 _NGRAM_SIZE = 4  # n of the n-grams
-_NUM_CHECKED_TOKENS = 128  # number of final sampled tokens to check for repetition
+_NUM_CHECKED_TOKENS = 128  # number of last sampled tokens to check for repetition
 _MIN_DISTINCT = 0.4  # fraction of distinct n-grams below which a response is repetitive
 
 StepStats = dict[str, Any]
-"""Statistics of a step by name, None where undefined; `compute_step_stats` lists them."""
+"""Statistics of a step by name; None if undefined. See `compute_step_stats`."""
 
 
 def compute_step_stats(
     record: Mapping[str, Any], groups: Sequence[Group], method: Method
 ) -> StepStats:
-    """Compute the statistics of a step. Fractions are of the scored trajectories.
+    """Compute the statistics of a step. Fractions refer to scored trajectories.
 
     Args:
-        record: Metrics of the step by name.
+        record: Metrics of the step, by name.
         groups: Groups that the step trained on, with advantages.
         method: Training method.
 
     Returns:
         reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
-        num, groups: Number of scored trajectories, and of groups with at least one of them.
+        num, groups: Number of scored trajectories, and of groups that contain any.
         correct: Fraction of correct trajectories.
         is_constant: 1 if all rewards are equal, else 0.
         entropy: Mean entropy per sampled token under the sampler, in nats.
-        likelihood: Mean logprob in nats of sampled tokens with a positive trajectory advantage.
+        likelihood: Mean logprob of tokens sampled in trajectories with a positive advantage.
         length: Mean number of sampled tokens.
-        malformed: Fraction that ended without a search or an answer.
-        cut: Fraction truncated by a limit on tokens or turns.
+        malformed: Fraction that ended with neither a search nor an answer.
+        cut: Fraction truncated by a token or turn limit.
         void: Fraction with a turn that has neither a tool call nor the answer.
         loops: Fraction with a repetitive response.
-        alike: Fraction with the same response as another sample of the group.
+        alike: Fraction whose response equals another sample's in the group.
         signal: Fraction of groups with a nonzero advantage.
-        searching, searches: Fraction that called a tool, and number of calls per trajectory.
-        found: Fraction of trajectories with a call whose search results have an accepted answer.
+        searching, searches: Fraction that called a tool, and mean number of calls.
+        found: Fraction with an accepted answer in the results, among trajectories with a call.
         prompts: Number of groups whose samples have different prompts.
         uneven: Maximum over groups of |sum of advantages| / max |advantage|.
         yes: Fraction of scores equal to 1, by judge.
-        twins: Log-likelihoods from `find_duplicate_pairs`.
-        The keys of `METRICS`, from `record`.
+        twins: Result of `find_duplicate_pairs`.
+        Keys of `METRICS`: Metrics from `record`.
     """
     # Trajectories with environment errors have no reward and are excluded.
     scored = [t for t in flatten_groups(groups) if t.is_scored]
@@ -83,8 +83,8 @@ def compute_step_stats(
         "reward_min": float(rewards.min()) if len(scored) else None,
         "correct": _mean([t.is_correct for t in scored]),
         "is_constant": float(len(scored) > 0 and rewards.min() == rewards.max()),
-        "entropy": _mean_per_token(scored, "rollout_entropies"),
-        "likelihood": _mean_per_token(positive, "rollout_logprobs"),
+        "entropy": _compute_mean_per_token(scored, "rollout_entropies"),
+        "likelihood": _compute_mean_per_token(positive, "rollout_logprobs"),
         "length": _mean([t.num_sampled for t in scored]),
         "malformed": _mean([t.outcome == Outcome.MALFORMED for t in scored]),
         "cut": _mean([t.outcome == Outcome.OUT_OF_BUDGET for t in scored]),
@@ -94,18 +94,18 @@ def compute_step_stats(
         "signal": _mean([any(t.has_signal for t in group.trajectories) for group in groups]),
         "searching": len(with_calls) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
-        "found": _mean([found_answer(t) for t in with_calls if t.task.answers]),
+        "found": _mean([has_found_answer(t) for t in with_calls if t.task.answers]),
         "prompts": sum(
             len({t.token_ids[: t.prompt_length].tobytes() for t in group.scored_trajectories}) > 1
             for group in groups
         ),
-        "uneven": max((advantage_imbalance(group) for group in groups), default=0.0)
+        "uneven": max((compute_advantage_imbalance(group) for group in groups), default=0.0)
         if method.advantage.estimator.name in ZERO_SUM_ESTIMATORS and not method.advantage.by_turn
         else 0.0,
-        "yes": judge_approval_rates(scored),
+        "yes": compute_judge_approval_rates(scored),
         "twins": find_duplicate_pairs(groups),
     }
-    # The state is saved as JSON, which has neither NaN nor infinity.
+    # The state is saved as JSON, which cannot represent NaN or infinity.
     stats |= {name: record.get(metric) for name, metric in METRICS.items()}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -117,7 +117,7 @@ def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _mean_per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
+def _compute_mean_per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
     """Return the sum of a per-token array divided by the number of sampled tokens."""
     count = sum(t.num_sampled for t in trajectories)
     return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
@@ -144,25 +144,25 @@ def is_repetitive(ids: np.ndarray) -> bool:
 
 
 def find_duplicates(group: Group) -> list[bool]:
-    """Return, for each scored trajectory, True if another in the group has the same sampled ids."""
+    """Return, per scored trajectory, True if another in the group has the same sampled ids."""
     texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 
 
-def found_answer(trajectory: Trajectory) -> bool:
-    """Return True if any search result contains an accepted answer (`attribution.shows_answer`)."""
+def has_found_answer(trajectory: Trajectory) -> bool:
+    """Return True if a search result contains an accepted answer."""
     return any(shows_answer(turn, trajectory.task.answers) for turn in trajectory.turns)
 
 
-def advantage_imbalance(group: Group) -> float:
+def compute_advantage_imbalance(group: Group) -> float:
     """Return |sum of the group's advantages| / max |advantage|; 0 if all advantages are 0."""
     advantages = [t.advantage or 0.0 for t in group.scored_trajectories]
     largest = max(map(abs, advantages), default=0.0)
     return abs(sum(advantages)) / largest if largest else 0.0
 
 
-def judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the fraction of scores equal to 1 from each judge that was called."""
+def compute_judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the fraction of scores equal to 1, by judge."""
     shares = {}
     for judge in sorted({str(call.tool) for t in trajectories for call in t.reward_records}):
         parts = [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
@@ -172,11 +172,13 @@ def judge_approval_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 
 def find_duplicate_pairs(groups: Sequence[Group]) -> dict[str, float]:
-    """Find pairs of sample indices whose responses are identical in every group of the step.
+    """Find pairs of sample indices with identical responses in every group of the step.
 
-    Samples i and j of a group have different random keys, so the probability that j repeats i is
-    the likelihood of the response. The result maps `i-j` to the sum of these log-likelihoods over
-    the groups, in nats.
+    Samples i and j of a group have different random keys, so j repeats i with a probability equal
+    to the likelihood of the response.
+
+    Returns:
+        Sum of the log-likelihoods of these responses over groups, in nats, by `i-j`.
     """
     group_pairs: list[dict[str, float]] = []
     for group in groups:

@@ -1,8 +1,8 @@
 """Rules that detect failing training from the statistics of a step and of earlier steps.
 
-Most rules compare a step with up to `BASELINE_STEPS` earlier steps, so a run that only starts badly
-raises no sign. Errors that are never acceptable (different prompts in a group, samples that share a
-random key) raise a sign immediately.
+Most rules compare a step with up to `BASELINE_STEPS` earlier steps, so a run that starts badly
+raises no sign. Bugs (different prompts in a group, samples that share a random key) raise a sign
+immediately.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxrl.training.watch import Sign
 from jaxrl.types import Group
 
 BASELINE_STEPS = 50
-"""Number of earlier steps in the baseline."""
+"""Maximum number of earlier steps to compare with."""
 
 RECENT = 3
-"""Number of steps, including the current one, over which noisy statistics are averaged."""
+"""Number of latest steps over which noisy statistics are averaged."""
 
 ACCURACY_STEPS = 10
-"""Number of steps, including the current one, over which the accuracy is averaged."""
+"""Number of latest steps over which the accuracy is averaged."""
 
 MIN_PRIOR = 5
-"""Minimum number of earlier steps for a baseline."""
+"""Minimum number of earlier steps to compare with."""
 
 ROUNDING_GAP = 0.002
-"""Mean gap between sampler and trainer, in nats per token, that is ignored even if it grows."""
+"""Mean gap between sampler and trainer, in nats per token, that never raises a sign."""
 
 MAX_GROWTH = 10.0
-"""Multiple of the largest recent gradient norm that counts as an exploding gradient."""
+"""Multiple of the largest recent gradient norm above which a gradient explodes."""
 
 GAP_LABELS = (
     (0.001, "equal"),
@@ -41,10 +41,10 @@ GAP_LABELS = (
     (0.05, "off"),
     (math.inf, "far off"),
 )
-"""Upper bounds on the mean gap between sampler and trainer in nats per token, and their labels."""
+"""Upper bounds on the mean gap between sampler and trainer, in nats per token, with labels."""
 
 RuleResult = tuple[str, str] | None
-"""Result of a rule: name and text of the sign, or None."""
+"""Name and text of the sign that a rule raises, or None."""
 
 
 def detect_signs(
@@ -58,21 +58,21 @@ def detect_signs(
     share: float,
     gap: float,
 ) -> tuple[dict[str, Any], list[Sign]]:
-    """Apply all rules to a step. Return the next state and the signs, most certain first.
+    """Apply all rules to a step; return the new state and the signs, most certain first.
 
     Args:
-        record: Metrics of the step by name.
+        record: Metrics of the step, by name.
         groups: Groups that the step trained on, with advantages.
-        state: State after the previous step: statistics of earlier "steps", `History.best` as
-            "best", numbers of consecutive steps in which each rule fired as "counts", and
-            log-likelihoods of identical samples, summed over steps, as "twins".
+        state: State after the previous step: "steps" (statistics of earlier steps), "best"
+            (`History.best`), "counts" (consecutive steps in which each rule fired) and "twins"
+            (log-likelihoods of identical samples, summed over steps).
         method: Training method.
         step: Step number within the stage, from 1.
-        reward_fall: Fraction of the reward range that the mean must drop below its best.
-        share: Fraction of bad responses (malformed, truncated, ...) that raises a sign.
-        gap: Mean gap between sampler and trainer, in nats per token, that is always too large.
+        reward_fall: Drop of the mean reward below its best, as a fraction of the reward range.
+        share: Fraction of malformed, truncated, ... responses that raises a sign.
+        gap: Mean gap between sampler and trainer that always raises a sign, in nats per token.
     """
-    # Samples that are identical by chance soon differ, which drops their pair from the sums.
+    # Pairs that are identical by chance soon differ, which removes them from the sums.
     now = compute_step_stats(record, groups, method)
     past: list[StepStats] = list(state.get("steps", []))
     best = dict(state.get("best", {}))
@@ -81,7 +81,7 @@ def detect_signs(
     }
     history = History(past=past, now=now, number=step, best=best)
     rules: dict[str, tuple[RuleResult, int]] = {
-        # By rule: its result, and the number of consecutive steps in which it must fire.
+        # Result of each rule, and the number of consecutive steps in which it must fire.
         "prompts": (detect_prompt_mismatch(now), 1),
         "twins": (detect_repeated_keys(duplicates), 1),
         "uneven": (detect_uneven_advantages(now, method), 1),
@@ -100,7 +100,7 @@ def detect_signs(
         "length": (detect_length_change(history), 2),
         "signal": (detect_missing_signal(history), 8),
     }
-    # `since` is the last healthy step, to which a rollback may return.
+    # `since` is the last healthy step, the target of a rollback.
     counts, signs = {}, []
     for name, (sign, num_required) in rules.items():
         counts[name] = state.get("counts", {}).get(name, 0) + 1 if sign else 0
@@ -113,7 +113,7 @@ def detect_signs(
     next_state = {
         "steps": [*past, stats][-BASELINE_STEPS:],
         "counts": counts,
-        "best": history.next_best(),
+        "best": history.compute_next_best(),
         "twins": duplicates,
     }
     return next_state, signs
@@ -129,7 +129,7 @@ detect_signs.signs = (  # type: ignore[attr-defined]  # keys of config.watch.act
 
 
 class History:
-    """Statistics of a step and of the steps before it."""
+    """Statistics of the current and earlier steps."""
 
     def __init__(
         self, *, past: Sequence[StepStats], now: StepStats, number: int, best: Mapping[str, Any]
@@ -145,20 +145,20 @@ class History:
         """
         self.past, self.now, self.number, self.best = past, now, number, best
 
-    def prior(self, name: str, last: int = BASELINE_STEPS) -> list[float]:
-        """Return the last values of a statistic before this step, oldest first, without None."""
+    def get_recent(self, name: str, last: int = BASELINE_STEPS) -> list[float]:
+        """Return up to `last` values of a statistic before this step, oldest first."""
         return _get_values(name, self.past)[-last:]
 
-    def recent_mean(self, name: str) -> float | None:
-        """Return a statistic's mean over the last `RECENT` steps; None if a value is missing."""
+    def compute_recent_mean(self, name: str) -> float | None:
+        """Compute a statistic's mean over the last `RECENT` steps; None if a value is missing."""
         values = _get_values(name, [*self.past[1 - RECENT :], self.now])
         return sum(values) / len(values) if len(values) == RECENT else None
 
-    def earlier(self, name: str) -> list[float]:
-        """Return the values of a statistic from before the last `RECENT` steps, without None."""
+    def get_earlier(self, name: str) -> list[float]:
+        """Return the values of a statistic before the last `RECENT` steps, oldest first."""
         return _get_values(name, self.past[: max(len(self.past) - RECENT + 1, 0)])
 
-    def next_best(self) -> dict[str, Any]:
+    def compute_next_best(self) -> dict[str, Any]:
         """Return `best`, updated with this step."""
         last = [step for step in [*self.past, self.now] if step.get("reward") is not None]
         low = min([*_get_values("reward_min", last), self.best.get("low", math.inf)])
@@ -190,7 +190,7 @@ def detect_prompt_mismatch(now: StepStats) -> RuleResult:
 
 
 def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
-    """Detect pairs of samples that stay identical although that is very unlikely."""
+    """Detect pairs of samples that stay identical although that is improbable."""
     pair, nats = min(duplicates.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
@@ -203,7 +203,7 @@ def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
 
 
 def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
-    """Detect group advantages that do not sum to 0 although the estimator guarantees it."""
+    """Detect groups whose advantages do not sum to 0, as the estimator guarantees."""
     if now["uneven"] < 1e-3:
         return None
     return "advantages_uneven", (
@@ -215,7 +215,7 @@ def detect_uneven_advantages(now: StepStats, method: Method) -> RuleResult:
 
 def detect_skipped_updates(history: History) -> RuleResult:
     """Detect updates that were skipped because the gradient was not finite."""
-    earlier = [*history.prior("skipped", 1), 0.0][0]
+    earlier = [*history.get_recent("skipped", 1), 0.0][0]
     skipped = (history.now["skipped"] or 0.0) - earlier
     if skipped <= 0:
         return None
@@ -228,7 +228,7 @@ def detect_skipped_updates(history: History) -> RuleResult:
 
 def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) -> RuleResult:
     """Detect a gap between sampler and trainer logprobs that is too large or has grown."""
-    now, prior = history.now["gap"], history.earlier("gap")[-20:]
+    now, prior = history.now["gap"], history.get_earlier("gap")[-20:]
     if now is None:
         return None
     has_grown = len(prior) >= MIN_PRIOR and now > 10 * max(prior) and now > ROUNDING_GAP
@@ -259,13 +259,13 @@ def detect_sampler_mismatch(history: History, limit: float, *, has_lag: bool) ->
 
 
 def describe_gap(gap: float) -> str:
-    """Return the label in `GAP_LABELS` for a mean gap in nats per token."""
+    """Return the label of a mean gap in nats per token."""
     return next(name for limit, name in GAP_LABELS if gap < limit)
 
 
 def detect_gradient_explosion(history: History) -> RuleResult:
-    """Detect a gradient norm far above the largest recent one."""
-    now, prior = history.now["gradient"], [x for x in history.prior("gradient", 20) if x > 0]
+    """Detect a gradient norm far above the largest recent norm."""
+    now, prior = history.now["gradient"], [x for x in history.get_recent("gradient", 20) if x > 0]
     if now is None or len(prior) < MIN_PRIOR or now <= MAX_GROWTH * max(prior):
         return None
     return "gradient_exploded", (
@@ -278,7 +278,7 @@ def detect_gradient_explosion(history: History) -> RuleResult:
 
 def detect_large_update(history: History) -> RuleResult:
     """Detect a batch of updates that moved the policy too far."""
-    now, prior = history.now["moved"], [abs(x) for x in history.prior("moved", 20)]
+    now, prior = history.now["moved"], [abs(x) for x in history.get_recent("moved", 20)]
     if now is None or len(prior) < MIN_PRIOR or abs(now) < 0.1 or abs(now) < 10 * median(prior):
         return None
     return "update_too_large", (
@@ -303,7 +303,7 @@ def detect_constant_rewards(now: StepStats) -> RuleResult:
 
 def detect_sudden_success(history: History) -> RuleResult:
     """Detect a sudden jump to 100% correct answers that chance does not explain."""
-    prior, now = history.earlier("correct")[-10:], history.now
+    prior, now = history.get_earlier("correct")[-10:], history.now
     if len(prior) < MIN_PRIOR or now["correct"] != 1.0 or now["num"] < 8:
         return None
     max_accuracy = max(prior)
@@ -318,7 +318,7 @@ def detect_sudden_success(history: History) -> RuleResult:
 
 def detect_lenient_judge(history: History) -> RuleResult:
     """Detect a judge that gives every answer a score of 1, correct or wrong."""
-    correct = history.recent_mean("correct")
+    correct = history.compute_recent_mean("correct")
     for judge_name, approval_rate in history.now["yes"].items():
         if (
             approval_rate == 1.0
@@ -336,8 +336,11 @@ def detect_lenient_judge(history: History) -> RuleResult:
 
 def detect_search_change(history: History) -> RuleResult:
     """Detect a sharp drop in searches that find the answer, at a similar call rate."""
-    share, prior = history.recent_mean("found"), history.earlier("found")
-    searching, call_rates = history.recent_mean("searching"), history.earlier("searching")
+    share, prior = history.compute_recent_mean("found"), history.get_earlier("found")
+    searching, call_rates = (
+        history.compute_recent_mean("searching"),
+        history.get_earlier("searching"),
+    )
     if share is None or searching is None or len(prior) < MIN_PRIOR:
         return None
     typical, typical_calls = median(prior[-20:]), median(call_rates[-20:])
@@ -358,8 +361,8 @@ def detect_search_change(history: History) -> RuleResult:
 
 
 def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
-    """Detect a mean reward far below the best one."""
-    now, best = history.recent_mean("reward"), history.best
+    """Detect a mean reward far below the best mean reward."""
+    now, best = history.compute_recent_mean("reward"), history.best
     if now is None or "reward" not in best:
         return None
     low = min(best["low"], history.now["reward_min"])
@@ -380,12 +383,12 @@ def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
 def detect_entropy_change(history: History, share: float) -> RuleResult:
     """Detect identical samples while answers are wrong, or an unusually low or high entropy."""
     now = history.now
-    entropy, prior = now["entropy"], history.earlier("entropy")
+    entropy, prior = now["entropy"], history.get_earlier("entropy")
     if entropy is None:
         return None
     is_alike = (now["alike"] or 0.0) >= max(share, 0.9) and (now["signal"] or 0.0) <= 0.1
-    # A policy that has learned its task also samples identical responses. Average the accuracy
-    # over several steps, since that of a small batch is noisy.
+    # A policy that has learned the task also samples identical responses. Average the accuracy
+    # over several steps, since the accuracy of a small batch is noisy.
     accuracy = [step["correct"] or 0.0 for step in [*history.past, now][-ACCURACY_STEPS:]]
     if is_alike and sum(accuracy) / len(accuracy) < 0.75:
         return "entropy_collapsed", (
@@ -411,7 +414,7 @@ def detect_entropy_change(history: History, share: float) -> RuleResult:
 
 def detect_likelihood_drop(history: History) -> RuleResult:
     """Detect a drop in the likelihood of responses with a positive advantage."""
-    now, prior = history.recent_mean("likelihood"), history.earlier("likelihood")
+    now, prior = history.compute_recent_mean("likelihood"), history.get_earlier("likelihood")
     if now is None or len(prior) < MIN_PRIOR:
         return None
     typical = median(prior)
@@ -442,12 +445,12 @@ _SHARE_SIGNS = {
         "it."
     )),
 }  # fmt: skip
-"""By statistic: name of the sign, description of the responses, and advice."""
+"""Name of the sign, description of the responses, and advice, by statistic."""
 
 
 def detect_share_increase(history: History, name: str, share: float) -> RuleResult:
-    """Detect a rise in `name`, a fraction of responses that should stay small."""
-    now, prior = history.now[name], history.earlier(name)
+    """Detect a rise of the statistic `name`, a fraction of bad responses."""
+    now, prior = history.now[name], history.get_earlier(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:
         return None
     typical = median(prior)
@@ -459,8 +462,8 @@ def detect_share_increase(history: History, name: str, share: float) -> RuleResu
 
 
 def detect_length_change(history: History) -> RuleResult:
-    """Detect responses more than three times as long as usual, or less than a third as long."""
-    now, prior = history.recent_mean("length"), history.earlier("length")
+    """Detect a mean response length above 3 times or below 1/3 of the typical length."""
+    now, prior = history.compute_recent_mean("length"), history.get_earlier("length")
     if now is None or len(prior) < MIN_PRIOR:
         return None
     typical = median(prior[-20:])
@@ -473,7 +476,7 @@ def detect_length_change(history: History) -> RuleResult:
 
 
 def detect_missing_signal(history: History) -> RuleResult:
-    """Detect that rewards do not vary within any group, although answers are wrong."""
+    """Detect groups without different rewards, although answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None

@@ -1,7 +1,7 @@
 """Command line: `python -m jaxrl.extras.serve RUN_OR_MODEL [--port=N] [--config.key=value]`.
 
-Serves the model of a run, of a folder or on the Hub over HTTP. Relative paths in a run's
-configuration are relative to the folder in which the run was started.
+Serves the model of a run, a model folder or a Hub model over HTTP. Relative paths in a run's config
+are relative to the folder in which the run was started.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FLAG_RANGES = {
     "max_body_mib": (sys.float_info.min, 2**20),
     "end_s": (0, threading.TIMEOUT_MAX),
 }
-"""Minimum and maximum of numeric flags, both inclusive."""
+"""Inclusive minimum and maximum of each numeric flag."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jaxrl serve`; report an error in one line."""
+    """Run `jaxrl serve`; report errors in one line."""
     parser = argparse.ArgumentParser(
         prog="jaxrl serve", description="Serve the model of a run, of a folder or on the Hub."
     )
@@ -81,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Display) -> None:
-    """Load the model and serve it on a port until a signal arrives.
+    """Load the model and serve it until a signal arrives.
 
     Raises:
-        OSError, ValueError: A flag is invalid, the model cannot be loaded, or the server failed.
+        OSError, ValueError: A flag is invalid, the model cannot be loaded, or the server fails.
         ImportError: The dependencies of the server are not installed.
     """
     for name, (low, high) in FLAG_RANGES.items():
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise ValueError(f"--{name}={value:g}; expected {low:g} to {high:g}.")
-    # Check the flags and bind the port first, because loading the model is slow.
+    # Check the flags and bind the port first, since loading the model is slow.
     key = os.environ.get(arguments.key_env, "").strip()
     if arguments.key_env and not key:
         raise ValueError(f"--key_env={arguments.key_env} is not set; expected the key there.")
@@ -130,7 +130,7 @@ def serve(arguments: argparse.Namespace, overrides: Sequence[str], display: Disp
             stops=loaded.stops,
         )
         server = Server(endpoint, arguments.host, listener)
-        # Serve until a signal arrives or a thread dies, then let running completions end.
+        # Serve until a signal arrives or a thread dies; then wait for running completions.
         with stop_on_signals() as should_stop:
             print(f"{server.address}/v1 answers as {loaded.name} (end with Ctrl-C)", flush=True)
             while server.is_alive and not should_stop():

@@ -1,10 +1,10 @@
 """Chat prompts, built from the token ids of a session's earlier prompts and completions.
 
 The model's text is never tokenized again. Each completion is stored with its chat and all token
-ids. A later chat reuses the ids of the longest stored chat that it starts with, and only the
-messages after it are rendered. Assistant messages match if their text without whitespace and their
-parsed tool calls are equal. Text cannot forge the chat's structure: see `Tokenizer.render_prompt`,
-which also rejects fields that the chat template drops.
+ids. A later chat reuses the ids of its longest stored prefix; only the messages after the prefix
+are rendered. Assistant messages match if their text without whitespace and their parsed tool calls
+are equal. Text in messages cannot forge special tokens, and fields that the chat template drops
+are rejected; see `Tokenizer.render_prompt`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxrl.utils.text import replace_surrogates
 
 CALL_TAG = "<tool_call>"
 MAX_TOOLS = 64
-"""Number of tool lists whose check is cached. A check renders the template."""
+"""Number of tool lists to cache checks of. A check renders the template."""
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call. The arguments are an object, or text that could not be parsed."""
+    """Tool call. The arguments are an object, or text that could not be parsed."""
 
     name: str
     arguments: Any
@@ -50,7 +50,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessage:
-    """A chat message.
+    """Chat message.
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`.
@@ -66,12 +66,14 @@ class ChatMessage:
 
     @property
     def match_key(self) -> str:
-        """Return a string that is the same for all messages that count as equal."""
-        extra = map_json(_to_double, self.extra)
+        """Key that is equal for messages that match each other."""
+        extra = map_json(_convert_to_double, self.extra)
         if self.role == "assistant":
-            # Clients may strip the text, or split off the thoughts and put line breaks around them
-            # when they send it back. They also choose the ids of calls.
-            calls = [[call.name, map_json(_to_double, call.arguments)] for call in self.calls]
+            # A client that returns the text may strip it, or separate the thoughts from it by line
+            # breaks. Clients also choose the ids of calls.
+            calls = [
+                [call.name, map_json(_convert_to_double, call.arguments)] for call in self.calls
+            ]
             text = "".join(self.content.split())
             return json.dumps([self.role, text, calls, extra], sort_keys=True)
         return json.dumps([self.role, self.content, extra], sort_keys=True)
@@ -89,7 +91,7 @@ def parse_arguments(value: Any) -> Any:
     Raises:
         ValueError: The value is neither text nor an object.
     """
-    if isinstance(value, dict):  # from programs that read calls from a dataset
+    if isinstance(value, dict):  # from clients that read calls from a data set
         return value
     if not isinstance(value, str):
         raise ValueError("Input should be a JSON text or an object")
@@ -100,7 +102,7 @@ def parse_arguments(value: Any) -> Any:
 
 
 def map_json(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to all keys and scalars of a JSON value."""
+    """Apply a function to all keys and scalars in a JSON value."""
     if isinstance(value, dict):
         return {function(name): map_json(function, item) for name, item in value.items()}
     if isinstance(value, list):
@@ -109,21 +111,21 @@ def map_json(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def sanitize_scalar(scalar: Any) -> Any:
-    """Sanitize a JSON scalar for clients: replace lone surrogates and check the range of numbers.
+    """Replace lone surrogates in a JSON scalar, and check that a number fits in a double.
 
     Raises:
-        ValueError: The number is out of the range of doubles.
+        ValueError: The number does not fit in a double.
     """
     if isinstance(scalar, str):
         return replace_surrogates(scalar)
     is_number = isinstance(scalar, int | float) and not isinstance(scalar, bool)
     if is_number and to_finite_float(scalar) is None:
-        raise ValueError("a number is beyond doubles; expected a smaller one.")
+        raise ValueError("a number does not fit in a double; expected a smaller number.")
     return scalar
 
 
-def _to_double(scalar: Any) -> Any:
-    """Convert a number to a double, because JavaScript clients write 1.0 as 1."""
+def _convert_to_double(scalar: Any) -> Any:
+    """Convert a number to a double, since JavaScript clients write 1.0 as 1."""
     number = to_finite_float(scalar)
     return scalar if number is None else number + 0.0  # -0.0 is 0
 
@@ -131,7 +133,7 @@ def _to_double(scalar: Any) -> Any:
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     """Parse a completion into text and tool calls.
 
-    If a call cannot be parsed, or a client could not send it back unchanged, all calls stay text.
+    All calls stay text if any call cannot be parsed, or cannot be sent back unchanged.
     """
     calls = [_to_client_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
     client_calls = tuple(call for call in calls if call is not None)
@@ -144,7 +146,7 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
 
 def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
-    """Convert a parsed call for clients, or return None if they could not send it back."""
+    """Convert a parsed call for clients; None if they could not send it back."""
     if not isinstance(call, ParsedCall):
         return None
     try:
@@ -162,7 +164,7 @@ def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
 
 
 class ChatHistory:
-    """Token ids of all sessions' chats, from which prompts are built. Thread-safe."""
+    """Store of the chats of all sessions with their token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
         """Create an empty history.
@@ -170,7 +172,7 @@ class ChatHistory:
         Args:
             tokenizer: Tokenizer with the chat template.
             max_prompt_tokens: Maximum length of a prompt, in tokens.
-            max_tokens: Maximum number of stored ids; least recently used chats are evicted first.
+            max_tokens: Maximum number of stored ids. The least recently used chats are evicted.
         """
         self._tokenizer, self._max_prompt_tokens = tokenizer, max_prompt_tokens
         self._longest_token = max(map(len, tokenizer.vocab_bytes))
@@ -181,7 +183,7 @@ class ChatHistory:
     def build_prompt(
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> list[int]:
-        """Return the token ids of a chat, up to the start of the model's next message.
+        """Build the token ids of a chat, up to the start of the model's next message.
 
         Raises:
             RequestError: The chat template rejects the chat or ignores the tools, or the prompt is
@@ -210,14 +212,14 @@ class ChatHistory:
         token_ids: Sequence[int],
     ) -> None:
         """Store the token ids of a chat that ends with the model's message."""
-        *_, digest = _prefix_digests(session, messages, tools)
+        *_, digest = _compute_prefix_digests(session, messages, tools)
         with self._lock:
             self._ids_by_digest[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Reject text that cannot fit, because tokenizing it could take minutes.
+        """Reject text that is certainly too long, before tokenization, which could take minutes.
 
-        A token has a known maximum length in bytes, and each message takes at least one token.
+        Tokens have a known maximum length in bytes, and each message takes at least one token.
         """
         fields: list[Any] = list(tools)
         num_bytes = 0
@@ -234,7 +236,7 @@ class ChatHistory:
         self, session: str, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[np.ndarray | None, Sequence[ChatMessage]]:
         """Return the ids of the longest stored prefix of the chat, and the remaining messages."""
-        digests = _prefix_digests(session, messages, tools)
+        digests = _compute_prefix_digests(session, messages, tools)
         with self._lock:
             for count in range(len(messages), 0, -1):
                 if (ids := self._ids_by_digest.get(digests[count - 1])) is not None:
@@ -244,10 +246,10 @@ class ChatHistory:
     def _render_suffix(
         self, stored_ids: np.ndarray, new_messages: Sequence[ChatMessage], tools: Tools
     ) -> list[int] | None:
-        """Render the messages that follow a stored chat; return their token ids, or None.
+        """Return the token ids of the messages that follow a stored chat, or None.
 
-        They are rendered after a short placeholder chat, so the ids do not depend on how the
-        template renders earlier messages. None means that the template rejects the placeholder
+        The messages are rendered after a short placeholder chat, so the ids do not depend on how
+        the template renders earlier messages. Returns None if the template rejects the placeholder
         chat or does not end its assistant message with an end-of-sequence id.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -259,7 +261,7 @@ class ChatHistory:
         eos_ids = self._tokenizer.eos_ids
         if not ids or ids[0] not in eos_ids:
             return None
-        # Skip the end-of-sequence id if the model has sampled it.
+        # Skip the end-of-sequence id if the model sampled it.
         return ids[int(stored_ids[-1]) in eos_ids :]
 
     def _check_template(self, tools: str) -> None:
@@ -273,7 +275,9 @@ class ChatHistory:
             )
 
 
-def _prefix_digests(session: str, messages: Sequence[ChatMessage], tools: Tools) -> list[bytes]:
+def _compute_prefix_digests(
+    session: str, messages: Sequence[ChatMessage], tools: Tools
+) -> list[bytes]:
     """Return the digest of each non-empty prefix of a chat, shortest first."""
     state = hashlib.sha256(json.dumps([session, list(tools)], sort_keys=True).encode())
     digests = []

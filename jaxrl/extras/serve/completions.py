@@ -1,8 +1,8 @@
 """OpenAI chat completions with vLLM's token-id extensions, and generation from token ids.
 
-`/inference/v1/generate` takes and returns token ids. Its clients, such as verifiers' training
-client, render prompts and parse tool calls themselves. Responses contain every sampled id,
-including the stop id, because clients build the next prompt from them.
+Clients of `/inference/v1/generate`, such as verifiers' training client, render prompts and parse
+tool calls themselves. Responses contain every sampled id, including the stop id, because clients
+build the next prompt from the response.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jaxrl.extras.serve.generation import (
 from jaxrl.extras.serve.schemas import (
     ChatBody,
     GenerateBody,
+    make_unsupported_error,
     parse_body,
     reject_unsupported,
-    unsupported_error,
 )
 from jaxrl.extras.serve.worker import CompletionRequest, OutputChunk
 
@@ -37,14 +37,14 @@ def parse_chat_request(data: bytes, session: str, model: ServedModel) -> Complet
     """
     body = parse_body(data, ChatBody)
     reject_unsupported(body.model_extra)
-    # Prompts always keep a session's sampled tokens, which is what preserve_thinking=True means.
+    # Prompts always keep a session's sampled tokens, as preserve_thinking=True requests.
     expected = {**model.tokenizer.template_arguments, "preserve_thinking": True}
     for name, value in body.chat_template_kwargs.items():
         if value is not None and value != expected.get(name):
             default = f"the server's, {expected.get(name)!r}"
-            raise unsupported_error(f"chat_template_kwargs.{name}", value, default)
+            raise make_unsupported_error(f"chat_template_kwargs.{name}", value, default)
     body.max_tokens = body.max_completion_tokens or body.max_tokens
-    prompt_ids = model.history.build_prompt(session, body.chat(), body.template_tools())
+    prompt_ids = model.history.build_prompt(session, body.build_chat(), body.get_template_tools())
     return build_request(model, prompt_ids, body, body, num_samples=body.n)
 
 
@@ -61,7 +61,7 @@ def build_chat_response(completion: Completion) -> dict[str, Any]:
             message["tool_calls"] = _format_tool_calls(completion, reply, index)
         item = {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
         choices.append({**item, **_format_token_fields(completion, chunk)})
-    response = {**_response_header(completion, "chat.completion"), "choices": choices}
+    response = {**_build_response_header(completion, "chat.completion"), "choices": choices}
     response["usage"] = build_usage(completion)
     if body.return_token_ids:
         response["prompt_token_ids"] = list(completion.request.prompt_ids)
@@ -69,13 +69,14 @@ def build_chat_response(completion: Completion) -> dict[str, Any]:
 
 
 async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
-    """Yield the events of a streamed response, one choice after another.
+    """Yield the events of a streamed response, choice by choice.
 
-    If the request has tools, a choice's text is sent once it ends and its calls can be parsed.
+    If the request has tools, the text of a choice is sent only after the choice is complete, when
+    its calls can be parsed.
     """
     body = completion.request.body
-    has_tools = bool(body.template_tools())
-    head = _response_header(completion, "chat.completion.chunk")
+    has_tools = bool(body.get_template_tools())
+    head = _build_response_header(completion, "chat.completion.chunk")
     ids = {"prompt_token_ids": list(completion.request.prompt_ids)} if body.return_token_ids else {}
     for index, choice in enumerate(completion.choices):
         role_delta = {"role": "assistant", "content": ""}
@@ -86,7 +87,7 @@ async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
         async for chunk in choice.stream():
             delta: dict[str, Any] = {}
             reason: str | None = None
-            text = decoder.add(chunk)
+            text = decoder.add_chunk(chunk)
             if chunk.finish_reason:
                 reply, reason = completion.parse_choice(choice)
                 text = reply.content if has_tools else text
@@ -107,19 +108,19 @@ async def stream_chat(completion: Completion) -> AsyncIterator[Event]:
 class StreamDecoder:
     """Incremental UTF-8 decoder of a sample's tokens.
 
-    It holds back incomplete characters and text that could be the start of a stop string.
+    The decoder holds back incomplete characters and text that may start a stop string.
     """
 
     def __init__(self, completion: Completion):
-        """Create a decoder for a sample of `completion`."""
+        """Create a decoder for one sample of `completion`."""
         self._vocab_bytes = completion.model.tokenizer.vocab_bytes
         stops = completion.request.stops
         self._num_holdback_bytes = max((len(stop.encode()) - 1 for stop in stops), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._data, self._num_sent = bytearray(), 0
 
-    def add(self, chunk: OutputChunk) -> str:
-        """Append a chunk; return the new text that later tokens cannot change."""
+    def add_chunk(self, chunk: OutputChunk) -> str:
+        """Append a chunk; return new text that later tokens cannot change."""
         self._data += b"".join(self._vocab_bytes[id] for id in chunk.token_ids)
         # A stop id counts as a token of the completion but has no text.
         end = max(len(self._data) - self._num_holdback_bytes, self._num_sent)
@@ -130,7 +131,7 @@ class StreamDecoder:
         return self._decoder.decode(new, final=bool(chunk.finish_reason))
 
 
-def _response_header(completion: Completion, kind: str) -> dict[str, Any]:
+def _build_response_header(completion: Completion, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{completion.id}",
         "object": kind,
@@ -152,7 +153,7 @@ def _format_tool_calls(
 
 
 def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str, Any]:
-    """Return the token ids and log-probabilities of a chunk, if the client requested them."""
+    """Return the token ids and log-probabilities of a chunk that the client requested."""
     body: ChatBody = completion.request.body
     fields: dict[str, Any] = {}
     if body.return_token_ids:
@@ -170,7 +171,7 @@ def _format_token_fields(completion: Completion, chunk: OutputChunk) -> dict[str
 
 
 def build_usage(completion: Completion) -> dict[str, Any]:
-    """Count the prompt tokens, and the sampled tokens of all samples, once they have ended."""
+    """Count the prompt tokens and the sampled tokens of a finished completion."""
     chunks = [choice.merge_chunks() for choice in completion.choices]
     num_prompt = len(completion.request.prompt_ids)
     num_sampled = sum(len(chunk.token_ids) for chunk in chunks)

@@ -1,12 +1,11 @@
 """Engine for requests that arrive one at a time, with sampling settings per request.
 
-Temperature and `top_p` are stored per request, not once for all requests as in
-`sampling/engine.py`. They and the random key can change when a request resumes. A request can be
-cancelled at any time, or truncated to a prefix of its tokens; keys and values after the prefix are
-overwritten when it resumes.
+Unlike `sampling/engine.py`, this engine stores temperature and `top_p` per request. Both and the
+random key can change when a request resumes. A request can be cancelled at any time, or truncated
+to a prefix of its tokens; keys and values after the prefix are overwritten on resumption.
 
-A chunk may be in flight at that time. Its samples for the request are ignored. It writes to the
-cache before any later chunk, so the next owner of a page overwrites its keys and values.
+The samples of a chunk that is in flight when its request is cancelled or truncated are ignored. The
+chunk writes to the cache before any later chunk, so the next owner of a page overwrites its writes.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class ServedEngine(Engine):
     """Engine with sampling settings per request."""
 
     compiles_all_kinds = True
-    """True to compile every sampling kind, False to compile only the given kinds."""
+    """True to compile all sampling methods, False for only the given `kinds`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Create an `Engine` whose sampling kinds start with the given `kinds`."""
-        # The first kind has programs for the fewest rows, so it should be a common one.
+        """Create an engine. The optional `kinds` are the first sampling methods to compile."""
+        # The first method has programs for the fewest rows, so it should be a common one.
         kinds = kwargs.pop("kinds", ())
         if self.compiles_all_kinds:
             kinds = dict.fromkeys([*kinds, next_token.FULL, *next_token.KINDS])
@@ -67,18 +66,18 @@ class ServedEngine(Engine):
             del self._params[request]
 
     def truncate(self, request: int, token_ids: Sequence[int]) -> None:
-        """Stop a request and keep only `token_ids`, a prefix of its prompt and sampled ids."""
+        """Stop a request and truncate its cache to `token_ids`, a prefix of all its ids."""
         self._discard_in_flight(request)
         row = self._rows[request]
         row.length, row.pending, row.is_waiting = len(token_ids) - 1, token_ids[-1], True
 
     def _discard_in_flight(self, request: int) -> None:
-        """Discard the samples of in-flight chunks for a request."""
+        """Ignore samples for a request from chunks that are in flight."""
         for chunk in self._in_flight:
             chunk.rows[:] = [item for item in chunk.rows if item[0] != request]
         self._rows[request].in_flight = 0
 
-    def resume_with(
+    def resume_with_params(
         self,
         request: int,
         tokens: Sequence[int],
@@ -91,42 +90,42 @@ class ServedEngine(Engine):
 
         Args:
             request: ID of the request.
-            tokens: Token ids to prefill after those in the cache.
+            tokens: Token ids to prefill after the cached ones.
             budget: Maximum number of tokens to sample.
-            sample_key: Random key for sampling, uint32 [2].
-            params: Temperature and `top_p` for sampling.
+            sample_key: Random key, uint32 [2].
+            params: Temperature and `top_p`.
         """
         self.resume([(request, tokens, budget)])
         self._keys[self._rows[request].slot], self._params[request] = sample_key, params
 
     @property
     def num_rows(self) -> int:
-        """Return the number of requests that decode concurrently."""
+        """Maximum number of requests that decode concurrently."""
         return self._rows_per_shard * self.num_shards
 
     @property
     def num_queued(self) -> int:
-        """Return the number of requests without a row."""
+        """Number of requests without a row."""
         return len(self._queue)
 
     @property
     def max_total_tokens(self) -> int:
-        """Return the limit on the tokens of prompt and completion together."""
+        """Limit on the tokens of prompt and completion together."""
         return self._max_total_tokens
 
     @property
     def num_free_pages(self) -> int:
-        """Return the number of free pages of all shards."""
+        """Number of free pages in all shards."""
         return sum(shard.pool.num_free for shard in self._shards)
 
     @property
     def is_out_of_pages(self) -> bool:
-        """Return True if running, swapped-out or next requests need more pages than are free."""
+        """True if running, swapped-out or next requests need more pages than are free."""
         return any(map(self._is_shard_out_of_pages, self._shards)) or self._queue_exceeds_free_pages
 
     @property
     def _queue_exceeds_free_pages(self) -> bool:
-        """Return True if the next requests to get a row need more pages than are free."""
+        """True if the next requests to get a row need more pages than are free."""
         running = [
             shard.num_missing_pages(row) for shard in self._shards for row in shard.scheduled_rows
         ]
@@ -161,7 +160,7 @@ class ServedEngine(Engine):
             self._params[number] = SamplingParams(temperature, top_p)
 
     def _select_chunk_kind(self, running: list[list[Row]]) -> str:
-        """Return the cheapest sampling method that supports all running rows."""
+        """Return the cheapest sampling method for the settings of all running rows."""
         kinds = {self._select_kind(*self._params[row.request]) for rows in running for row in rows}
         return max(kinds, key=next_token.KINDS.index)
 

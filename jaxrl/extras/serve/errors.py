@@ -1,4 +1,4 @@
-"""Errors for rejected requests, formatted for each API dialect."""
+"""Errors for rejected requests, in the format of each API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
 
 
 class RequestError(Exception):
-    """Error that is sent to the client as an HTTP response.
+    """Error returned to the client as an HTTP response.
 
     Attributes:
         status: HTTP status code.
@@ -44,7 +44,7 @@ class RequestError(Exception):
             self.headers["WWW-Authenticate"] = "Bearer"
             self.code = "invalid_api_key"
 
-    def body(self, *, is_anthropic: bool) -> dict[str, Any]:
+    def build_body(self, *, is_anthropic: bool) -> dict[str, Any]:
         """Return the response body in OpenAI's or Anthropic's format."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, kind)
@@ -57,13 +57,14 @@ class RequestError(Exception):
 
 
 class ContextLengthError(RequestError):
-    """Error for a prompt that leaves no room for a completion.
+    """Error for a prompt that leaves no tokens for a completion.
 
-    The messages are worded like OpenAI's and Anthropic's, which make agents compact their history.
+    The messages match those of OpenAI and Anthropic, so agents recognize them and compact their
+    history.
     """
 
     def __init__(self, num_tokens: int, max_total_tokens: int):
-        """Build the error messages of both dialects.
+        """Build the error messages of both APIs.
 
         Args:
             num_tokens: Lower bound on the length of the prompt.

@@ -1,6 +1,6 @@
-"""Completions in progress, and a cache of completions for repeated requests.
+"""Completions, and a cache that serves repeated requests.
 
-Everything here runs on the event loop, which receives chunks from the worker's thread.
+All code in this module runs on the event loop, which receives chunks from the worker's thread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from jaxrl.extras.serve.worker import (
 )
 
 Event = tuple[str, Any]
-"""Name and data of a stream event. OpenAI's events have an empty name."""
+"""Name and data of a server-sent event; the name is empty in OpenAI's API."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """Properties of the served model that all API dialects use.
+    """Properties of the served model that all APIs use.
 
     Attributes:
         name: Model name in requests and responses.
@@ -74,10 +74,10 @@ def build_request(
     body: Any,
     num_samples: int = 1,
 ) -> CompletionRequest:
-    """Build a request from a prompt and the sampling fields of a body.
+    """Build a request from a prompt and a body's sampling fields.
 
     Raises:
-        RequestError: The prompt leaves no room for a completion, or a token id is unknown.
+        RequestError: The prompt leaves no tokens for a completion, or a token id is unknown.
     """
     max_new_tokens = model.max_total_tokens - len(prompt_ids)
     if max_new_tokens < 1:
@@ -100,7 +100,7 @@ def build_request(
 
 
 class Choice:
-    """A sample of a completion, received in chunks."""
+    """One sample of a completion, received in chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[OutputChunk] = []
@@ -109,12 +109,12 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """Return the finish reason, or "" while the sample is incomplete."""
+        """Finish reason, or "" while the sample is incomplete."""
         return self.chunks[-1].finish_reason if self.chunks else ""
 
     @property
     def needs_job(self) -> bool:
-        """Return True if the sample is incomplete and no job is working on it."""
+        """True if the sample is incomplete and has no running job."""
         is_running = self.job is not None and not self.job.is_cancelled and not self.finish_reason
         return not is_running and self.finish_reason not in (STOP, LENGTH)
 
@@ -124,7 +124,7 @@ class Choice:
         self._chunk_event.set()
 
     async def stream(self) -> AsyncIterator[OutputChunk]:
-        """Yield chunks as they arrive, up to the last one.
+        """Yield chunks as they arrive.
 
         Raises:
             RequestError: The sample timed out, was cancelled or failed.
@@ -147,7 +147,7 @@ class Choice:
             yield chunk
 
     def merge_chunks(self) -> OutputChunk:
-        """Return all chunks merged into one."""
+        """Merge all chunks into one."""
         names = ("token_ids", "logprobs", "entropies", "versions")
         values: dict[str, Any] = {
             name: tuple(chain.from_iterable(getattr(chunk, name) for chunk in self.chunks))
@@ -157,7 +157,7 @@ class Choice:
 
 
 class Completion:
-    """Samples of a request, shared by all clients that wait for them."""
+    """Samples of a request, shared by all clients that send the request."""
 
     def __init__(
         self,
@@ -166,17 +166,17 @@ class Completion:
         session: str = "",
         keys: Sequence[np.ndarray] = (),
     ):
-        """Create a completion without starting to sample.
+        """Create a completion; sampling starts later.
 
         Args:
             model: Model that samples the completion.
             request: Parsed request.
-            session: Name of the session; "" if there is none.
+            session: Name of the session; "" for none.
             keys: Random key of each sample, uint32 [2]; derived from the seed if empty.
         """
         self.model, self.request, self.session = model, request, session
         self.keys = keys or [
-            sample_key(request.seed, index) for index in range(request.num_samples)
+            derive_sample_key(request.seed, index) for index in range(request.num_samples)
         ]
         # The id depends only on the keys.
         self.id = hashlib.sha256(b"".join(key.tobytes() for key in self.keys)).hexdigest()[:24]
@@ -187,7 +187,7 @@ class Completion:
 
     @property
     def is_finished(self) -> bool:
-        """Return True if all samples have ended."""
+        """True if all samples have ended."""
         return all(choice.finish_reason for choice in self.choices)
 
     async def wait(self) -> None:
@@ -201,35 +201,35 @@ class Completion:
                 pass
 
     def parse_choice(self, choice: Choice) -> tuple[ChatMessage, str]:
-        """Parse a finished sample of a chat; store the chat with its token ids.
+        """Parse a finished sample of a chat, and store the chat with its token ids.
 
-        If parallel calls are off, the client gets only the first call. If further calls were
-        dropped, the client's next chat does not match the stored one.
+        If parallel calls are off, the client gets only the first call. The client's next chat does
+        not match the stored chat if further calls were dropped.
 
         Returns:
             The message and its finish reason.
         """
         body, chunk = self.request.body, choice.merge_chunks()
-        tools = body.template_tools()
+        tools = body.get_template_tools()
         message = parse_reply(self.model.decode_text(chunk), has_tools=bool(tools))
         token_ids = [*self.request.prompt_ids, *chunk.token_ids]
-        self.model.history.store(self.session, [*body.chat(), message], tools, token_ids)
+        self.model.history.store(self.session, [*body.build_chat(), message], tools, token_ids)
         if not body.parallel_tool_calls:
             message = dataclasses.replace(message, calls=message.calls[:1])
         has_calls = bool(message.calls) and chunk.finish_reason == STOP
         return message, "tool_calls" if has_calls else chunk.finish_reason
 
 
-def sample_key(seed: int | None, index: int) -> np.ndarray:
-    """Derive a sample's random key, uint32 [2], from the seed, or draw it if there is none."""
+def derive_sample_key(seed: int | None, index: int) -> np.ndarray:
+    """Derive a sample's random key, uint32 [2], from the seed; random if `seed` is None."""
     data = os.urandom(8) if seed is None else f"{seed},{index}".encode()
     return np.frombuffer(hashlib.sha256(data).digest()[:8], np.uint32).copy()
 
 
 class CompletionCache:
-    """Cache of completions for repeated requests. It also submits completions to the worker.
+    """Cache that serves repeated requests and submits completions to the worker.
 
-    A request has one or two keys: the digest of its body, and the client's Idempotency-Key.
+    The keys of a request are the digest of its body and, if sent, the Idempotency-Key.
     """
 
     def __init__(self, worker: Worker, *, deadline_s: float, max_size: int = 512):
@@ -238,20 +238,20 @@ class CompletionCache:
         Args:
             worker: Worker that samples the completions.
             deadline_s: Time limit per completion, in seconds.
-            max_size: Maximum number of cached keys, not counting completions being read.
+            max_size: Maximum number of keys, not counting completions that clients are reading.
         """
         self._worker, self._deadline_s = worker, deadline_s
         self._active: dict[str, tuple[str, Completion]] = {}  # digest of the body, by key
         self._finished: LRUCache[str, tuple[str, Completion]] = LRUCache(max_size)
 
     def find(self, keys: Sequence[str], *, is_retry: bool, is_recorded: bool) -> Completion | None:
-        """Return the earlier completion of a repeated request, or None for a new request.
+        """Return the completion of a repeated request, or None for a new request.
 
         Args:
             keys: Keys of the request; the first is the digest of its body.
             is_retry: True if the client marks the request as a retry.
-            is_recorded: True if a run trains on the response. An identical request then also counts
-                as repeated if the first response was not delivered.
+            is_recorded: True if a run trains on the response. Then an identical request is also a
+                repetition if the first response was not delivered.
 
         Raises:
             RequestError: The Idempotency-Key was used with a different body.
@@ -275,7 +275,7 @@ class CompletionCache:
 
     @contextlib.contextmanager
     def attach_reader(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
-        """Sample what a completion lacks for as long as at least one client reads it.
+        """Context in which a client reads a completion; incomplete samples run while any does.
 
         Raises:
             RequestError: The queue is full, or the server is shutting down.
@@ -296,7 +296,7 @@ class CompletionCache:
                         self._worker.cancel(choice.job)
 
     def _submit(self, completion: Completion) -> None:
-        """Submit all incomplete samples, with the same random keys as before."""
+        """Submit all incomplete samples, with unchanged random keys."""
         choices, jobs = [], []
         for choice, key in zip(completion.choices, completion.keys, strict=True):
             if choice.needs_job:
@@ -305,7 +305,7 @@ class CompletionCache:
                     request=completion.request,
                     sample_key=key,
                     deadline=time.monotonic() + self._deadline_s,
-                    on_output=_call_on_loop(choice.append),
+                    on_output=_make_threadsafe(choice.append),
                     session=completion.session,
                 )
                 jobs.append(choice.job)
@@ -314,8 +314,8 @@ class CompletionCache:
         completion.choices = choices
 
 
-def _call_on_loop(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
-    """Wrap an event-loop callback so that the worker's thread can call it."""
+def _make_threadsafe(callback: Callable[[OutputChunk], None]) -> Callable[[OutputChunk], None]:
+    """Wrap an event-loop callback so that other threads can call it."""
     loop = asyncio.get_running_loop()
 
     def call(chunk: OutputChunk) -> None:

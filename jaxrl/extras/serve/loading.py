@@ -1,4 +1,4 @@
-"""Load a run or a model folder into a serving engine."""
+"""Load the model of a run or a folder into a serving engine."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from jaxrl.utils.json_io import read_object
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to serve.
+    """Model that is ready to be served.
 
     Attributes:
         name: Model name in requests and responses.
-        model: The policy.
+        model: Policy.
         tokenizer: Tokenizer with the chat template.
         engine: Engine with the weights loaded.
-        stops: Default stop strings, those that end a turn in the run.
+        stops: Default stop strings, which end a turn in the run.
     """
 
     name: str
@@ -68,12 +68,12 @@ def load_model(
     name: str = "",
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadedModel:
-    """Build an engine with the weights of a run or a model folder.
+    """Load the weights of a run or a model folder into an engine.
 
     Args:
         path: Workdir of a run, or a model folder as in `config.model.path`.
         display: Progress display.
-        model: Folder of a model to serve instead of the run's trained model.
+        model: Folder of a model to serve instead of the run's checkpoint.
         step: Step of the run's checkpoint; the latest by default.
         rows: Number of completions to decode concurrently.
         name: Model name in requests and responses; the last part of `path` by default.
@@ -96,7 +96,7 @@ def load_model(
         config.model.path = str(model)
         disable_adapter(config)  # a run's export includes it
     config.policy.name = LOCAL_MODEL
-    # A prompt may use all but one of the tokens that the context window allows.
+    # A prompt may fill the context window except for one token.
     rollout = config.rollout
     rollout.max_prompt_tokens = max(rollout.max_total_tokens - 1, 1)
     rollout.max_response_tokens = min(rollout.max_response_tokens, rollout.max_prompt_tokens)
@@ -120,7 +120,7 @@ def load_model(
     policy = build_policy_architecture(resolved, architecture)
     if isinstance(policy, WrappedArchitecture):
         policy.check()
-    # Stop strings differ between requests, so the host matches them, not the automaton.
+    # The host matches stop strings, which differ between requests, without the automaton.
     automaton = StopAutomaton(tokenizer.vocab_bytes, ())
     engine = build_engine(resolved, policy, mesh, automaton, tokenizer, kind=ServedEngine)
     assert isinstance(engine, ServedEngine)
@@ -142,6 +142,6 @@ def load_model(
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder is a run's workdir, judging by its `config.json`."""
+    """Return True if the folder's `config.json` is that of a run."""
     file = path / "config.json"
     return file.is_file() and "rollout" in read_object(file)

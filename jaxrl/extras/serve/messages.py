@@ -1,6 +1,6 @@
-"""Anthropic's Messages API. It shares the chat history with OpenAI's API.
+"""Anthropic's Messages API, which shares the chat history with OpenAI's API.
 
-Streams send every content block in one piece when the completion ends.
+Streams send each content block as a whole when the completion ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_messages_request(
     """
     body = parse_body(data, body_type)
     reject_unsupported(body.model_extra)
-    prompt_ids = model.history.build_prompt(session, body.chat(), body.template_tools())
+    prompt_ids = model.history.build_prompt(session, body.build_chat(), body.get_template_tools())
     return build_request(model, prompt_ids, body, body)
 
 
@@ -45,7 +45,7 @@ def build_messages_response(completion: Completion) -> dict[str, Any]:
         id = f"toolu_{completion.id[:16]}_{number}"
         content.append({"type": "tool_use", "id": id, "name": call.name, "input": call.arguments})
     stop_string = None
-    if chunk.finish_reason == STOP:  # either a stop id, or a stop string after the text
+    if chunk.finish_reason == STOP:  # a stop id, or a stop string after the text
         rest = completion.model.decode_bytes(chunk.token_ids)[chunk.text_bytes :]
         matches = (stop for stop in request.stops if rest.startswith(stop.encode()))
         stop_string = next(matches, None)
@@ -76,7 +76,7 @@ def build_messages_response(completion: Completion) -> dict[str, Any]:
 
 
 async def stream_messages(completion: Completion) -> AsyncIterator[Event]:
-    """Yield the events of a streamed response, all of them once the completion ends."""
+    """Yield all events of a streamed response once the completion ends."""
     await completion.wait()
     message = build_messages_response(completion)
     usage = message["usage"]

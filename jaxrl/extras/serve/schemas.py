@@ -1,4 +1,4 @@
-"""Request bodies of all dialects, as pydantic models."""
+"""Pydantic models of the request bodies of all APIs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxrl.utils.json_io import parse_json
 
 MAX_STOPS, MAX_CHOICES = 16, 128
 MIN_TEMPERATURE = 1e-3
-"""Smallest nonzero temperature. Logits divided by a smaller one could overflow."""
+"""Smallest nonzero temperature; a smaller divisor of the logits could cause overflow."""
 
 UNSUPPORTED = (
     # Sampling.
@@ -47,7 +47,7 @@ UNSUPPORTED = (
     "top_logprobs", "prompt_logprobs", "echo", "include_stop_str_in_output",
     "skip_special_tokens", "modalities", "audio", "output_format", "output_config",
 )  # fmt: skip
-"""Unsupported fields. They are rejected unless their value has no effect."""
+"""Unsupported fields, which are rejected unless their value has no effect."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
@@ -61,11 +61,11 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "thinking": ({"type": "disabled"},),
 }
-"""Values that have no effect, by field. For other fields, falsy values have no effect."""
+"""Values without effect, by field. For other fields, these are the falsy values."""
 
 
 class Body(BaseModel):
-    """JSON object in a request. A null field counts as missing."""
+    """Base class of JSON objects in a request. Null fields count as missing."""
 
     model_config = ConfigDict(strict=True)
 
@@ -96,7 +96,7 @@ def parse_body(data: bytes, model: type[BodyType]) -> BodyType:
 
 
 def validate(value: Any, model: type[BodyType]) -> BodyType:
-    """Validate a JSON value and convert it to `model`.
+    """Convert a JSON value to `model`.
 
     Raises:
         RequestError: The value is invalid. The message names the first invalid field.
@@ -105,16 +105,16 @@ def validate(value: Any, model: type[BodyType]) -> BodyType:
         return model.model_validate(value)
     except ValidationError as error:
         first_error = error.errors(include_url=False, include_context=False)[0]
-        param = _field_path(first_error["loc"])
+        param = _format_field_path(first_error["loc"])
         received = (
-            "missing" if first_error["type"] == "missing" else short_repr(first_error["input"])
+            "missing" if first_error["type"] == "missing" else shorten_repr(first_error["input"])
         )
         message = f"{param or 'the body'} is {received}. {first_error['msg']}."
         raise RequestError(400, message, param=param or None) from None
 
 
-def _field_path(location: Sequence[int | str]) -> str:
-    """Format pydantic's location of a field as a path, without the types of content blocks."""
+def _format_field_path(location: Sequence[int | str]) -> str:
+    """Format pydantic's location of a field as a path, omitting content-block types."""
     path = ""
     for index, part in enumerate(location):
         is_type = 2 <= index < len(location) - 1 and location[index - 2] == "content"
@@ -125,14 +125,14 @@ def _field_path(location: Sequence[int | str]) -> str:
     return path.removeprefix(".")
 
 
-def short_repr(value: Any) -> str:
-    """Return the `repr` of a value, shortened for an error message."""
+def shorten_repr(value: Any) -> str:
+    """Return a value's `repr`, shortened for an error message."""
     return reprlib.repr(value)[:80]
 
 
-def unsupported_error(param: str, value: Any, expected: str = "nothing") -> RequestError:
-    """Build the error for a field that the server does not support."""
-    message = f"{param} is {short_repr(value)}, which is not supported; expected {expected}."
+def make_unsupported_error(param: str, value: Any, expected: str = "nothing") -> RequestError:
+    """Build the error for an unsupported field."""
+    message = f"{param} is {shorten_repr(value)}, which is not supported; expected {expected}."
     return RequestError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -140,7 +140,7 @@ def reject_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> No
     """Reject unsupported fields, unless their value has no effect.
 
     Args:
-        fields: Fields of a body that its schema does not declare.
+        fields: Fields that the schema does not declare.
         prefix: Path of the object that contains the fields, with a trailing dot.
 
     Raises:
@@ -149,7 +149,7 @@ def reject_unsupported(fields: Mapping[str, Any] | None, prefix: str = "") -> No
     for name, value in (fields or {}).items():
         is_neutral = value in NEUTRAL_VALUES[name] if name in NEUTRAL_VALUES else not value
         if name in UNSUPPORTED and not is_neutral:
-            raise unsupported_error(prefix + name, value)
+            raise make_unsupported_error(prefix + name, value)
 
 
 def _check_temperature(value: float) -> float:
@@ -158,23 +158,23 @@ def _check_temperature(value: float) -> float:
     return value
 
 
-def _as_list(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _as_text_parts(value: Any) -> Any:
+def _wrap_in_text_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(_as_list),
+    BeforeValidator(_wrap_in_list),
     Field(max_length=MAX_STOPS),
 ]
 
 
 class SamplingFields(Body, extra="allow"):
-    """Sampling settings that all dialects share."""
+    """Sampling settings common to all APIs."""
 
     temperature: Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -185,7 +185,7 @@ class SamplingFields(Body, extra="allow"):
 
 
 class ReplyFields(SamplingFields):
-    """Output options of a chat request, in both dialects."""
+    """Output options of a chat request in OpenAI's and Anthropic's APIs."""
 
     stream: bool = False
     logprobs: bool = False
@@ -195,7 +195,7 @@ class ReplyFields(SamplingFields):
 class TextPart(Body, extra="forbid"):
     """Text block of a message.
 
-    The fields after `text` are accepted and ignored; unknown fields are rejected.
+    The fields after `text` are ignored; unknown fields are rejected.
     """
 
     type: Literal["text", "input_text", "output_text"] = "text"
@@ -206,7 +206,7 @@ class TextPart(Body, extra="forbid"):
     logprobs: Any = None
 
 
-TextParts = Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
+TextParts = Annotated[list[TextPart], BeforeValidator(_wrap_in_text_parts)]
 
 
 def join_text(parts: Sequence[Any] | None) -> str:
@@ -218,7 +218,7 @@ def join_text(parts: Sequence[Any] | None) -> str:
 
 
 class FunctionCall(Body, extra="forbid"):
-    """Name and arguments of a tool call. The arguments are JSON text or an object."""
+    """Name of a tool call and its arguments, JSON text or an object."""
 
     name: str
     arguments: Annotated[Any, BeforeValidator(parse_arguments)] = {}
@@ -238,7 +238,7 @@ class ToolCallBody(Body, extra="forbid"):
 
 
 class MessageBody(Body, extra="allow"):
-    """Chat message. Undeclared fields are passed to the chat template."""
+    """Chat message. The chat template receives undeclared fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextParts | None = None
@@ -269,8 +269,8 @@ class ToolBody(Body):
     function: FunctionBody
 
 
-def _validate_only(value: Any, handler: Any) -> Any:
-    """Validate a tool but return it as sent, so that the template keeps the field order."""
+def _validate_tool(value: Any, handler: Any) -> Any:
+    """Validate a tool, but return the client's object to preserve the order of its fields."""
     handler(value)
     return {name: item for name, item in value.items() if item is not None}
 
@@ -287,18 +287,18 @@ class ChatBody(ReplyFields):
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    tools: list[Annotated[ToolBody, WrapValidator(_validate_only)]] = []
+    tools: list[Annotated[ToolBody, WrapValidator(_validate_tool)]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     stream_options: StreamOptions = StreamOptions()
     return_tokens_as_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
-    def chat(self) -> list[ChatMessage]:
+    def build_chat(self) -> list[ChatMessage]:
         """Convert the messages for the chat history."""
         return [message.to_message() for message in self.messages]
 
-    def template_tools(self) -> Sequence[Any]:
+    def get_template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are off."""
         return [] if self.tool_choice == "none" else self.tools
 
@@ -324,12 +324,12 @@ class ToolResultBlock(Body):
 
 
 class AnthropicMessage(Body, extra="forbid"):
-    """Message of the user or the model, as content blocks."""
+    """Message of the user or the model, a list of content blocks."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
         list[Annotated[TextPart | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
-        BeforeValidator(_as_text_parts),
+        BeforeValidator(_wrap_in_text_parts),
         Field(min_length=1),
     ]
 
@@ -346,7 +346,7 @@ class AnthropicMessage(Body, extra="forbid"):
         return self
 
     def to_messages(self) -> list[ChatMessage]:
-        """Convert for the chat history: one message per tool result and per run of text."""
+        """Convert to messages of the chat history, one per tool result or run of text."""
         if self.role == "assistant":
             calls = tuple(
                 ToolCall(name=block.name, arguments=block.input, id=block.id)
@@ -369,7 +369,7 @@ class AnthropicMessage(Body, extra="forbid"):
 
 
 class ClientTool(Body):
-    """Tool that the client runs."""
+    """Definition of a tool that the client runs."""
 
     type: Literal["custom"] = "custom"
     name: str
@@ -387,7 +387,7 @@ class ClientTool(Body):
 
 
 class ToolChoice(Body):
-    """Tool calling: on or off, and whether a response may contain several calls."""
+    """Options that turn tool calls, or several calls per response, on or off."""
 
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: bool = False
@@ -404,17 +404,17 @@ class CountTokensBody(ReplyFields):
 
     @property
     def parallel_tool_calls(self) -> bool:
-        """Return True if a response may contain several tool calls."""
+        """True if a response may contain several tool calls."""
         return not self.tool_choice.disable_parallel_tool_use
 
-    def chat(self) -> list[ChatMessage]:
-        """Convert the messages for the chat history, the system message first."""
+    def build_chat(self) -> list[ChatMessage]:
+        """Convert the messages for the chat history, starting with the system message."""
         chat = [message for body in self.messages for message in body.to_messages()]
         if self.system is not None:
             chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
         return chat
 
-    def template_tools(self) -> Sequence[Any]:
+    def get_template_tools(self) -> Sequence[Any]:
         """Return the tools for the chat template, or none if tool calls are off."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]

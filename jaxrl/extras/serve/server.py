@@ -1,8 +1,8 @@
-"""HTTP endpoint: a Starlette application, access checks and the server's thread.
+"""HTTP endpoint: Starlette application, access checks and server thread.
 
-Any local program can be a client, including web pages in a browser. Without a key, the server
-therefore listens on the loopback interface only. On loopback, the `Host` header must name the
-server, because another site's name could resolve to it. Requests from web pages are rejected.
+Without a key, the server listens on the loopback interface only. On loopback, the `Host` header
+must name the server, because the host name of another site could resolve to it (DNS rebinding).
+Requests from web pages are rejected.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""Addresses that no other machine can reach."""
+"""Loopback addresses."""
 
 HOST_NAMES = ("localhost", "127.0.0.1", "[::1]")
-"""Host names that programs on this machine may use for the server."""
+"""Accepted host names of a server on the loopback interface."""
 
 BODY_TIMEOUT_S = 60.0
-"""Time limit for receiving a request's body, in seconds."""
+"""Time limit for receiving a body, in seconds."""
 
 MAX_CONNECTIONS, MAX_SESSION_NAME = 4096, 256
 MESSAGES = "/v1/messages"
 MAX_INLINE_BODY = 2**15
-"""Maximum size in bytes of bodies parsed on the event loop; a thread parses larger ones."""
+"""Maximum size of a body parsed on the event loop, in bytes; threads parse larger bodies."""
 
 SHUTDOWN_TIMEOUT_S = 2
-"""Time limit in seconds for closing connections at shutdown, after all completions."""
+"""Time limit for closing connections after the last completion at shutdown, in seconds."""
 
 SESSION_PATH = re.compile(r"/r/([A-Za-z0-9._~:@-]{1,128})(/.*)")
 """Pattern of URL paths that start with a session name."""
@@ -81,11 +81,11 @@ DIALECTS: Mapping[str, tuple[Any, Any, Any]] = {
         messages.stream_messages,
     ),
 }
-"""Functions by path: parse the body, build the response, yield the events of a stream."""
+"""Functions that parse a body, build a response and yield stream events, by URL path."""
 
 
 class Endpoint:
-    """ASGI application that passes HTTP requests to the worker and its output to clients."""
+    """ASGI application that passes requests to the worker and its output to clients."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class Endpoint:
             worker: Worker that owns the engine.
             tokenizer: Tokenizer with the chat template.
             name: Model name in requests and responses.
-            key: API key that clients must send; "" for none.
+            key: Required API key; "" for none.
             deadline_s: Time limit per completion, in seconds.
             max_body_mib: Maximum size of a request's body, in MiB.
             max_cached: Number of completions to cache for repeated requests.
             stops: Default stop strings.
-            sessions: Sessions by name. If given, no other session is served, and clients use the
-                session's name as their API key.
+            sessions: Agent sessions by name. If given, only these are served, and a client's API
+                key is the name of its session.
         """
         self.worker, self.sessions, self._max_body_mib = worker, sessions, max_body_mib
         self._key = key.encode("utf-8", "surrogateescape")
@@ -139,16 +139,16 @@ class Endpoint:
         self._app = Starlette(
             routes=routes,
             exception_handlers={
-                RequestError: self._error_response,
+                RequestError: self._build_error_response,
                 ClientDisconnect: lambda request, error: Response(status_code=499),
-                HTTPException: self._route_error_response,
-                Exception: self._internal_error_response,
+                HTTPException: self._build_route_error_response,
+                Exception: self._build_internal_error_response,
             },
         )
         self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request; see ASGI (https://asgi.readthedocs.io)."""
+        """Serve a request (https://asgi.readthedocs.io)."""
         match = SESSION_PATH.fullmatch(scope["path"])
         session, path = match.groups() if match else ("", scope["path"])
         scope = {**scope, "path": path, "session": session}
@@ -157,7 +157,7 @@ class Endpoint:
         try:
             self._check_access(request)
         except RequestError as error:
-            app = self._error_response(request, error)
+            app = self._build_error_response(request, error)
         await app(scope, receive, send)
 
     def _check_access(self, request: Request) -> None:
@@ -187,12 +187,12 @@ class Endpoint:
             self._find_session(request)
 
     def _matches_api_key(self, value: str) -> bool:
-        """Return True if a header value is the key, encoded as UTF-8 or latin-1."""
+        """Return True if a header value is the API key, encoded as UTF-8 or Latin-1."""
         encodings = (value.encode("latin-1"), value.encode("utf-8"))
         return any(hmac.compare_digest(encoding, self._key) for encoding in encodings)
 
     def _find_session(self, request: Request) -> AgentSession:
-        """Look up the agent session of a request by its path or key.
+        """Look up the agent session of a request by URL path or API key.
 
         Raises:
             RequestError: The session does not exist.
@@ -201,12 +201,12 @@ class Endpoint:
         names = [request.scope["session"], *get_client_keys(request)]
         session = self.sessions.get(next(filter(None, names), ""))
         if session is None:
-            message = "there is no such episode; expected the URL or key of one that is running."
+            message = "the episode does not exist; expected the URL or key of a running episode."
             raise RequestError(404, message, code="no_episode")
         return session
 
     def _get_session_name(self, request: Request) -> str:
-        """Return the name of a request's session, or "" if it has none.
+        """Return the name of a request's session; "" for none.
 
         Raises:
             RequestError: The session does not exist, or the name is too long.
@@ -245,7 +245,7 @@ class Endpoint:
         return bytes(data)
 
     async def _generate(self, request: Request) -> Any:
-        """Return an ASGI application that sends the response until the client disconnects.
+        """Return an ASGI application that sends a completion until the client disconnects.
 
         Raises:
             RequestError: The request is rejected.
@@ -267,7 +267,7 @@ class Endpoint:
         return respond
 
     async def _send_completion(self, request: Request, data: bytes, send: Any) -> None:
-        """Sample a completion and send it, as a stream or as one response."""
+        """Sample a completion; send it as a stream or as a single response."""
         session = None if self.sessions is None else self._find_session(request)
         name, path = self._get_session_name(request), request.scope["path"]
         (parse, response, events), prefix = DIALECTS[path], f"{name}\n{path}\n"
@@ -276,7 +276,7 @@ class Endpoint:
             keys.append(prefix + header)
         is_retry = request.headers.get("x-stainless-retry-count", "") not in ("", "0")
         with contextlib.ExitStack() as stack:
-            # A repeated request waits while the first one is prepared.
+            # A repeated request waits until the first request is prepared.
             async with self._locks.setdefault(keys[-1], asyncio.Lock()):
                 completion = self._cache.find(
                     keys, is_retry=is_retry, is_recorded=session is not None
@@ -302,7 +302,7 @@ class Endpoint:
                 completion.is_undelivered = True  # another reader may reset this
                 raise
             completion.is_undelivered = not is_complete
-            # End the stream only now: a client that receives the end has the full completion.
+            # End the stream last, so that a client that receives the end has all events.
             if has_stream:
                 await send({"type": "http.response.body", "body": b""})
 
@@ -346,23 +346,23 @@ class Endpoint:
             format_metrics(self.worker), media_type="text/plain; version=0.0.4"
         )
 
-    def _error_response(self, request: Request, error: Exception) -> Response:
+    def _build_error_response(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return JSONResponse(_error_body(request, error), error.status, error.headers)
+        return JSONResponse(_build_error_body(request, error), error.status, error.headers)
 
-    def _route_error_response(self, request: Request, error: Exception) -> Response:
+    def _build_route_error_response(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         paths = ", ".join(self._paths)
         message = f"there is no {request.method} {request.scope['path']:.100} here; expected one "
         message += f"of {paths}, or one behind /r/SESSION."
         headers = dict(error.headers or {})
-        return self._error_response(
+        return self._build_error_response(
             request, RequestError(error.status_code, message, headers=headers)
         )
 
-    def _internal_error_response(self, request: Request, error: Exception) -> Response:
+    def _build_internal_error_response(self, request: Request, error: Exception) -> Response:
         message = f"the server failed with {type(error).__name__}; see its log."
-        return self._error_response(request, RequestError(500, message))
+        return self._build_error_response(request, RequestError(500, message))
 
 
 async def _send_events(
@@ -372,7 +372,7 @@ async def _send_events(
     events: AsyncIterator[Event],
     session: AgentSession | None,
 ) -> bool:
-    """Send server-sent events without ending the stream; return False after an error."""
+    """Send events without ending the stream; return False after an error."""
 
     async def send_event(name: str, value: Any) -> None:
         data = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
@@ -388,7 +388,9 @@ async def _send_events(
                 session.record(completion)
             await send_event(name, value)
     except RequestError as error:
-        await send_event("error" if _is_anthropic(request) else "", _error_body(request, error))
+        await send_event(
+            "error" if _is_anthropic(request) else "", _build_error_body(request, error)
+        )
         return False
     return True
 
@@ -402,13 +404,13 @@ def _is_anthropic(request: Request) -> bool:
     return bool(request.scope["path"].startswith(MESSAGES))
 
 
-def _error_body(request: Request, error: RequestError) -> dict[str, Any]:
-    """Build the body of an error response in the dialect of the request's path."""
-    return error.body(is_anthropic=_is_anthropic(request))
+def _build_error_body(request: Request, error: RequestError) -> dict[str, Any]:
+    """Build an error response's body in the format of the requested API."""
+    return error.build_body(is_anthropic=_is_anthropic(request))
 
 
 def get_client_keys(request: Request) -> tuple[str, str]:
-    """Return the API keys in OpenAI's and Anthropic's headers; "" if a header is missing."""
+    """Return the API keys in OpenAI's and Anthropic's headers, "" for a missing header."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     bearer = value.strip() if scheme.lower() == "bearer" else ""
     return bearer, request.headers.get("x-api-key", "")
@@ -417,7 +419,7 @@ def get_client_keys(request: Request) -> tuple[str, str]:
 def format_metrics(worker: Worker) -> str:
     """Format the worker's metrics as Prometheus text.
 
-    See https://prometheus.io/docs/instrumenting/exposition_formats.
+    Format: https://prometheus.io/docs/instrumenting/exposition_formats.
     """
     counts = worker.engine.counts
     counters = {
@@ -441,15 +443,15 @@ def format_metrics(worker: Worker) -> str:
 
 
 def bind_port(host: str, port: int, key: str) -> socket.socket:
-    """Bind a port without listening, so that clients do not hang while a model loads.
+    """Bind a port without listening, so that clients fail instead of hanging during loading.
 
     Args:
         host: Address to listen on.
-        port: Port; 0 for any free one.
+        port: Port number; 0 for any free port.
         key: API key that clients must send; "" for none.
 
     Raises:
-        ValueError: Other machines could reach the server, and no key is set.
+        ValueError: Other machines can reach the address, and no key is set.
         OSError: The port is not available.
     """
     if host not in LOOPBACK_HOSTS and not key:
@@ -470,7 +472,7 @@ def bind_port(host: str, port: int, key: str) -> socket.socket:
 
 
 class Server:
-    """HTTP server that runs an endpoint in a separate thread."""
+    """HTTP server that runs an endpoint in a thread."""
 
     def __init__(self, endpoint: Endpoint, host: str, listener: socket.socket):
         """Start listening and serving.
@@ -481,7 +483,7 @@ class Server:
             listener: Socket from `bind_port`.
 
         Raises:
-            OSError: Another process listens on the port.
+            OSError: Another process is listening on the port.
         """
         self.endpoint, self._socket = endpoint, listener
         self._socket.listen(1024)
@@ -510,11 +512,11 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Return True until the server or its engine ends."""
+        """True until the server or its engine stops."""
         return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Reject new requests, wait up to `timeout_s` seconds for running ones, close the port.
+        """Reject new requests, wait up to `timeout_s` seconds for running ones, then close.
 
         Returns:
             True if all completions finished in time.

@@ -1,9 +1,9 @@
-"""Engine thread: admits jobs between decoding chunks and forwards the sampled tokens.
+"""Engine thread that admits jobs between decoding chunks and forwards the sampled tokens.
 
 The row of a finished completion stays in the engine as a cached prefix. A request resumes the row
-with the longest cached prefix of its ids and prefills only the remaining ids. Cached rows are
-evicted, least recently used first, when pages run out or there are more than `max_cached_rows`.
-Jobs that continue a cached row are admitted before others.
+with the longest cached prefix of its ids and prefills only the remaining ids. Least recently used
+rows are evicted if pages run out or there are more than `max_cached_rows`. Jobs that continue a
+cached row are admitted first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl.utils.concurrency import format_error_report
 
 STOP, LENGTH = "stop", "length"
 TIMED_OUT, CANCELLED, FAILED = "late", "cancelled", "failed"
-"""Finish reasons. Only "stop" and "length" mark a complete completion."""
+"""Finish reasons. A completion is complete only after "stop" or "length"."""
 
 COUNTERS = (
     "samples_total",
@@ -40,7 +40,7 @@ COUNTERS = (
     "prompt_tokens_reused_total",
     "rows_released_total",
 )
-"""Counters in `/metrics`, since the start of the server."""
+"""Counters in `/metrics`, counted from the start of the server."""
 
 NAN_MESSAGE = "the model returns NaN: its weights are damaged."
 
@@ -50,16 +50,16 @@ JOIN_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """Output of a decoding chunk for one sample.
+    """Tokens of one sample from one decoding chunk.
 
     Attributes:
-        token_ids: Sampled ids, including the stop id or the last token of the stop string.
+        token_ids: Sampled ids, up to and including the stop id or the end of the stop string.
         logprobs: Log-probabilities of `token_ids` in nats, at the sampling temperature.
         entropies: Entropies of the sampling distributions, in nats.
-        versions: Version of the weights that sampled each token; see `Worker.resume`.
-        finish_reason: Finish reason if the sample ends with this chunk, else "".
-        text_bytes: Length in bytes of the sample's text so far, without a stop string.
-        num_cached: Number of prompt tokens that were in the cache, so not prefilled again.
+        versions: Weights version at each token; see `Worker.resume`.
+        finish_reason: Finish reason if this chunk is the last, else "".
+        text_bytes: Length of the sample's text so far, without the stop string, in bytes.
+        num_cached: Number of prompt tokens read from the cache instead of prefilled.
         error: Error message for the client; "" if there is none.
     """
 
@@ -75,17 +75,17 @@ class OutputChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """A parsed request, independent of the API dialect.
+    """Parsed request, independent of the API.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
         num_samples: Number of completions to sample.
         params: Temperature and `top_p`.
-        seed: Sampling seed; None for a random one.
+        seed: Sampling seed; None for a random seed.
         max_tokens: Maximum number of tokens to sample per completion.
         stop_ids: Token ids that end a completion.
         stops: Strings that end a completion.
-        body: Parsed body, which holds the output options.
+        body: Parsed body, which contains the output options.
     """
 
     prompt_ids: tuple[int, ...]
@@ -100,13 +100,13 @@ class CompletionRequest:
 
 @dataclass(eq=False, kw_only=True)
 class GenerationJob:
-    """A sample of a request, queued for the engine.
+    """One sample of a request, queued for the engine.
 
     Attributes:
         request: Request that the sample belongs to.
         sample_key: Random key, uint32 [2].
         deadline: Monotonic time, in seconds, after which the job times out.
-        on_output: Callback for each chunk; it runs on the engine's thread.
+        on_output: Callback for each chunk, called on the engine's thread.
         session: Name of the session; see `Worker.resume`.
     """
 
@@ -119,17 +119,17 @@ class GenerationJob:
     data: bytearray = field(default_factory=bytearray)  # bytes of the tokens
     num_cached: int = 0
     is_cancelled: bool = False
-    yields_until: float = 0.0  # monotonic time until which other jobs may go first
+    yields_until: float = 0.0  # monotonic time until which other jobs have priority
     prefix: tuple[int, tuple[int, ...]] | tuple[()] | None = None  # cached row and ids; (): none
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Return the prompt ids and the ids sampled so far."""
+        """Ids of the prompt and ids sampled so far."""
         return (*self.request.prompt_ids, *self.token_ids)
 
 
 class Worker:
-    """Thread that runs an engine, with its job queue."""
+    """Job queue and the thread that runs an engine."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class Worker:
         """Start the thread.
 
         Args:
-            engine: Engine with weights. From now on, only the worker's thread may use it.
+            engine: Engine with weights, used only by the worker's thread from now on.
             vocab_bytes: Bytes of each token, indexed by id.
             eos_ids: Token ids at which the engine stops.
-            max_queue: Maximum number of waiting jobs, not counting those that fit in free rows.
+            max_queue: Maximum number of waiting jobs, not counting jobs that fit in free rows.
             max_cached_rows: Maximum number of cached rows; 0 for 8 times the engine's rows.
             is_paused: True to queue jobs without starting them until `resume`.
         """
@@ -161,10 +161,10 @@ class Worker:
         self._max_cached_rows = max_cached_rows or 8 * engine.num_rows
         self._jobs: dict[int, GenerationJob] = {}  # running jobs, by engine request
         self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # token ids, by request
-        # Everything below is shared with other threads, under `_condition`.
+        # The attributes below are shared with other threads, guarded by `_condition`.
         self._condition = threading.Condition()
         self._queue: deque[GenerationJob] = deque()
-        self._paused_jobs: list[GenerationJob] = []  # jobs on hold, of paused sessions
+        self._paused_jobs: list[GenerationJob] = []  # jobs of paused sessions
         self._is_active_session: Callable[[str], bool] = lambda session: not is_paused
         self._is_paused = self._is_released = is_paused
         self.is_shutting_down = False  # new jobs are rejected
@@ -174,33 +174,33 @@ class Worker:
 
     @property
     def num_queued(self) -> int:
-        """Return the number of jobs that wait for a row."""
+        """Number of jobs that wait for a row."""
         return len(self._queue) + self.engine.num_queued
 
     @property
     def num_running(self) -> int:
-        """Return the number of jobs that have a row."""
+        """Number of jobs that have a row."""
         return len(self._jobs) - self.engine.num_queued
 
     @property
     def num_cached_rows(self) -> int:
-        """Return the number of rows cached for later requests."""
+        """Number of rows cached for later requests."""
         return len(self._cached)
 
     @property
     def is_alive(self) -> bool:
-        """Return True until the thread ends, for any reason."""
+        """True until the thread ends."""
         return self._thread.is_alive() and not self._has_ended
 
     def submit(self, jobs: Sequence[GenerationJob]) -> None:
-        """Queue all of the jobs, or raise an error and queue none.
+        """Queue the jobs of a request: all of them, or none if an error is raised.
 
         Raises:
-            RequestError: The queue is full, the server is shutting down, or the engine has ended.
+            RequestError: The queue is full, the server is shutting down, or the engine has stopped.
         """
         with self._condition:
             if self._has_ended:
-                message = "the engine has ended; see the server's log, then restart the server."
+                message = "the engine has stopped; see the server's log, then restart the server."
                 raise RequestError(503, message)
             if self.is_shutting_down:
                 raise RequestError(503, "the server is shutting down; use another one.")
@@ -236,12 +236,12 @@ class Worker:
     def resume(
         self, is_active_session: Callable[[str], bool], *, version: int, deadline_s: float
     ) -> None:
-        """Resume after a pause, with the jobs of selected sessions.
+        """Resume the jobs of selected sessions after a pause.
 
         Args:
-            is_active_session: Predicate that selects sessions by name; other jobs stay on hold.
-            version: Version of the weights, to report in chunks.
-            deadline_s: Minimum remaining time for jobs that were on hold, in seconds.
+            is_active_session: Predicate on session names; jobs of other sessions stay on hold.
+            version: Weights version to report in chunks.
+            deadline_s: Minimum time left for jobs that were on hold, in seconds.
         """
         with self._condition:
             self._is_active_session, self.version, self._is_paused = (
@@ -260,20 +260,20 @@ class Worker:
             self._wake()
 
     def pause(self) -> None:
-        """Stop after the current chunk and clear the engine, so that other code can use it.
+        """Pause after the current chunk and clear the engine, so that other code can use it.
 
-        Unfinished jobs are put on hold. When they resume, their tokens are prefilled again and
-        sampling continues with the same random key.
+        Unfinished jobs are put on hold. A resumed job prefills its tokens again and continues
+        sampling with the same random key.
         """
         with self._condition:
             self._is_paused = True
             self._is_active_session = lambda session: False
             self._wake()
-            # No timeout, because the current chunk may have to compile its program first.
+            # No timeout: the current chunk may have to compile a program first.
             self._condition.wait_for(lambda: self._is_released or self._has_ended)
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Reject new jobs, wait up to `timeout_s` seconds for accepted jobs, then cancel the rest.
+        """Reject new jobs, wait up to `timeout_s` seconds for accepted jobs, cancel the rest.
 
         Returns:
             True if all jobs finished in time.
@@ -303,8 +303,8 @@ class Worker:
                     self._fail_running_jobs(error)
             reason = CANCELLED
         except Exception as error:
-            _log("the engine has ended, as it could not be cleared after its failure: ", error)
-        finally:  # no client may wait forever, whatever ended the thread
+            _log("the engine has stopped, because it could not be cleared after a failure: ", error)
+        finally:  # clients must not wait forever, however the thread ended
             with self._condition:
                 self._has_ended = True
                 jobs = [*self._queue, *self._jobs.values(), *self._paused_jobs]
@@ -313,7 +313,9 @@ class Worker:
                 self._paused_jobs.clear()
                 self._condition.notify_all()
             for job in jobs:
-                self._abort_job(job, reason, "" if reason == CANCELLED else "the engine has ended.")
+                self._abort_job(
+                    job, reason, "" if reason == CANCELLED else "the engine has stopped."
+                )
 
     def _wait_for_work(self) -> bool:
         """Wait for work; return False if the thread must exit."""
@@ -351,7 +353,7 @@ class Worker:
             self._condition.notify_all()
 
     def _drop_expired_jobs(self) -> None:
-        """Drop jobs that were cancelled or have passed their deadline."""
+        """Drop queued and running jobs that are cancelled or past their deadline."""
         now = time.monotonic()
 
         def is_expired(job: GenerationJob) -> bool:
@@ -373,14 +375,14 @@ class Worker:
             self._abort_job(job, CANCELLED if job.is_cancelled else TIMED_OUT)
 
     def _admit(self) -> None:
-        """Move jobs from the queue into the engine while it has free rows."""
+        """Move queued jobs into free rows of the engine."""
         while len(self._jobs) < self.engine.num_rows:
             with self._condition:
                 if not self._queue:
                     return
                 # Prefer the oldest job that continues a cached row, unless the oldest job overall
-                # has waited for half of its time limit. Sessions thus end before others start. If
-                # all ran at once, their rows would be evicted and prefilled again on every turn.
+                # has waited for half of its time limit. Sessions then finish before new ones start.
+                # If all ran at once, each turn would evict rows that must be prefilled again.
                 job = self._queue[0]
                 if time.monotonic() <= job.yields_until:
                     job = next(filter(self._has_prefix, self._queue), job)
@@ -389,18 +391,18 @@ class Worker:
             try:
                 self._jobs[self._start_job(job)] = job
             except Exception as error:
-                self._abort_job(job, FAILED, _client_message(error))
+                self._abort_job(job, FAILED, _format_client_message(error))
                 raise
 
     def _has_prefix(self, job: GenerationJob) -> bool:
-        """Return True if the job's prefix is still cached; only the first call searches for it."""
+        """Return True if a prefix of the job is cached; only the first call searches for it."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
         return bool(job.prefix) and self._cached.get(job.prefix[0]) is job.prefix[1]
 
     def _start_job(self, job: GenerationJob) -> int:
-        """Submit a job to the engine, or resume its cached row; return the request number."""
+        """Submit a job to the engine or resume its cached row; return the request's id."""
         token_ids, budget = job.context_ids, job.request.max_tokens - len(job.token_ids)
         number = self._find_prefix(token_ids)
         if number is None:
@@ -409,9 +411,9 @@ class Worker:
             [number] = self.engine.submit([request], temperature=temperature, top_p=top_p)
             return number
         cached_ids = self._cached.pop(number)
-        job.num_cached = len(cached_ids) - 1  # the last id is prefilled when the row resumes
+        job.num_cached = len(cached_ids) - 1  # the last id is prefilled again when the row resumes
         self.stats["prompt_tokens_reused_total"] += job.num_cached
-        self.engine.resume_with(
+        self.engine.resume_with_params(
             number,
             token_ids[len(cached_ids) :],
             budget,
@@ -421,7 +423,7 @@ class Worker:
         return number
 
     def _find_prefix(self, token_ids: tuple[int, ...]) -> int | None:
-        """Return the request whose cached ids are the longest prefix of `token_ids`, or None."""
+        """Return the id of the request whose cached ids are the longest prefix, or None."""
         matches = [
             (len(ids), request)
             for request, ids in self._cached.items()
@@ -432,7 +434,7 @@ class Worker:
         return max(matches)[1] if matches else None
 
     def _evict(self) -> None:
-        """Evict the least recently used row, preferring rows that no queued job continues."""
+        """Evict the least recently used row, if possible one that no queued job continues."""
         with self._condition:
             needed_rows = {
                 job.prefix[0] for job in self._queue if self._has_prefix(job) and job.prefix
@@ -444,7 +446,7 @@ class Worker:
         self.stats["rows_released_total"] += 1
 
     def _process_event(self, event: Event) -> None:
-        """Append sampled tokens to their job and send them; cache the row if the job stops."""
+        """Append sampled tokens to their job and send them; cache the row of a finished job."""
         job = self._jobs[event.request]
         if not np.isfinite(event.logprobs).all():
             del self._jobs[event.request]
@@ -473,7 +475,7 @@ class Worker:
         )
 
     def _truncate_at_stop(self, job: GenerationJob, event: Event) -> tuple[list[int], str, int]:
-        """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
+        """Return the ids up to the first stop, the finish reason, and the text length, in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
         longest = max(map(len, stops), default=1)
@@ -492,7 +494,7 @@ class Worker:
         return ids, reason, len(job.data)
 
     def _cache_row(self, request: int, job: GenerationJob) -> None:
-        """Cache the row of a finished job if it has room for another turn."""
+        """Cache the row of a finished job if another turn fits in the context."""
         ids = job.context_ids
         if len(ids) >= self.engine.max_total_tokens:
             self.engine.finish(request)
@@ -521,13 +523,13 @@ class Worker:
         self._jobs.clear()
         self._cached.clear()
         for job in jobs:
-            self._abort_job(job, FAILED, _client_message(error))
+            self._abort_job(job, FAILED, _format_client_message(error))
         _log("the engine failed: ", error)
         self.engine.clear()
 
 
-def _client_message(error: Exception) -> str:
-    """Describe an error to clients, without its message, which may contain paths and data."""
+def _format_client_message(error: Exception) -> str:
+    """Describe an error without its message, which may contain paths and data."""
     return f"the engine failed with {type(error).__name__}; see the server's log."
 
 

@@ -18,7 +18,7 @@ from jaxrl.envs.base import ScoredEpisode, Task
 from jaxrl.envs.rewards.combiner import PartCall, PartResult
 from jaxrl.envs.rewards.math_answers import compare_values, join_thousands
 from jaxrl.envs.rewards.rules import extract_last_boxed
-from jaxrl.extras.symbolic_math.worker import equals_any
+from jaxrl.extras.symbolic_math.worker import is_equal_to_any
 
 MAX_ANSWER_CHARS = 2000
 """Maximum length of an answer to send to a worker, in characters."""
@@ -93,13 +93,13 @@ class MathVerify:
         if True in verdicts:
             return True
         undecided = tuple(
-            _strip_notation(t)
+            _strip_math_notation(t)
             for t, verdict in zip(truths, verdicts, strict=True)
             if verdict is None
         )
         if not undecided or len(answer) > MAX_ANSWER_CHARS:
             return False
-        return self._cached_compare(_strip_notation(answer), undecided)
+        return self._cached_compare(_strip_math_notation(answer), undecided)
 
     def _compare(self, answer: str, truths: Sequence[str]) -> bool | None:
         from pebble import ProcessExpired
@@ -108,7 +108,10 @@ class MathVerify:
             pool = self._get_pool()
             try:
                 call = pool.schedule(
-                    equals_any, args=[answer, truths], kwargs=self._limits, timeout=self._wait_s
+                    is_equal_to_any,
+                    args=[answer, truths],
+                    kwargs=self._limits,
+                    timeout=self._wait_s,
                 )
                 return bool(call.result(2 * self._wait_s))
             except ProcessExpired as error:
@@ -141,7 +144,7 @@ class MathVerify:
             self._pool.join()
 
 
-def _strip_notation(text: str) -> str:
+def _strip_math_notation(text: str) -> str:
     r"""Strip `\boxed{}`, dollar signs, a final period and thousands separators."""
     boxed = extract_last_boxed(text)
     text = (text if boxed is None else boxed).strip().rstrip(".")

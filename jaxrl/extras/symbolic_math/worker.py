@@ -12,7 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 
-def equals_any(answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int) -> bool:
+def is_equal_to_any(
+    answer: str, truths: Sequence[str], *, deadline_s: float, memory_mib: int
+) -> bool:
     """Return True if an answer in LaTeX equals one of the accepted answers.
 
     SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception could not
@@ -32,11 +34,11 @@ def _init_worker(memory_mib: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def end_with_parent() -> None:
+    def exit_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _load_comparison()("x", "x")  # load everything before memory is limited
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))

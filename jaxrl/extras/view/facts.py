@@ -200,7 +200,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
                     point = (evaluation.weights_step, value, low, high, evaluation.stage)
                     points.setdefault((suite, data_set, measure), []).append(point)
 
-    def sort_key(key: tuple[str, str, str]) -> tuple[bool, ...]:
+    def get_sort_key(key: tuple[str, str, str]) -> tuple[bool, ...]:
         measure = key[2]
         return (
             measure != "reward",
@@ -217,7 +217,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
             "weight": weights.get(measure),
             "points": points[suite, data_set, measure],
         }
-        for suite, data_set, measure in sorted(points, key=sort_key)
+        for suite, data_set, measure in sorted(points, key=get_sort_key)
     ]
 
 
@@ -269,15 +269,15 @@ def compute_times(run: RunReader) -> list[dict[str, Any]]:
     for stage in dict.fromkeys(record["stage"] for record in run.records):
         records = [record for record in run.records if record["stage"] == stage]
 
-        def total(name: str, records: Sequence[dict[str, Any]] = records) -> float:
+        def sum_metric(name: str, records: Sequence[dict[str, Any]] = records) -> float:
             return sum(to_finite_float(record.get(name)) or 0.0 for record in records)
 
-        parts = {part: total(name) for part, name in TIMINGS.items()}
-        step_s = total("timing_s/step")
+        parts = {part: sum_metric(name) for part, name in TIMINGS.items()}
+        step_s = sum_metric("timing_s/step")
         if not parts["update"]:  # a supervised step consists only of its update
             parts["update"] = step_s - parts["generation"]
         measured = sum(parts.values())
-        parts["other"] = max(total("timing_s/wall"), step_s, measured) - measured
+        parts["other"] = max(sum_metric("timing_s/wall"), step_s, measured) - measured
         parts = {part: seconds for part, seconds in parts.items() if seconds >= 0.05}
         if parts:
             rows.append({"stage": STAGE_LABELS.get(stage, stage), "parts": parts})
@@ -344,7 +344,7 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
     """
     defaults = flatten(default_config())
 
-    def comparable_config(run: RunReader) -> dict[str, Any]:
+    def get_comparable_config(run: RunReader) -> dict[str, Any]:
         # A key that is missing from the run's config had its default value.
         config = defaults | run.config if run.config else {}
         names = ("seed", *ignore)
@@ -358,10 +358,10 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
     for number, run in enumerate(runs):
         # A run without a configuration forms a separate group.
         group_id = None if run.config else number
-        key = _dumps([group_id, comparable_config(run)])
+        key = _dumps([group_id, get_comparable_config(run)])
         members.setdefault(key, []).append(number)
     # Describe each group by the settings in which groups differ.
-    configs = [comparable_config(runs[numbers[0]]) for numbers in members.values()]
+    configs = [get_comparable_config(runs[numbers[0]]) for numbers in members.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
     varying_keys = [key for key in keys if len({_dumps(config.get(key)) for config in configs}) > 1]
     groups = []

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from jaxrl.extras.view.facts import list_suites
 from jaxrl.extras.view.reader import open_runs
-from jaxrl.extras.view.viewer import Viewer, to_plain
+from jaxrl.extras.view.viewer import Viewer, sanitize_json
 from jaxrl.logs.console import make_console
 from jaxrl.logs.results import format_scores, read_scores
 from jaxrl.utils.files import open_atomic
@@ -112,7 +112,7 @@ def collect_responses(viewer: Viewer) -> dict[str, Any]:
         try:
             data[address] = viewer.respond(address)
         except (LookupError, ValueError, OSError) as error:
-            data[address] = to_plain({"error": str(error)})
+            data[address] = sanitize_json({"error": str(error)})
         size += len(json.dumps(data[address]))
         if size > MAX_DETAIL_BYTES:
             break
@@ -138,12 +138,13 @@ def render(data: dict[str, Any]) -> str:
         (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
 
-    def csp_hash(text: str) -> str:
+    def compute_csp_hash(text: str) -> str:
         digest = hashlib.sha256(text.encode()).digest()
         return f"'sha256-{base64.b64encode(digest).decode()}'"
 
     policy = (
-        f"default-src 'none'; script-src {csp_hash(js)}; style-src {csp_hash(css)}; img-src data:; "
+        f"default-src 'none'; script-src {compute_csp_hash(js)}; "
+        f"style-src {compute_csp_hash(css)}; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )

@@ -55,7 +55,7 @@ class Tokens:
             raise ValueError(f"{len(ids)} token_ids, but {len(mask)} in loss_mask; line damaged.")
         return cls(record=record, ids=ids, is_sampled=[bool(value) for value in mask])
 
-    def values(self, name: str) -> Values:
+    def get_values(self, name: str) -> Values:
         """Return a per-token list of the record.
 
         Raises:
@@ -73,10 +73,10 @@ class Tokens:
 
     def map_values(self, function: Callable[..., float | None], *names: str) -> Values:
         """Apply a function token by token to the lists called `names`."""
-        lists = zip(*(self.values(name) for name in names), strict=True)
+        lists = zip(*(self.get_values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
 
-    def advantages(self) -> Values:
+    def get_advantages(self) -> Values:
         """Return the recorded advantage of each token, or else the trajectory's advantage.
 
         Raises:
@@ -86,10 +86,10 @@ class Tokens:
         advantage = to_finite_float(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
         if has_turns or advantage is None or self.record.get("token_advantages") is not None:
-            return self.values("token_advantages")
+            return self.get_values("token_advantages")
         return [advantage if is_sampled else None for is_sampled in self.is_sampled]
 
-    def ratios(self) -> Values:
+    def compute_ratios(self) -> Values:
         """Return `exp(new_logprobs - old_logprobs)`; losses clip the exponent to ±20 too."""
         return self.map_values(
             lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
@@ -97,12 +97,12 @@ class Tokens:
             "old_logprobs",
         )
 
-    def reference_log_ratios(self) -> Values:
+    def compute_reference_log_ratios(self) -> Values:
         """Return the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
         return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
 
-    def sampler_gaps(self) -> Values:
+    def compute_sampler_gaps(self) -> Values:
         """Return `old_logprobs - rollout_logprobs` in nats; None where the sampler has no logprob.
 
         It has none for observations, which are trained on if `loss.mask_observations` is False.
@@ -123,15 +123,21 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
     """
 
     def read_recorded(name: str) -> Callable[[], Values]:
-        return lambda: tokens.values(name)
+        return lambda: tokens.get_values(name)
 
     rows: list[tuple[str, str, str, str, Callable[[], Values]]] = [
-        ("advantage", "advantage", "", "signed", tokens.advantages),
+        ("advantage", "advantage", "", "signed", tokens.get_advantages),
         ("logprob", "logprob at sampling", "nats", "amount", read_recorded("rollout_logprobs")),
         ("entropy", "entropy at sampling", "nats", "amount", read_recorded("rollout_entropies")),
-        ("ratio", "ratio after the update", "", "ratio", tokens.ratios),
-        ("reference", "logprob minus reference", "nats", "signed", tokens.reference_log_ratios),
-        ("gap", "trainer minus sampler", "nats", "signed", tokens.sampler_gaps),
+        ("ratio", "ratio after the update", "", "ratio", tokens.compute_ratios),
+        (
+            "reference",
+            "logprob minus reference",
+            "nats",
+            "signed",
+            tokens.compute_reference_log_ratios,
+        ),
+        ("gap", "trainer minus sampler", "nats", "signed", tokens.compute_sampler_gaps),
         ("kl_weight", "weight of the KL term", "", "amount", read_recorded("kl_weights")),
         ("weight", "weight in the loss", "", "amount", read_recorded("token_weights")),
     ]

@@ -92,12 +92,14 @@ class TrajectoryIndex:
             try:
                 self._index_file(step)
             except OSError as error:
-                self._unreadable.append(f"{self._file_path(step).name} cannot be read ({error})")
+                self._unreadable.append(
+                    f"{self._get_file_path(step).name} cannot be read ({error})"
+                )
             if time.monotonic() > deadline:
                 break
         return is_stale or bool(new)
 
-    def _file_path(self, step: int) -> Path:
+    def _get_file_path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}.jsonl"
 
     def _list_files(self) -> dict[int, Identity]:
@@ -105,7 +107,7 @@ class TrajectoryIndex:
         files = {}
         for path in self.folder.glob("step_*.jsonl"):
             match = _FILE.fullmatch(path.name)
-            if match and path.name == self._file_path(int(match[1])).name:
+            if match and path.name == self._get_file_path(int(match[1])).name:
                 identity = get_identity(path)
                 if identity is not None:
                     files[int(match[1])] = identity
@@ -113,7 +115,7 @@ class TrajectoryIndex:
 
     def _index_file(self, step: int) -> None:
         offset = 0
-        with self._file_path(step).open("rb") as file:
+        with self._get_file_path(step).open("rb") as file:
             for number, line in enumerate(file):
                 row = self._make_row(line, step, number)
                 if row is not None:
@@ -168,11 +170,11 @@ class TrajectoryIndex:
         if (step, line) not in self._offsets:
             raise LookupError(f"There is no trajectory at step {step}, line {line + 1}.")
         offset, length = self._offsets[step, line]
-        with self._file_path(step).open("rb") as file:
+        with self._get_file_path(step).open("rb") as file:
             file.seek(offset)
-            record = parse_json(file.read(length), f"{self._file_path(step).name}:{line + 1}")
+            record = parse_json(file.read(length), f"{self._get_file_path(step).name}:{line + 1}")
         if not isinstance(record, dict):
-            raise ValueError(f"{self._file_path(step).name} has changed; reload the page.")
+            raise ValueError(f"{self._get_file_path(step).name} has changed; reload the page.")
         return record
 
 

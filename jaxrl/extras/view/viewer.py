@@ -51,17 +51,17 @@ class Viewer:
         for run in self.runs:
             run.refresh(seconds / len(self.runs))
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return a value that changes whenever the page must be redrawn."""
         return {
             "version": sum(run.version for run in self.runs),
             "is_indexing": any(run.index.num_indexed < run.index.num_files for run in self.runs),
         }
 
-    def overview(self) -> dict[str, Any]:
+    def get_overview(self) -> dict[str, Any]:
         """Return the summaries, groups and comparison of all runs."""
         groups = facts.group_runs(self.runs, self.ignore)
-        return self.state() | {
+        return self.get_state() | {
             "runs": [facts.summarize_run(run) for run in self.runs],
             "groups": groups,
             "comparison": facts.compare_runs(self.runs, groups),
@@ -69,7 +69,7 @@ class Viewer:
             "columns": COLUMNS,
         }
 
-    def curves(self, run_index: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+    def get_curves(self, run_index: int, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return a run's curves by stage and metric name; all metrics if `names` is None."""
         run = self.runs[run_index]
         return {
@@ -81,7 +81,7 @@ class Viewer:
             for stage, known in facts.list_metric_names(run).items()
         }
 
-    def answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
+    def get_answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
         """Return the held-out answers of a suite in its first and last evaluation.
 
         Each item is a row of the last evaluation, with the first evaluation's row as `before` if
@@ -97,18 +97,20 @@ class Viewer:
         if not evaluations:
             return []
         (first, before), (last, after) = evaluations[0], evaluations[-1]
-        rows_before = {} if first == last else {_sample_key(row): i for i, row in enumerate(before)}
+        rows_before = (
+            {} if first == last else {_get_sample_key(row): i for i, row in enumerate(before)}
+        )
         rows = []
         for i, row in enumerate(after):
             addresses = [f"answer/{run_index}/{last}/{suite}/{i}"]
-            earlier = rows_before.get(_sample_key(row))
+            earlier = rows_before.get(_get_sample_key(row))
             if earlier is not None:
                 addresses.insert(0, f"answer/{run_index}/{first}/{suite}/{earlier}")
             known = None if earlier is None else before[earlier]
             rows.append(row | {"before": known, "addresses": addresses})
         return rows
 
-    def answer(self, run_index: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
+    def get_answer(self, run_index: int, evaluation: int, suite: int, row: int) -> dict[str, Any]:
         """Return the complete record of an answer, with the response split into segments."""
         run = self.runs[run_index]
         name = facts.list_suites(run)[suite]
@@ -116,7 +118,7 @@ class Viewer:
         response = str(record.pop("response", None) or "")
         return {"record": record, "segments": split_response(response)}
 
-    def trajectories(
+    def get_trajectories(
         self, run_index: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
         """Return the rows and tasks of the index that the page does not have yet."""
@@ -130,7 +132,7 @@ class Viewer:
             "tasks": index.tasks[num_tasks:],
         }
 
-    def trajectory(self, run_index: int, step: int, line: int) -> dict[str, Any]:
+    def get_trajectory(self, run_index: int, step: int, line: int) -> dict[str, Any]:
         """Return a trajectory with the text and the quantities of each token."""
         run = self.runs[run_index]
         record = run.index.read(step, line)
@@ -163,35 +165,37 @@ class Viewer:
         is_valid = len(numbers) == count and all(map(_NUMBER.fullmatch, numbers))
         if method is None or not is_valid:
             raise LookupError(f"There is no item at {address!r:.80}.")
-        return to_plain(method(self, *map(int, numbers), **options))
+        return sanitize_json(method(self, *map(int, numbers), **options))
 
 
 _NUMBER = re.compile("[0-9]{1,15}")
 
 ADDRESSES: dict[str, tuple[Callable[..., Any], int]] = {
-    "state": (Viewer.state, 0),
-    "overview": (Viewer.overview, 0),
-    "curves": (Viewer.curves, 1),
-    "answers": (Viewer.answers, 2),
-    "answer": (Viewer.answer, 4),
-    "trajectories": (Viewer.trajectories, 4),
-    "trajectory": (Viewer.trajectory, 3),
+    "state": (Viewer.get_state, 0),
+    "overview": (Viewer.get_overview, 0),
+    "curves": (Viewer.get_curves, 1),
+    "answers": (Viewer.get_answers, 2),
+    "answer": (Viewer.get_answer, 4),
+    "trajectories": (Viewer.get_trajectories, 4),
+    "trajectory": (Viewer.get_trajectory, 3),
 }
 """Method and number of integer arguments, by the first part of an address."""
 
 
-def _sample_key(row: dict[str, Any]) -> tuple[str, float]:
+def _get_sample_key(row: dict[str, Any]) -> tuple[str, float]:
     return row["task_id"], row["sample"]
 
 
-def to_plain(value: Any) -> Any:
+def sanitize_json(value: Any) -> Any:
     """Convert a value to strict JSON: escape control characters; None for NaN and infinity."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, dict):
-        return {escape_control_chars(str(key)): to_plain(inner) for key, inner in value.items()}
+        return {
+            escape_control_chars(str(key)): sanitize_json(inner) for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [to_plain(inner) for inner in value]
+        return [sanitize_json(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -42,7 +42,7 @@ from jaxrl.extras.vision.tower import (
     QUERY_BLOCK,
     VisionTower,
     attend_segments,
-    biased_linear_axes,
+    make_biased_linear_axes,
     make_linear_hf_names,
     raise_unsupported,
 )
@@ -236,11 +236,11 @@ class Qwen3Vision(VisionTower):
         ends = low, jnp.minimum(low + 1, self.side - 1)
         weights = 1 - fraction, fraction
 
-        def corner(i: int, j: int) -> jax.Array:
+        def get_corner(i: int, j: int) -> jax.Array:
             vectors = table[ends[i][:, 0] * self.side + ends[j][:, 1]].astype(jnp.float32)
             return (weights[i][:, 0] * weights[j][:, 1])[:, None] * vectors
 
-        return corner(0, 0) + corner(0, 1) + corner(1, 0) + corner(1, 1)
+        return get_corner(0, 0) + get_corner(0, 1) + get_corner(1, 0) + get_corner(1, 1)
 
     # Parameters.
 
@@ -283,19 +283,19 @@ class Qwen3Vision(VisionTower):
                 "norm2": norm,
                 "attention": ATTENTION_AXES,
                 "mlp": {
-                    "up": biased_linear_axes("width", "mlp", "layer"),
-                    "down": biased_linear_axes("mlp", "width", "layer"),
+                    "up": make_biased_linear_axes("width", "mlp", "layer"),
+                    "down": make_biased_linear_axes("mlp", "width", "layer"),
                 },
             },
             "merger": {
                 "norm": {"scale": (None,), "bias": (None,)},
-                "up": biased_linear_axes("width", "mlp"),
-                "down": biased_linear_axes("mlp", "width"),
+                "up": make_biased_linear_axes("width", "mlp"),
+                "down": make_biased_linear_axes("mlp", "width"),
             },
             "deepstack": {
                 "norm": norm,
-                "up": biased_linear_axes("width", "mlp", "layer"),
-                "down": biased_linear_axes("mlp", "width", "layer"),
+                "up": make_biased_linear_axes("width", "mlp", "layer"),
+                "down": make_biased_linear_axes("mlp", "width", "layer"),
             },
         }
 

@@ -52,14 +52,14 @@ def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict
     return value
 
 
-def biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
+def make_biased_linear_axes(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
     """Return the axis names of a linear layer with a bias, with leading axes `stack`."""
     return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
 
 
 ATTENTION_AXES = {
-    "qkv": biased_linear_axes("width", None, "layer"),
-    "o": biased_linear_axes(None, "width", "layer"),
+    "qkv": make_biased_linear_axes("width", None, "layer"),
+    "o": make_biased_linear_axes(None, "width", "layer"),
 }
 """Axis names of stacked attention. Heads are fused in one axis, so `tensor` cannot split them."""
 

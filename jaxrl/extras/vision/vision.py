@@ -37,7 +37,7 @@ from jaxrl.extras.vision.tower import (
     QUERY_BLOCK,
     VisionTower,
     attend_segments,
-    biased_linear_axes,
+    make_biased_linear_axes,
     make_linear_hf_names,
     masked_attention,
     raise_unsupported,
@@ -214,15 +214,15 @@ class QwenVision(VisionTower):
                 "norm2": norm,
                 "attention": ATTENTION_AXES,
                 "mlp": {
-                    "gate": biased_linear_axes("width", "mlp", "layer"),
-                    "up": biased_linear_axes("width", "mlp", "layer"),
-                    "down": biased_linear_axes("mlp", "width", "layer"),
+                    "gate": make_biased_linear_axes("width", "mlp", "layer"),
+                    "up": make_biased_linear_axes("width", "mlp", "layer"),
+                    "down": make_biased_linear_axes("mlp", "width", "layer"),
                 },
             },
             "merger": {
                 "norm": {"scale": (None,)},
-                "up": biased_linear_axes("width", "mlp"),
-                "down": biased_linear_axes("mlp", "width"),
+                "up": make_biased_linear_axes("width", "mlp"),
+                "down": make_biased_linear_axes("mlp", "width"),
             },
         }
 

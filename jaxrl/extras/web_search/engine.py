@@ -22,22 +22,22 @@ from jaxrl.utils.http_client import (
 from jaxrl.utils.json_io import to_finite_float
 
 MAX_FIELD_CHARS = 10_000
-"""Maximum number of characters to keep of each field of a result."""
+"""Maximum length of each field of a result, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """API of a search provider: its requests, limits and responses.
+    """Request builder, response parser and limits of a search provider.
 
     Attributes:
-        url: URL of the service; "" if it is self-hosted.
+        url: URL of the service; "" for a self-hosted service.
         key_env: Default environment variable for the API key; "" if no key is required.
         max_chars: Maximum length of a query in characters; longer queries are truncated.
         max_words: Maximum number of words in a query, applied before `max_chars`.
         max_topk: Maximum number of results per query.
-        headers: Function that returns the HTTP headers for an API key.
-        request: Function that builds the request from URL, query and number of results.
-        results: Function that extracts the raw results of a response, or raises ValueError.
+        make_headers: Function that returns the HTTP headers for an API key.
+        build_request: Function that builds the request from URL, query and number of results.
+        extract_results: Function that extracts the raw results of a response, or raises ValueError.
         parse_hit: Function that parses a raw result, or raises ValueError.
     """
 
@@ -46,12 +46,12 @@ class Provider:
     max_chars: int
     max_words: int
     max_topk: int
-    headers: Callable[[str], Mapping[str, str]]
-    request: Callable[[str, str, int], HttpRequest]
-    results: Callable[[Mapping[str, Any]], list[Any]]
+    make_headers: Callable[[str], Mapping[str, str]]
+    build_request: Callable[[str, str, int], HttpRequest]
+    extract_results: Callable[[Mapping[str, Any]], list[Any]]
     parse_hit: Callable[[Any], Hit]
 
-    def read(self, response: Any, skipped: HitReader) -> list[Hit]:
+    def parse_response(self, response: Any, skipped: HitReader) -> list[Hit]:
         """Parse a response into hits.
 
         Raises:
@@ -59,16 +59,16 @@ class Provider:
         """
         if not isinstance(response, dict):
             raise ValueError(f"a {type(response).__name__}; expected an object")
-        return skipped.read(self.results(response), self.parse_hit)
+        return skipped.read(self.extract_results(response), self.parse_hit)
 
 
 class WebSearch(DocumentSearch):
-    """Web search through a provider, with one request per query and several in flight.
+    """Web search engine that sends one request per query to a provider, concurrently.
 
-    Each result becomes a document with the URL as its id and the snippet as its text. Operators in
-    a query (quotes, `site:`) are passed to the provider. The web changes, so a run is reproducible
-    only from its recording. The API key is read from the environment at construction and never
-    appears in configurations or messages.
+    Each result becomes a document with the URL as its id and the snippet as its text. Query
+    operators (quotes, `site:`) are passed to the provider. Results change over time, so a run is
+    reproducible only from its recording. The API key is read from the environment at construction
+    and never appears in configs or messages.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WebSearch(DocumentSearch):
         max_response_mib: float = 16.0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Validate the settings in `config.search.web` without sending a request.
+        """Validate the settings of `config.search.web` without sending a request.
 
         Args:
             provider: Name in `PROVIDERS`.
@@ -93,7 +93,7 @@ class WebSearch(DocumentSearch):
             timeout_s: Timeout per request, in seconds.
             connections: Maximum number of requests in flight.
             max_response_mib: Maximum size of a response, in MiB.
-            log: Callback for warnings about skipped results.
+            log: Callback that logs a warning about skipped results.
 
         Raises:
             ValueError: A setting is invalid, or the environment variable is not set.
@@ -118,7 +118,7 @@ class WebSearch(DocumentSearch):
         bounds = ClientLimits(
             timeout_s=timeout_s, connections=connections, max_mib=max_response_mib
         )
-        self._client = JsonClient(bounds, headers=self._provider.headers(key))
+        self._client = JsonClient(bounds, headers=self._provider.make_headers(key))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """Return the provider's results for each query."""
@@ -129,30 +129,33 @@ class WebSearch(DocumentSearch):
         ]
         numbers = [i for i, query in enumerate(search_queries) if query]
         responses = self._client.send_all(
-            [self._provider.request(self._url, search_queries[i], num_results) for i in numbers]
+            [
+                self._provider.build_request(self._url, search_queries[i], num_results)
+                for i in numbers
+            ]
         )
         hits: list[list[Hit] | ToolError] = [[] for _ in queries]  # blank queries have no hits
         for i, response in zip(numbers, responses, strict=True):
-            hits[i] = self._hits(response, topk)
+            hits[i] = self._parse_hits(response, topk)
         return hits
 
-    def _hits(self, response: Any, topk: int) -> list[Hit] | ToolError:
+    def _parse_hits(self, response: Any, topk: int) -> list[Hit] | ToolError:
         if isinstance(response, ToolError):
             return response
         try:
-            return self._provider.read(response, self._skipped)[:topk]
+            return self._provider.parse_response(response, self._skipped)[:topk]
         except ValueError as error:
             return ToolError(f"{redact_url(self._url)} gives {error}")
 
 
-def _serper_results(response: Mapping[str, Any]) -> list[Any]:
-    """Return the results of Serper's Google API, `POST https://google.serper.dev/search` (2025).
+def _extract_serper_results(response: Mapping[str, Any]) -> list[Any]:
+    """Extract the results of Serper's Google API, `POST https://google.serper.dev/search` (2025).
 
-    A response without `organic` has no results, unless it has a `message`; then it is an error.
-    Google's answer box, if present, comes first.
+    A response without `organic` is an error if it has a `message`; otherwise it has no results.
+    Google's answer box, if present, is the first result.
     """
     is_empty = response.get("organic") is None and "message" not in response
-    results = [] if is_empty else _result_list(response, "organic")
+    results = [] if is_empty else _get_result_list(response, "organic")
     box = response.get("answerBox")
     if isinstance(box, dict):
         texts = [box.get(name) for name in ("answer", "snippet")]
@@ -165,8 +168,8 @@ _BRAVE = {"text_decorations": "false", "result_filter": "web"}
 _TAG = re.compile(r"</?\w[^<>]*>")
 
 
-def _brave_results(response: Mapping[str, Any]) -> list[Any]:
-    """Return the results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
+def _extract_brave_results(response: Mapping[str, Any]) -> list[Any]:
+    """Extract the results of Brave, `GET https://api.search.brave.com/res/v1/web/search` (v1).
 
     A response of type `search` without `web` has no results.
     """
@@ -175,11 +178,11 @@ def _brave_results(response: Mapping[str, Any]) -> list[Any]:
         return []
     if not isinstance(web, dict):
         raise ValueError(f'an object with {sorted(response)[:8]}; expected "web"')
-    return _result_list(web, "results")
+    return _get_result_list(web, "results")
 
 
 def _parse_brave_hit(result: Any) -> Hit:
-    """Parse a Brave result. Its title and description are HTML."""
+    """Parse a Brave result, whose title and description are HTML."""
     if isinstance(result, dict):
         html_fields = {name: result.get(name) for name in ("title", "description")}
         texts = {
@@ -199,13 +202,13 @@ def _build_searxng_request(url: str, query: str, topk: int) -> HttpRequest:
     return HttpRequest(url=url + path, params={"q": plain or "-", "format": "json"})
 
 
-def _searxng_results(response: Mapping[str, Any]) -> list[Any]:
-    """Return the results of SearXNG, `GET /search?format=json` (2025).
+def _extract_searxng_results(response: Mapping[str, Any]) -> list[Any]:
+    """Extract the results of SearXNG, `GET /search?format=json` (2025).
 
-    SearXNG's `settings.yml` must allow JSON. A response without results is an error if engines did
-    not respond.
+    SearXNG's `settings.yml` must enable JSON. A response without results is an error if any of
+    SearXNG's engines did not respond.
     """
-    results = _result_list(response, "results")
+    results = _get_result_list(response, "results")
     unresponsive_engines = response.get("unresponsive_engines")
     if not results and unresponsive_engines:
         raise ValueError(
@@ -214,8 +217,8 @@ def _searxng_results(response: Mapping[str, Any]) -> list[Any]:
     return results
 
 
-def _result_list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the list of results in a field of a response.
+def _get_result_list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the results listed in the field `name` of a response.
 
     Raises:
         ValueError: The field is missing or not a list.
@@ -227,7 +230,7 @@ def _result_list(fields: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _parse_hit(result: Any, address: str, text: str) -> Hit:
-    """Parse a result. A missing field counts as empty.
+    """Parse a result, treating missing fields as empty.
 
     Raises:
         ValueError: The result is not an object, a field is not text, or title and text are empty.
@@ -252,9 +255,9 @@ PROVIDERS: Mapping[str, Provider] = {
         max_chars=2_048,
         max_words=300,
         max_topk=100,
-        headers=lambda key: {"X-API-KEY": key},
-        request=lambda url, query, topk: HttpRequest(url=url, body={"q": query, "num": topk}),
-        results=_serper_results,
+        make_headers=lambda key: {"X-API-KEY": key},
+        build_request=lambda url, query, topk: HttpRequest(url=url, body={"q": query, "num": topk}),
+        extract_results=_extract_serper_results,
         parse_hit=lambda result: _parse_hit(result, "link", "snippet"),
     ),
     "brave": Provider(
@@ -263,12 +266,12 @@ PROVIDERS: Mapping[str, Provider] = {
         max_chars=400,
         max_words=50,
         max_topk=20,
-        headers=lambda key: {"X-Subscription-Token": key},
-        request=lambda url, query, topk: HttpRequest(
+        make_headers=lambda key: {"X-Subscription-Token": key},
+        build_request=lambda url, query, topk: HttpRequest(
             url=url,
             params={"q": query, "count": str(topk), **_BRAVE},
         ),
-        results=_brave_results,
+        extract_results=_extract_brave_results,
         parse_hit=_parse_brave_hit,
     ),
     "tavily": Provider(
@@ -277,12 +280,12 @@ PROVIDERS: Mapping[str, Provider] = {
         max_chars=400,
         max_words=400,
         max_topk=20,
-        headers=lambda key: {"Authorization": f"Bearer {key}"},
-        request=lambda url, query, topk: HttpRequest(
+        make_headers=lambda key: {"Authorization": f"Bearer {key}"},
+        build_request=lambda url, query, topk: HttpRequest(
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
         # `POST https://api.tavily.com/search` with a bearer token (2025).
-        results=lambda response: _result_list(response, "results"),
+        extract_results=lambda response: _get_result_list(response, "results"),
         parse_hit=lambda result: _parse_hit(result, "url", "content"),
     ),
     "searxng": Provider(
@@ -291,9 +294,9 @@ PROVIDERS: Mapping[str, Provider] = {
         max_chars=2_000,
         max_words=300,
         max_topk=100,
-        headers=lambda key: {"Authorization": f"Bearer {key}"} if key else {},
-        request=_build_searxng_request,
-        results=_searxng_results,
+        make_headers=lambda key: {"Authorization": f"Bearer {key}"} if key else {},
+        build_request=_build_searxng_request,
+        extract_results=_extract_searxng_results,
         parse_hit=lambda result: _parse_hit(result, "url", "content"),
     ),
 }

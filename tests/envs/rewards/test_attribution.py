@@ -18,7 +18,7 @@ from jaxrl.envs.rewards.attribution import (
 from jaxrl.envs.search.base import Document, SearchEngine, render_documents
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.envs.tools.base import Tool
-from jaxrl.extras.sentinel.evidence import found_answer
+from jaxrl.extras.sentinel.evidence import has_found_answer
 from jaxrl.extras.stability.first_occurrence import first_occurrence
 from tests.envs.contract import append_turn
 from tests.episodes import make_trajectory
@@ -150,7 +150,7 @@ def has_evidence(turns, answers=("Ada Kerr",)):
     assert sum(first_occurrence(turns, answers)) == evidence
     task = Task(id="t", question="Who?", answers=answers)
     trajectory = dataclasses.replace(make_trajectory(turns=tuple(turns)), task=task)
-    assert found_answer(trajectory) == evidence
+    assert has_found_answer(trajectory) == evidence
     return evidence
 
 

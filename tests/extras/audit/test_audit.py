@@ -17,7 +17,7 @@ from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.audit.__main__ import main
 from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable, make_phrases
-from jaxrl.extras.audit.figures import count_unpaid
+from jaxrl.extras.audit.figures import count_unrewarded_answers
 from jaxrl.extras.audit.startup import RECORD_FILE
 from tests.helpers import build
 
@@ -133,11 +133,11 @@ PROMPT = Prompt(system="", template="{question}")
 def test_an_answer_that_no_response_can_give_earns_nothing():
     env = SearchEnv(EmptySearch(), prompt=PROMPT, max_turns=1)
     task = Task(id="1", question="?", answers=("Paris", " ", "yes", "the", "I don't know", "{}"))
-    figure = count_unpaid(env, ["exact_match", "f1"], [task])
+    figure = count_unrewarded_answers(env, ["exact_match", "f1"], [task])
     assert figure == {"count": 1, "of": 6, "share": 1 / 6, "tasks": ["1"]}  # the blank one
     # In math, an abstention is never correct, and the normalized form is another text.
     task = Task(id="2", question="?", answers=("7", "I don't know"))
-    figure = count_unpaid(MathEnv(prompt=PROMPT), ["math"], [task])
+    figure = count_unrewarded_answers(MathEnv(prompt=PROMPT), ["math"], [task])
     assert (figure["count"], figure["of"]) == (1, 2)
 
 

@@ -13,7 +13,7 @@ from jaxrl.builders.resolved import resolve_names
 from jaxrl.envs.search.base import Document, Hit
 from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search.corpus import read_corpus
-from jaxrl.extras.dense.hybrid import HybridSearch, fuse
+from jaxrl.extras.dense.hybrid import HybridSearch, fuse_rankings
 from tests.extras.dense.mesh_search import brute_force
 from tests.extras.dense.worlds import ENCODER, PREFIXES, dense, write_corpus
 from tests.toys import count_compilations
@@ -164,12 +164,14 @@ def hits(*ids):
 
 
 def test_fusion_by_hand():
-    fused = fuse([hits("a", "b", "c"), hits("c", "d")], k=60, topk=3)
+    fused = fuse_rankings([hits("a", "b", "c"), hits("c", "d")], k=60, topk=3)
     # c: 1/63 + 1/61; a: 1/61; b and d: 1/62 each, of which b comes first by its id.
     assert [hit.document.id for hit in fused] == ["c", "a", "b"]
     assert [hit.score for hit in fused] == [1 / 63 + 1 / 61, 1 / 61, 1 / 62]
     # With a k of 0 the first places loss_weights so much that c, third and first, still beats a.
-    assert [hit.document.id for hit in fuse([hits("a", "b"), hits("b")], k=0, topk=1)] == ["b"]
+    assert [hit.document.id for hit in fuse_rankings([hits("a", "b"), hits("b")], k=0, topk=1)] == [
+        "b"
+    ]
 
 
 def test_equal_sums_are_equal_whatever_rounding_makes_of_them():
@@ -177,9 +179,11 @@ def test_equal_sums_are_equal_whatever_rounding_makes_of_them():
     assert 1 / 3 + 1 / 4 < 1 / 2 + 1 / 12
     first = ["x1", "b", "a", *(f"y{i}" for i in range(9))]
     second = [*(f"z{i}" for i in range(3)), "a", *(f"w{i}" for i in range(7)), "b"]
-    fused = [hit.document.id for hit in fuse([hits(*first), hits(*second)], k=0, topk=30)]
+    fused = [hit.document.id for hit in fuse_rankings([hits(*first), hits(*second)], k=0, topk=30)]
     assert fused.index("a") < fused.index("b")
-    swapped = [hit.document.id for hit in fuse([hits(*second), hits(*first)], k=0, topk=30)]
+    swapped = [
+        hit.document.id for hit in fuse_rankings([hits(*second), hits(*first)], k=0, topk=30)
+    ]
     assert swapped == fused
 
 
@@ -188,7 +192,7 @@ def test_hybrid_fuses_both_engines(corpus, engine, hybrid):
     fused = hybrid.retrieve(QUERIES, 4)
     for query, ranking in zip(QUERIES, fused, strict=True):
         rankings = [each.retrieve([query], 100)[0] for each in (local, engine)]
-        assert ranking == fuse(rankings, k=60, topk=4)
+        assert ranking == fuse_rankings(rankings, k=60, topk=4)
     assert fused != engine.retrieve(QUERIES, 4)
     assert fused != local.retrieve(QUERIES, 4)
     assert len(hybrid.run(QUERIES[0]).splitlines()) == 3

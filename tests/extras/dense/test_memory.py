@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxrl.extras.dense.encoder import Encoder
 from jaxrl.extras.dense.encoders import read_embedding_model
-from jaxrl.extras.dense.memory import search_bytes
+from jaxrl.extras.dense.memory import count_search_bytes
 from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.extras.plan import memory
 from tests.extras.dense.worlds import ENCODER, PREFIXES, write_corpus
@@ -25,7 +25,7 @@ def test_a_plan_has_room_for_the_search():
     kl = {"kl.coef": 0.01}  # so that it scores
     config, without = dense_run(**{"search.dense.dtype": "int8"}, **kl), large_run(**kl)
     plan, bare = (memory.make_plan(each, QWEN_7B, target) for each in (config, without))
-    held, working = search_bytes(config, WIKIPEDIA, 8, "gpu")
+    held, working = count_search_bytes(config, WIKIPEDIA, 8, "gpu")
     update, rollout = plan.phases
     for phase in plan.phases:
         assert {name: phase.kept[name] for name in held} == held
@@ -41,12 +41,12 @@ def test_a_plan_has_room_for_the_search():
 def test_passages_are_counted_where_nobody_says(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 500)
     config = dense_run(**{"search.dense.corpus": str(corpus)})
-    assert search_bytes(config, 0, 1, "gpu") == search_bytes(config, 500, 1, "gpu")
+    assert count_search_bytes(config, 0, 1, "gpu") == count_search_bytes(config, 500, 1, "gpu")
 
 
 def test_it_is_what_an_engine_holds(quick_compilation):
     config = dense_run(**{"search.dense.encoder": str(ENCODER), "search.dense.dtype": "int8"})
-    held, _ = search_bytes(config, 700, 1, "cpu")
+    held, _ = count_search_bytes(config, 700, 1, "cpu")
     model = read_embedding_model(ENCODER, **PREFIXES)
     encoder = Encoder(model, ENCODER, jax.devices()[:1], dtype="float32")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(encoder._params))

@@ -64,7 +64,7 @@ def compute_rewards_and_records(judge, *texts, **settings):
     [rewards] = combiner([group])
     records = [record for episode in group for record in episode.records]
     assert {record.tool for record in records} == {"helpful"}
-    assert [record.call for record in records] == [judge.prompt(episode) for episode in group]
+    assert [record.call for record in records] == [judge.build_prompt(episode) for episode in group]
     return rewards, records
 
 

@@ -26,8 +26,8 @@ from jaxrl.envs.math_env import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.search.base import Document, DocumentSearch, Hit
 from jaxrl.envs.search_env import SearchEnv
+from jaxrl.extras.endpoints.images import prepare_image
 from jaxrl.extras.endpoints.policy import CONTINUE_MESSAGE, ChatModel, parse_turn
-from jaxrl.extras.endpoints.sent_images import prepare_image
 from jaxrl.extras.vision.processor import HFImageProcessor
 from jaxrl.runtime.preemption import Interrupted
 from jaxrl.sampling.episodes import ReplySchedule, TokenLimits

@@ -14,8 +14,8 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.extras.experts.routing import (
     ROUTED_EXPERTS,
-    choose_index_dtype,
     init_results,
+    select_index_dtype,
     store_results,
 )
 from jaxrl.models.attention.reference import XLA
@@ -127,7 +127,7 @@ def test_recorded_experts_survive_json(sampled):
 
 def test_the_smallest_dtype_has_a_number_that_is_no_experts():
     wanted = {8: np.uint8, 255: np.uint8, 256: np.uint16, 512: np.uint16}
-    assert {n: choose_index_dtype(n).type for n in wanted} == wanted
+    assert {n: select_index_dtype(n).type for n in wanted} == wanted
 
 
 def mix_every_expert(moe, x, given, renormalize):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.extras.kernels import pages_gpu
-from jaxrl.extras.kernels.pages_gpu import NUM_PROGRAMS, next_span, partition_work
+from jaxrl.extras.kernels.pages_gpu import NUM_PROGRAMS, get_next_span, partition_work
 from jaxrl.models.attention.reference import EMPTY_LSE, XLA
 from tests.models.attention.brute import assert_agrees, brute_force_pages, random_pages
 from tests.programs import for_gpu, lowered_for_gpu, sampler_programs
@@ -34,7 +34,7 @@ def spans(work, num_heads):
     for program, (matrix, head, start, num_spans, num_pages, _) in enumerate(work.programs):
         place, own = (matrix, head, start, num_pages), []
         for _ in range(num_spans):
-            span, place = next_span(place, program, work.pages, work.next_live, num_heads)
+            span, place = get_next_span(place, program, work.pages, work.next_live, num_heads)
             own.append(type(span)(*map(int, span)))
         assert not num_spans or int(place[-1]) == 0
         found.append(own)
@@ -92,7 +92,7 @@ def test_parts_are_merged_to_the_softmax_over_all(monkeypatch):
             np.minimum(below, span.count * PAGE)[None],
         )
         out[span.slot], lse[span.slot] = (x[0, 0] for x in found)
-    merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge(*x, 3))(out, lse, work)
+    merged, merged_lse = jax.jit(lambda *x: pages_gpu._merge_partial_results(*x, 3))(out, lse, work)
     wanted, wanted_lse = brute_force_pages(*arrays)
     np.testing.assert_allclose(merged.reshape(wanted[:, 0].shape), wanted[:, 0], atol=1e-6)
     wanted_lse = np.where(np.isfinite(wanted_lse), wanted_lse, EMPTY_LSE)

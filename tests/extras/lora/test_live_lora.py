@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl.extras.lora.adapter import Adapter, find_targets, hf_module_names
+from jaxrl.extras.lora.adapter import Adapter, find_targets, list_hf_module_names
 from jaxrl.extras.lora.files import (
     _to_transformers_name,
     load_base,
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_plain_torch(source, names, use_rslora):
     matrices = {}
     for layer in adapter.targets:
         _, part, name = layer.split("/")[-3:]
-        for place, module in enumerate(hf_module_names(adapter.model, layer)):
+        for place, module in enumerate(list_hf_module_names(adapter.model, layer)):
             pair = [
                 torch.tensor(
                     np.asarray(params["blocks"][part][name][matrix][place])

@@ -28,7 +28,7 @@ def by_name(tools):
 
 @pytest.fixture(scope="module")
 def stdio_tools():
-    return by_name(McpServer({"command": COMMAND}, deadline_s=60).tools())
+    return by_name(McpServer({"command": COMMAND}, deadline_s=60).list_tools())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def http_tools():
     with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as process:
         assert until(lambda: accepts_connections(port), 60)
         server = McpServer({"url": f"http://127.0.0.1:{port}/mcp"}, deadline_s=60)
-        yield by_name(server.tools())
+        yield by_name(server.list_tools())
         process.kill()
 
 
@@ -133,14 +133,14 @@ def test_a_call_has_a_deadline(tools):
 )
 def test_a_server_that_cannot_be_reached_is_an_error(spec, message):
     with pytest.raises(ToolError, match=message):
-        McpServer(spec, deadline_s=60).tools()
+        McpServer(spec, deadline_s=60).list_tools()
 
 
 def test_a_server_gets_only_named_environment_variables(monkeypatch):
     monkeypatch.setenv("JAXRL_TEST_KEY", "hunter2")
     monkeypatch.setenv("JAXRL_TEST_OTHER", "hidden")
     spec = {"command": COMMAND, "env": ("JAXRL_TEST_KEY",)}
-    reveal = by_name(McpServer(spec, deadline_s=60).tools())["reveal"]
+    reveal = by_name(McpServer(spec, deadline_s=60).list_tools())["reveal"]
     assert reveal.run('{"name": "JAXRL_TEST_KEY"}') == "hunter2"
     assert reveal.run('{"name": "JAXRL_TEST_OTHER"}') == "None"
     monkeypatch.delenv("JAXRL_TEST_KEY")
@@ -155,7 +155,7 @@ def test_a_server_that_does_not_start_is_killed(tmp_path):
     file = tmp_path / "pid"
     server = McpServer({"command": (sys.executable, "-c", HANGS, str(file))}, deadline_s=1)
     with pytest.raises(ToolError, match="did not respond within 1 s"):
-        server.tools()
+        server.list_tools()
     assert until(lambda: not os.path.exists(f"/proc/{file.read_text()}"), 20)
 
 
@@ -182,7 +182,7 @@ for line in sys.stdin:
 def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, message, monkeypatch):
     monkeypatch.setenv("MCP_KEY", "sk-live-" + "0123456789abcdef" * 8)
     command = (sys.executable, "-c", SCRIPTED, str(code), message)
-    [tool] = McpServer({"command": command, "env": ("MCP_KEY",)}, deadline_s=60).tools()
+    [tool] = McpServer({"command": command, "env": ("MCP_KEY",)}, deadline_s=60).list_tools()
     answer = str(run_call(tool, "{}"))
     assert message[:9] in answer
     assert "012345" not in answer
@@ -209,7 +209,7 @@ def test_no_server_process_outlives_its_tools(tmp_path):
     file = tmp_path / "pid"
     command = ("sh", "-c", 'echo $$ > "$0"; exec "$@"', str(file))
     server = McpServer({"command": (*command, sys.executable, "-c", SCRIPTED, "0", "")})
-    assert len(server.tools()) == 1
+    assert len(server.list_tools()) == 1
     process = f"/proc/{file.read_text().strip()}"
     assert os.path.exists(process)
     del server
@@ -230,7 +230,7 @@ def test_standard_error_shows_no_part_of_a_long_key(times, monkeypatch):
     monkeypatch.setenv("LONG_KEY", "eyJ" + "ab1Cd2Ef3" * 200)
     spec = {"command": (sys.executable, "-c", TALKS.format(times=times)), "env": ("LONG_KEY",)}
     with pytest.raises(ToolError) as raised:
-        McpServer(spec, deadline_s=60).tools()
+        McpServer(spec, deadline_s=60).list_tools()
     assert "Cd2Ef" not in str(raised.value)
     assert times == 100 or "no access with ***" in str(raised.value)
 

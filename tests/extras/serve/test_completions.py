@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxrl.extras.serve.generation import sample_key
+from jaxrl.extras.serve.generation import derive_sample_key
 from jaxrl.sampling.engine import Request
 from tests.extras.serve.served import TOKENIZER, Client, make_engine, serving
 
@@ -89,7 +89,7 @@ def test_a_row_has_its_own_temperature(client):
         other = pool.submit(client.generate, prompt, temperature=0.8, top_p=0.5)
         choices = pool.map(lambda t: client.generate(prompt, temperature=t, seed=3), temperatures)
         for temperature, choice in zip(temperatures, choices, strict=True):
-            key = sample_key(3, 0)
+            key = derive_sample_key(3, 0)
             ids, logprobs = sample_alone(prompt, temperature=temperature, key=key)
             assert choice["token_ids"] == ids
             content = choice["logprobs"]["content"]

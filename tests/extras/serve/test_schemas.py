@@ -208,7 +208,7 @@ def test_a_prompt_leaves_room_for_one_token():
     error = get_refusal(parse_chat_request, **user("x y " * 600))
     assert error.code == "context_length_exceeded"
     assert f"maximum context length is {MAX_TOTAL} tokens" in str(error)
-    body = get_refusal(parse_messages_request, **user("x y " * 600)).body(is_anthropic=True)
+    body = get_refusal(parse_messages_request, **user("x y " * 600)).build_body(is_anthropic=True)
     assert body["error"]["message"].startswith("prompt is too long: ")
     assert body["error"]["message"].endswith(f" tokens > {MAX_TOTAL - 1} maximum")
     assert isinstance(

@@ -162,7 +162,7 @@ def test_the_templates_default_system_message_is_rendered():
         expected = tokenizer._hf_tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False
         )
-        messages = ChatBody.model_validate({"messages": chat}).chat()
+        messages = ChatBody.model_validate({"messages": chat}).build_chat()
         assert chats.build_prompt("session", messages, []) == expected
 
 

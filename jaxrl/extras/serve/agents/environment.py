@@ -13,14 +13,14 @@ from jaxrl.extras.serve.engine import ServedEngine
 
 
 class AgentEngine(ServedEngine):
-    """Engine that compiles only the sampling kinds of the run."""
+    """Engine that compiles only the sampling methods that the run uses."""
 
     compiles_all_kinds = False
 
 
 @dataclass(kw_only=True)
 class AgentEpisode(Episode):
-    """Episode of an agent, with the reward that the agent reported."""
+    """Episode with the reward that the agent reported."""
 
     reward: RewardBody | None = None
 
@@ -28,8 +28,8 @@ class AgentEpisode(Episode):
 class AgentEnv(Env):
     """Environment whose tasks are run by external agents.
 
-    An agent is a function or a program that implements the loop and tools. The reward that it
-    reports is the reward part `reward`; `is_correct` is the part `exact_match`.
+    An agent is a function or a program that implements the agent loop and its tools. The agent's
+    reward is the reward part `reward`; its `is_correct` is the part `exact_match`.
     """
 
     stop_strings = ()
@@ -37,13 +37,13 @@ class AgentEnv(Env):
     engine_kind = AgentEngine
 
     def __init__(self, *, agents: Mapping[str, Any], max_turns: int, correct_by: str) -> None:
-        """Check the settings.
+        """Validate the settings.
 
         Args:
             agents: Settings of the config section `env.agents`.
             max_turns: Maximum number of completions per episode.
-            correct_by: Criterion for a correct answer: `exact_match` for the agent's `is_correct`,
-                `reward` for a reward above 0.
+            correct_by: Criterion for a correct answer: the agent's `is_correct` (`exact_match`), or
+                a positive reward (`reward`).
 
         Raises:
             ValueError: A setting is invalid.
@@ -68,14 +68,14 @@ class AgentEnv(Env):
         self._rollout: Any = None
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
-        """Return the messages of each task; agents may present the task differently."""
+        """Return the messages of each task. Agents may build other prompts."""
         return [
             list(task.messages or [{"role": "user", "content": task.question or ""}])
             for task in tasks
         ]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Raise an error: agents respond to the model themselves."""
+        """Raise an error, since agents respond to the model themselves."""
         raise RuntimeError("agents reply to the model themselves. This is a bug in jaxrl.")
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
@@ -96,7 +96,7 @@ class AgentEnv(Env):
         return rewards
 
     def make_rollout(self, *arguments: Any, log: Callable[[str], None]) -> Any:
-        """Return the environment's `AgentRollout`; the first call creates it."""
+        """Return the environment's only `AgentRollout`; the first call creates it."""
         if self._rollout is None:  # evaluations share its port and processes
             from jaxrl.extras.serve.agents.rollout import AgentRollout
 

@@ -1,8 +1,8 @@
-"""Agent processes: start them, replace those that exit or hang, and stop them with the run.
+"""Pool of agent processes: replaces processes that exit or hang, and stops with the run.
 
-An agent that exceeds its deadline is stopped. A program is killed with all processes that it
+Agents that exceed their deadline are stopped. A program is killed with all processes that it
 started. A synchronous function cannot be killed, so its thread is abandoned. A process with many
-abandoned threads gets no more episodes, and is killed when its other episodes have ended.
+abandoned threads gets no new episodes and is killed after its other episodes have ended.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from jaxrl.utils.child_process import ChildExitedError, ChildProcess, ChildTimeo
 from jaxrl.utils.concurrency import parallel_map
 
 LOAD_TIMEOUT_S = 120.0
-"""Seconds that a process has to load its agent."""
+"""Time limit for loading the agent, in seconds."""
 
 STOP_TIMEOUT_S = 15.0
-"""Seconds that a process has to report a stopped episode before it is killed."""
+"""Seconds after which a process that has not reported a stopped episode is killed."""
 
 MAX_ABANDONED = 32
-"""Number of abandoned threads at which a process gets no more episodes."""
+"""Number of abandoned threads at which a process gets no new episodes."""
 
 _MAX_OUTPUT_BYTES = 1 << 13  # bytes of output to keep
 _EXIT_TIMEOUT_S = 5.0
-_POLL_S = 5.0  # between checks that a silent process is alive
+_POLL_S = 5.0  # seconds between checks that a silent process is alive
 
 _LAUNCHER_CODE = (
     "import runpy, sys; path = sys.argv.pop(1); sys.argv[0] = path; "
@@ -47,10 +47,10 @@ _LAUNCHER_CODE = (
 )
 
 BUILTIN_AGENTS = {"verifiers": "verifiers.py:play"}
-"""Built-in agents: name in `env.agents.function` to file in this folder and function."""
+"""File in this folder and function of each built-in agent in `env.agents.function`."""
 
 EndCallback = Callable[[str, Any, str], None]
-"""Callback with an episode's name, its reward, and the reason if there is no reward."""
+"""Callback with an episode's name, its reward, and the reason for a missing reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +69,18 @@ class AgentSettings:
 
     @property
     def function_path(self) -> str:
-        """Return the agent function's file or dotted path, as `runner.load_function` expects it."""
+        """File or dotted path of the agent function, for `runner.load_function`."""
         file = BUILTIN_AGENTS.get(self.function)
         return str(Path(__file__).with_name(file)) if file else self.function
 
 
 class AgentProcess(ChildProcess):
-    """A process that runs agents. Sending messages to it never blocks.
+    """Process that runs agents. Sending a message never blocks.
 
     Attributes:
         folder: Temporary folder. Its name marks all processes that the agents start.
-        episodes: Monotonic time at which each running episode was stopped, or 0, by name.
-        num_left: Number of abandoned agents that still run.
+        episodes: Monotonic time at which each episode was stopped, by name; 0 if it runs.
+        num_left: Number of running abandoned agents.
         is_ready: True if the agent is loaded and the process accepts episodes.
     """
 
@@ -104,15 +104,15 @@ class AgentProcess(ChildProcess):
 
     @property
     def output(self) -> str:
-        """Return the last 1000 characters of the process's output."""
+        """Last 1000 characters of the process's output."""
         return self.stderr_buffer.decode(errors="replace").strip()[-1000:]
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a message to the process."""
+        """Queue a message for the process."""
         self._lines.put(json.dumps(message).encode() + b"\n")
 
     def readline(self, timeout_s: float = math.inf) -> dict[str, Any]:
-        """Return the next message. Detects an exit even if other processes hold the pipes."""
+        """Return the next message. Detect an exit even if other processes hold the pipes."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -124,7 +124,7 @@ class AgentProcess(ChildProcess):
                     raise
 
     def read(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
-        """Read until `is_enough` returns True; keep only the end of the process's stderr."""
+        """Read until `is_enough` returns True; discard all but the end of stderr."""
 
         def trim_and_check() -> bool:
             del self.stderr_buffer[:-_MAX_OUTPUT_BYTES]
@@ -133,7 +133,7 @@ class AgentProcess(ChildProcess):
         return super().read(trim_and_check, timeout_s)
 
     def close(self) -> None:
-        """Kill the process and all processes that it started; delete its folder."""
+        """Kill the process and its descendants; delete its folder."""
         self.kill()
         kill_by_marker(self.folder)
         self._lines.put(b"")
@@ -143,7 +143,7 @@ class AgentProcess(ChildProcess):
     def _write(self) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
             while line := self._lines.get():
                 stdin.write(line)
                 stdin.flush()
@@ -153,15 +153,15 @@ class AgentProcesses:
     """Pool of processes that run an agent."""
 
     def __init__(self, settings: AgentSettings, on_end: EndCallback):
-        """Prepare the command line; no process starts yet.
+        """Prepare the command line without starting a process.
 
         Args:
             settings: Agent function or program, interpreter and number of processes.
-            on_end: Callback for each episode that ended or was stopped; runs on other threads.
+            on_end: Callback for each episode that ended or was stopped, called on other threads.
         """
         function, command, python = settings.function_path, settings.command, settings.python
         agent = {"function": function, "command": command, "settings": dict(settings.settings)}
-        # Run as a script, the runner would put its own folder first in `sys.path`.
+        # A script would have its folder first in `sys.path`.
         runner = str(Path(__file__).with_name("runner.py"))
         self._command = [python or sys.executable, "-c", _LAUNCHER_CODE, runner, json.dumps(agent)]
         # Another interpreter has its own packages.
@@ -174,13 +174,13 @@ class AgentProcesses:
         self._finalizer = weakref.finalize(self, _close_all, self._processes)
 
     def open(self) -> None:
-        """Start all processes, so that an agent that cannot be loaded fails immediately.
+        """Start all processes, so that a broken agent fails immediately.
 
         Raises:
             ValueError: The agent cannot be loaded.
         """
         with self._lock:
-            if not self._processes:  # in parallel, since agents may load slowly
+            if not self._processes:  # in parallel, because agents may load slowly
                 parallel_map(
                     lambda _: self._start(),
                     range(self._num_processes),
@@ -188,7 +188,7 @@ class AgentProcesses:
                 )
 
     def start_episode(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode. The dict holds its name, under `episode`, and the agent's input.
+        """Start an episode, given its name (key `episode`) and the agent's input.
 
         Raises:
             ValueError: No process can be started.
@@ -202,15 +202,15 @@ class AgentProcesses:
         process.send(episode)
 
     def stop(self, name: str) -> None:
-        """Stop an episode; `on_end` is called soon, unless it was called already."""
+        """Stop an episode; `on_end` is called when it has ended."""
         with self._lock:
             for process in self._processes:
                 if process.episodes.get(name) == 0.0:
                     process.episodes[name] = time.monotonic()
                     process.send({"stop": name})
 
-    def check(self) -> None:
-        """Kill unresponsive processes, and full ones that have only abandoned threads left."""
+    def kill_unresponsive(self) -> None:
+        """Kill unresponsive processes, and full processes with only abandoned threads."""
         now = time.monotonic()
         with self._lock:
             for process in self._processes:
@@ -251,7 +251,7 @@ class AgentProcesses:
         return process
 
     def _listen(self, process: AgentProcess) -> None:
-        """Call `on_end` for each episode of a process that ends, until the process exits."""
+        """Call `on_end` for each ended episode of a process until the process exits."""
         try:
             while True:
                 message = process.readline()
@@ -273,7 +273,7 @@ class AgentProcesses:
 
 
 def _close_all(processes: list[AgentProcess]) -> None:
-    """Stop processes, which then kill the programs that they have started."""
+    """Stop processes, which then kill the programs that they started."""
     for process in list(processes):
         process.send({"end": True})
     for process in list(processes):

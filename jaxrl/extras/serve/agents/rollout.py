@@ -1,8 +1,8 @@
-"""Agent rollouts: start agents, serve their requests with the run's engine, collect sampled ids.
+"""Rollouts of external agents, whose requests the run's engine serves over HTTP.
 
 The server runs for the entire run. Between rollouts, the engine's thread is paused and requests
 wait. Up to `SamplingConfig.max_unfinished` groups continue in the next rollout. They keep their
-tokens, with the version of the weights that sampled each one, and are returned once complete.
+tokens, each with its weights version, and are returned once complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl.extras.serve.agents.environment import AgentEnv, AgentEpisode
 from jaxrl.extras.serve.agents.processes import AgentProcesses
 from jaxrl.extras.serve.agents.sessions import (
     AgentSession,
-    common_prefix_length,
+    compute_common_prefix_length,
     group_into_contexts,
     parse_reward,
 )
@@ -42,22 +42,22 @@ from jaxrl.utils.concurrency import MAX_ERROR_CHARS
 from jaxrl.utils.text import replace_surrogates
 
 MODEL_NAME = "policy"
-"""Model name that agents send."""
+"""Model name in the requests of agents."""
 
 MAX_CACHED = 1 << 14
-"""Number of completions cached for repeated requests; others would be sampled again."""
+"""Number of completions cached for repeated requests."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _RunningEpisode:
-    """State of an episode that may span several rollouts.
+    """Episode that may span several rollouts.
 
     Attributes:
         sample_index: Index of the sample in its group.
         elapsed_s: Seconds spent in earlier rollouts.
-        resumed_at: Monotonic time since which it runs in this rollout; None while it does not run.
+        resumed_at: Monotonic time at which this rollout started or resumed it; None on hold.
         is_started: True if the agent was started.
-        error: Reason why there is no result; "" if there is one.
+        error: Reason why the episode has no result; "" if it has one.
         ended_at: Monotonic time at which the episode ended; None until then.
     """
 
@@ -95,7 +95,7 @@ class _RunningGroup:
 
 
 class AgentRollout(BaseRollout):
-    """Rollout with external agents, which call the engine over HTTP."""
+    """Rollout of external agents that call the engine over HTTP."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class AgentRollout(BaseRollout):
         *,
         log: Callable[[str], None],
     ):
-        """Bind the port and load the agent; the server starts with the first rollout.
+        """Bind the port and load the agent. The server starts with the first rollout.
 
         `log` writes a line to the run's log. For the other arguments, see `BaseRollout`.
 
@@ -132,12 +132,12 @@ class AgentRollout(BaseRollout):
         self._log = log
         self._sessions: dict[str, AgentSession] = {}  # sessions of running agents, by name
         self._groups: dict[tuple[int, int, int], _RunningGroup] = {}  # unfinished
-        # Episodes with running agents, by reward key. Code that knows only the model's API key
-        # cannot report that an episode ended.
+        # Episodes with running agents, by reward key: code that has only the model's API key cannot
+        # report the end of an episode.
         self._running: dict[str, _RunningEpisode] = {}
         self._lock, self._wakeup = threading.Lock(), threading.Event()
         self._worker: Worker | None = None
-        self._processes = AgentProcesses(env.settings, _weak_callback(self._handle_exit))
+        self._processes = AgentProcesses(env.settings, _make_weak_callback(self._handle_exit))
         self._servers: list[Server] = []  # empty before the first rollout
         host, port = env.settings.host, env.settings.port
         try:
@@ -146,14 +146,14 @@ class AgentRollout(BaseRollout):
             raise ValueError(
                 f"config.env.agents.port is {port} and host {host!r}: {error}"
             ) from error
-        # Stop the server's and the agents' threads with this object or with the process.
+        # Stop the threads of the server and the agents when this object is deleted, or at exit.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._processes, self._servers, self._listener
+            self, _stop_processes_and_servers, self._processes, self._servers, self._listener
         )
         self._processes.open()
 
     def prompt_fits(self, task: Task) -> bool:
-        """Return True, because agents build the prompts."""
+        """Return True, since agents build the prompts."""
         return True
 
     def __call__(
@@ -164,15 +164,15 @@ class AgentRollout(BaseRollout):
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Group | None]:
-        """Return a group for each draw; None for groups that continue in the next call.
+        """Return a group per draw; None for groups that continue in the next call.
 
-        A draw whose group is unfinished continues that group.
+        A draw with an unfinished group continues that group.
 
         Args:
             draws: Tasks to run, one group per task.
             sampling: Group size, sampling settings and maximum number of unfinished groups.
-            should_stop: Function polled once a second; it returns True to interrupt the rollout.
-            progress: Callback with the number of finished trajectories and the total.
+            should_stop: Function that returns True to interrupt the rollout, polled every second.
+            progress: Callback that receives the finished and total numbers of trajectories.
 
         Raises:
             Interrupted: `should_stop` returned True.
@@ -181,7 +181,7 @@ class AgentRollout(BaseRollout):
         """
         worker = self._start_server()
         keys = make_group_keys(draws, sampling)
-        if sampling.max_unfinished:  # evaluations must not drop groups of training
+        if sampling.max_unfinished:  # evaluations must not drop training groups
             for key in [key for key in self._groups if key not in keys]:  # after a rollback
                 self._abort_group(self._groups.pop(key))
         groups = self._open_groups(draws, keys, sampling)
@@ -210,7 +210,7 @@ class AgentRollout(BaseRollout):
                     episode.elapsed_s += now - episode.resumed_at
                 episode.resumed_at = None
             worker.pause()
-        # Return the groups that ended first, as many as this call waited for; keep the others.
+        # Return the groups that ended first, as many as this call waited for.
         done = sorted(
             (group for group in groups if group.is_done), key=lambda group: group.ended_at
         )
@@ -221,13 +221,13 @@ class AgentRollout(BaseRollout):
         done = [group for group in groups if group in done]
         samples = []
         for group in done:
-            samples += [self._to_sample(e, group.draw.attempt) for e in group.episodes]
+            samples += [self._build_sample(e, group.draw.attempt) for e in group.episodes]
             self._abort_group(group)
         scored = iter(self._score_groups(samples, sampling))
         return [next(scored) if group in done else None for group in groups]
 
     def _start_server(self) -> Worker:
-        """Start a paused worker and the server, if they do not exist yet; return the worker."""
+        """Return the worker, after starting it and the server if necessary."""
         if self._worker is None:
             settings, tokenizer = self._settings, self._tokenizer
             self._worker = Worker(
@@ -254,7 +254,7 @@ class AgentRollout(BaseRollout):
         keys: Sequence[tuple[int, int, int]],
         sampling: SamplingConfig,
     ) -> list[_RunningGroup]:
-        """Return the unfinished group of each draw, or a new group if there is none."""
+        """Return each draw's unfinished group, or else a new group."""
         new = [draw for draw, key in zip(draws, keys, strict=True) if key not in self._groups]
         random_keys = iter(derive_keys(new, sampling, self._engine.device))
         groups = []
@@ -299,11 +299,11 @@ class AgentRollout(BaseRollout):
                 return
             check_stop(should_stop)
             self._stop_overdue_episodes()
-            while waiting and self._num_active() < max_concurrent:
+            while waiting and self._count_active_agents() < max_concurrent:
                 self._launch_episode(waiting.popleft())
             self._wakeup.wait(IDLE_POLL_S)
 
-    def _num_active(self) -> int:
+    def _count_active_agents(self) -> int:
         """Return the number of running agents, not counting episodes that are on hold."""
         with self._lock:
             running = list(self._running.values())
@@ -335,7 +335,7 @@ class AgentRollout(BaseRollout):
         )
 
     def _stop_overdue_episodes(self) -> None:
-        """Stop episodes that exceed the time limit, and kill unresponsive processes."""
+        """Stop episodes past the time limit, and kill unresponsive processes."""
         now, deadline_s = time.monotonic(), self._settings.deadline_s
         with self._lock:
             running = list(self._running.items())
@@ -347,10 +347,10 @@ class AgentRollout(BaseRollout):
                     f"the agent has not ended after {deadline_s:g} s (config.env.agents.deadline_s)"
                 )
                 self._processes.stop(key)
-        self._processes.check()
+        self._processes.kill_unresponsive()
 
     def _handle_exit(self, key: str, reward: Any, error: str) -> None:
-        """Record the result of an agent that has ended. Called from other threads."""
+        """Record the result of a finished agent. Other threads call this method."""
         with self._lock:
             episode = self._running.pop(key, None)
         if episode is None:
@@ -362,7 +362,7 @@ class AgentRollout(BaseRollout):
                 session.set_reward(parse_reward(reward))
             except RequestError as refusal:
                 error = f"the agent's reward is rejected: {refusal}"
-        session.close()  # no reward may arrive after this check
+        session.close()  # rejects rewards that arrive after this check
         if not error and session.reward is None:
             error = "the agent ended and gave no reward"
         episode.end(session.conflict or error)
@@ -373,12 +373,12 @@ class AgentRollout(BaseRollout):
         for episode in group.episodes:
             if episode.ended_at is None:
                 episode.end("it was stopped")
-                self._processes.stop(episode.session.reward_key)  # if it still runs
+                self._processes.stop(episode.session.reward_key)
 
-    def _to_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
-        """Convert an episode to one trajectory that contains all of its contexts."""
+    def _build_sample(self, running: _RunningEpisode, attempt: int) -> Sample:
+        """Concatenate the contexts of an episode into one trajectory."""
         session = running.session
-        contexts = group_into_contexts(session.turns())
+        contexts = group_into_contexts(session.list_turns())
         episode = AgentEpisode(task=running.task, reward=session.reward)
         if session.warning:
             self._log(
@@ -392,8 +392,8 @@ class AgentRollout(BaseRollout):
             token_ids=[],
             prompt_length=0,
         )
-        # Concatenate the contexts. Only sampled ids are trained on: new prompt ids are
-        # observations, and the start of a context repeats ids of earlier contexts.
+        # Only sampled ids are trained on: new prompt ids are observations, and the start of a
+        # context repeats ids of earlier contexts.
         observations: list[str] = []  # text before each turn except the first
         earlier_contexts: list[Sequence[int]] = []  # ids of earlier contexts
         for context in contexts:
@@ -404,7 +404,7 @@ class AgentRollout(BaseRollout):
                     sample.token_ids, sample.prompt_length = list(new), len(new)
                     sample.begin_first_turn()
                 elif not context_ids:
-                    count = common_prefix_length(new, earlier_contexts)
+                    count = compute_common_prefix_length(new, earlier_contexts)
                     sample.begin_context(new, count)
                     observations.append(self._tokenizer.decode(new[count:]))
                 else:
@@ -416,11 +416,11 @@ class AgentRollout(BaseRollout):
                 episode.turns.append(Turn(text=turn.text))
                 context_ids = turn.ids
             earlier_contexts.append(context_ids)
-        # A turn's observation is the text before the next turn, which is known only now.
+        # A turn's observation is the text before the next turn, so it is set last.
         for index, observation in enumerate(observations):
             turn_before = episode.turns[index]
             episode.turns[index] = dataclasses.replace(turn_before, observation=observation)
-        # An episode without a turn gets an empty one to hold its error.
+        # An episode without turns gets an empty turn for its error.
         error = running.error
         if not contexts and not error:
             error = "the agent gave a reward and never called the model"
@@ -445,8 +445,8 @@ class AgentRollout(BaseRollout):
         self._finalizer()
 
 
-def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method so that the wrapper does not keep its object alive."""
+def _make_weak_callback(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method in a callback that does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -456,7 +456,9 @@ def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _shut_down(processes: AgentProcesses, servers: Sequence[Server], bound: socket.socket) -> None:
+def _stop_processes_and_servers(
+    processes: AgentProcesses, servers: Sequence[Server], bound: socket.socket
+) -> None:
     processes.close()
     for server in servers:
         server.shutdown(0.0)

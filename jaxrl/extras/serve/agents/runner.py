@@ -1,8 +1,8 @@
 """Agent process: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
 
 The agent's interpreter may lack jaxrl, so this file imports only the standard library. Each line on
-stdin starts or stops an episode; each line on stdout reports the end of one. The output of agents
-goes to stderr. When stdin closes, all agents are stopped.
+stdin starts or stops an episode; each line on stdout reports the end of an episode. Agents' output
+goes to stderr. When stdin closes, the process stops all agents.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_OUTPUT = 1 << 16
-"""Bytes to keep from the end of a program's output."""
+"""Maximum bytes of a program's output to keep, from its end."""
 
 MAX_REWARD = 1 << 20
-"""Maximum size of a reward, in bytes of JSON."""
+"""Maximum size of a reward as JSON, in bytes."""
 
 POLL_S = 0.1
-"""Seconds between checks for processes that outlive their program."""
+"""Seconds between checks for processes that outlived their program."""
 
 PARENT_POLL_S = 1.0
 """Seconds between checks that the parent process is alive."""
 
 CANCEL_TIMEOUT_S = 5.0
-"""Seconds that a stopped agent has to end before it is abandoned."""
+"""Seconds after which a stopped agent that has not ended is abandoned."""
 
 FOLDER_VARIABLE = "JAXRL_AGENTS_FOLDER"
-"""Environment variable with this process's folder, which marks all processes of its agents."""
+"""Environment variable that marks all processes of this process's agents."""
 
 STOPPED = "it was stopped"
 
@@ -87,7 +87,7 @@ def wrap_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> 
             call = functools.partial(_run_in_thread, call)
         try:
             return await call()
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the other episodes too
+        except (SystemExit, KeyboardInterrupt) as error:  # would also end the other episodes
             raise RuntimeError(_describe_error(error)) from None
 
     return run_agent
@@ -97,7 +97,7 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
     def call_and_wrap_errors() -> Any:
         try:
             return call()
-        except BaseException as error:  # a task cannot raise all of them, such as StopIteration
+        except BaseException as error:  # an asyncio task cannot raise StopIteration, for example
             raise RuntimeError(_describe_error(error)) from None
 
     future = _threads.submit(call_and_wrap_errors)
@@ -111,8 +111,8 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
 def wrap_program(command: list[str], folder: str) -> RunAgent:
     """Return a `RunAgent` that runs a program for each episode.
 
-    The program reads the task from stdin and the endpoint's URL from environment variables. The
-    reward's file, URL and key are passed on stdin only: child processes do not inherit them.
+    The program reads the task from stdin and the endpoint's URL from environment variables. Only
+    stdin contains the reward's file, URL and key, so child processes do not inherit them.
     """
 
     async def run_agent(episode: Mapping[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def wrap_program(command: list[str], folder: str) -> RunAgent:
         }
         reward = {"file": file, "url": episode["reward_url"], "key": episode["episode"]}
         data = json.dumps({**episode["task"], "reward": reward}).encode()
-        # No await before the program is registered, so that a stop cannot miss it.
+        # Do not await before the program is registered, or a stop would miss it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ def wrap_program(command: list[str], folder: str) -> RunAgent:
             env=os.environ | variables,
         )
         _process_groups.add(process.pid)
-        # Use threads: the program may print before it reads, and its children may outlive it.
+        # Use threads: the program may write before it reads, and its children may outlive it.
         _threads.submit(_write, process.stdin, data)
         output_future = _threads.submit(_read_tail, process.stdout)
         exit_future = _threads.submit(process.wait)
@@ -147,7 +147,7 @@ def wrap_program(command: list[str], folder: str) -> RunAgent:
             _kill_all(process.pid, marker)
         while not output_future.done():
             await asyncio.sleep(POLL_S)
-            kill_by_marker(marker)  # a process that was just starting had no environment to match
+            kill_by_marker(marker)  # also kill processes that started meanwhile
         value = _read_reward(file)
         if process.returncode:
             raise RuntimeError(
@@ -168,7 +168,7 @@ def _read_reward(file: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"the reward file is no JSON of 1 MiB at most: {error}") from None
+        raise RuntimeError(f"the reward file is not JSON of at most 1 MiB: {error}") from None
 
 
 def _write(stream: Any, data: bytes) -> None:
@@ -188,7 +188,7 @@ def _read_tail(stream: Any) -> str:
 _LIBRARIES = tuple(
     os.path.join(path, "") for name, path in sysconfig.get_paths().items() if "lib" in name
 )
-_threads = ThreadPoolExecutor(1 << 20)  # effectively unlimited: no call waits
+_threads = ThreadPoolExecutor(1 << 20)  # effectively unlimited, so no call waits
 _process_groups: set[int] = set()  # process groups of programs
 _abandoned: list[Future[Any] | asyncio.Task[Any]] = []  # agents that ignored a stop
 
@@ -206,11 +206,11 @@ def kill_by_marker(marker: str) -> None:
 
     Does nothing on systems without `/proc`.
     """
-    for _ in range(20):  # they may start others in the meantime
+    for _ in range(20):  # processes may start others meanwhile
         killed = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/environ", "rb") as file:  # empty once it is dead
+                with open(f"/proc/{name}/environ", "rb") as file:  # empty for a dead process
                     is_marked = int(name) != os.getpid() and marker.encode() in file.read()
                 if is_marked:
                     killed.append(name)
@@ -221,7 +221,7 @@ def kill_by_marker(marker: str) -> None:
 
 
 def _exit(folder: str) -> None:
-    """Kill all processes that agents started, then exit at once, because threads may hang."""
+    """Kill all processes that agents started, then exit without joining threads."""
     for group in [*_process_groups]:
         _kill_all(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -229,8 +229,8 @@ def _exit(folder: str) -> None:
     os._exit(0)
 
 
-def _exit_after_parent(parent: int, folder: str) -> None:
-    """Exit once the parent process has ended, even if an agent blocks the event loop."""
+def _exit_with_parent(parent: int, folder: str) -> None:
+    """Exit after the parent process, even if an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     time.sleep(PARENT_POLL_S)  # time for the loop to exit by itself
@@ -238,7 +238,7 @@ def _exit_after_parent(parent: int, folder: str) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error and its location, preferably the last line in the agent's files."""
+    """Describe an error and its location, if possible the last line in the agent's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     agent_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     frames = agent_frames or frames
@@ -247,7 +247,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 class Episodes:
-    """Episodes that run in this process."""
+    """Collection of the episodes that run in this process."""
 
     def __init__(self, run_agent: RunAgent, send: Callable[[Mapping[str, Any]], None]):
         """Create an empty collection.
@@ -260,13 +260,13 @@ class Episodes:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     def start(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode as a new asyncio task."""
+        """Start an episode as an asyncio task."""
         name = episode["episode"]
         self._tasks[name] = task = asyncio.ensure_future(self._run_agent(episode))
-        task.add_done_callback(functools.partial(self._on_done, name))
+        task.add_done_callback(functools.partial(self._handle_done, name))
 
     def stop(self, name: str) -> None:
-        """Cancel an episode; abandon it if it has not ended after `CANCEL_TIMEOUT_S` seconds."""
+        """Cancel an episode; abandon it after `CANCEL_TIMEOUT_S` seconds."""
         if task := self._tasks.get(name):
             task.cancel()
             asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, self._abandon, name, task)
@@ -276,7 +276,7 @@ class Episodes:
             _abandoned.append(task)
             self._report_end(name, {"error": STOPPED})
 
-    def _on_done(self, name: str, task: asyncio.Task[Any]) -> None:
+    def _handle_done(self, name: str, task: asyncio.Task[Any]) -> None:
         try:
             value = task.result()
             if (count := len(json.dumps(value, allow_nan=False))) > MAX_REWARD:
@@ -296,7 +296,7 @@ class Episodes:
 
 
 async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> None:
-    """Load the agent, report that it is ready, and run episodes until the input ends.
+    """Load the agent, report that it is ready, and run episodes until the input closes.
 
     Args:
         agent: Agent settings: `function`, `command` and `settings`.
@@ -309,7 +309,7 @@ async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> N
         output_pipe.flush()
 
     folder = os.environ[FOLDER_VARIABLE]
-    threading.Thread(target=_exit_after_parent, args=(os.getppid(), folder), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(), folder), daemon=True).start()
     try:
         if agent["command"]:
             if shutil.which(agent["command"][0]) is None:
@@ -337,8 +337,8 @@ async def main(agent: Mapping[str, Any], input_pipe: Any, output_pipe: Any) -> N
 
 
 if __name__ == "__main__":
-    # Child processes do not inherit duplicated descriptors. So programs that agents start can
-    # neither read the run's messages, which contain reward keys, nor print among ours.
+    # Child processes do not inherit duplicated descriptors. Programs that agents start therefore
+    # cannot read the run's messages, which contain reward keys, or write to its pipe.
     pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as devnull:
         os.dup2(devnull.fileno(), 0)

@@ -1,9 +1,9 @@
-"""Agent sessions: record the completions that an agent received, and its reward.
+"""Agent sessions, which record the completions that an agent received and its reward.
 
 An agent may continue a chat, truncate its history, start over or run several conversations at once.
 A completion continues a context if its prompt starts with all ids of that context; otherwise it
-starts a new context. A trajectory therefore contains each sampled token once as a sampled token,
-and again as a prompt token if a later context repeats it.
+starts a new context. A trajectory therefore contains each sampled token exactly once as a sampled
+token, and possibly again as a prompt token of a later context.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RewardBody(Body, extra="forbid"):
 
     Attributes:
         reward: Finite number; true counts as 1 and false as 0.
-        is_correct: True if the answer is correct; by default, whether the reward is at least 1.
-        is_abstention: True if the model declines to answer, for example with "I don't know".
+        is_correct: True if the answer is correct. The default is `reward >= 1`.
+        is_abstention: True if the model declined to answer, for example with "I don't know".
         final_answer: Answer for logs and custom reward parts.
     """
 
@@ -62,7 +62,7 @@ def parse_reward(value: Any) -> RewardBody:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A completion that an agent received: prompt ids, sampled output and text."""
+    """Completion that an agent received: prompt ids, sampled output and text."""
 
     prompt_ids: tuple[int, ...]
     output: OutputChunk
@@ -79,15 +79,15 @@ AgentContext = tuple[SampledTurn, ...]
 
 
 class AgentSession:
-    """Session of one episode. The event loop writes it and the rollout reads it. Thread-safe.
+    """Session of one episode, written by the event loop and read by the rollout. Thread-safe.
 
     Attributes:
         name: Secret name of the session, used in its URL and as its API key.
-        reward_key: Secret that is required to post a reward and that no completion reveals.
+        reward_key: Secret required to post a reward; no completion reveals it.
         reward: Reward of the episode; None until it is set.
-        conflict: Description of two conflicting rewards; "" if there are none.
-        warning: Description of a rejected reward, for the run's log; "" if there is none.
-        is_spent: True if a request was rejected because no tokens or turns were left.
+        conflict: Description of two conflicting rewards; "" if there is no conflict.
+        warning: Description of a rejected reward, for the run's log; "" if none was rejected.
+        is_spent: True if a request was rejected because the tokens or turns were used up.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class AgentSession:
 
         Args:
             key: Random key of the episode, uint32 [2].
-            params: Sampling settings, which override those in requests.
+            params: Sampling settings, which override those of requests.
             limits: Token limits of the episode.
             max_turns: Maximum number of completions in the episode.
         """
@@ -116,7 +116,10 @@ class AgentSession:
         self._lock = threading.Lock()
 
     def admit(self, request: CompletionRequest) -> tuple[CompletionRequest, Sequence[np.ndarray]]:
-        """Apply the run's sampling settings and remaining budget; return the request and its keys.
+        """Apply the run's sampling settings and the remaining budget to a request.
+
+        Returns:
+            The new request and its random keys.
 
         Raises:
             RequestError: The episode is over, its budget is used up, or `n` is not 1.
@@ -134,10 +137,10 @@ class AgentSession:
                     "config.rollout.max_turns.",
                     code="max_turns",
                 )
-            contexts = group_into_contexts(self._delivered_turns())
+            contexts = group_into_contexts(self._list_delivered_turns())
             num_used, num_sampled = _count_tokens(contexts)
             index = _find_context(contexts, request.prompt_ids)
-            if index is not None:  # its ids are part of the prompt
+            if index is not None:  # the prompt contains the context's ids
                 num_used -= len(contexts[index][-1].ids)
             num_prompt = len(request.prompt_ids)
             num_left = self._limits.max_total_tokens - num_used
@@ -153,7 +156,7 @@ class AgentSession:
         return dataclasses.replace(request, params=self._params, max_tokens=max_tokens), [key]
 
     def record(self, completion: Completion) -> None:
-        """Record a completion before it is sent to the agent.
+        """Record a completion that is about to be sent to the agent.
 
         Raises:
             RequestError: Concurrent completions have used up the budget.
@@ -168,7 +171,7 @@ class AgentSession:
                 turn = SampledTurn(completion.request.prompt_ids, output, text)
                 self._turns[completion] = turn
             num_used, num_sampled = _count_tokens(
-                group_into_contexts(self._delivered_turns(completion))
+                group_into_contexts(self._list_delivered_turns(completion))
             )
             excess = num_used - self._limits.max_total_tokens
             if excess > 0 or num_sampled > self._limits.max_response_tokens:
@@ -180,7 +183,7 @@ class AgentSession:
         """Record a reward that was posted over HTTP.
 
         Raises:
-            RequestError: None of the keys matches the reward key, or the reward is rejected.
+            RequestError: No key matches the reward key, or the reward is rejected.
         """
         if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
             self.warning = self.warning or "rejected a reward that was posted with a wrong key"
@@ -189,7 +192,7 @@ class AgentSession:
         self.set_reward(parse_body(data, RewardBody))
 
     def set_reward(self, reward: RewardBody) -> None:
-        """Set the reward. The episode continues until its agent ends.
+        """Set the reward. The episode continues until the agent exits.
 
         Raises:
             RequestError: The episode is over or already has a different reward.
@@ -209,20 +212,20 @@ class AgentSession:
         raise RequestError(409, f"{self.conflict}.", code="another_reward")
 
     def close(self) -> None:
-        """Reject all further requests and rewards."""
+        """Close the session: reject all further requests and rewards."""
         with self._lock:
             self._is_closed = True
 
-    def turns(self) -> list[SampledTurn]:
+    def list_turns(self) -> list[SampledTurn]:
         """Return the completions that the agent received, in order of completion.
 
         An undelivered completion is included if a later prompt starts with it.
         """
         with self._lock:
-            return self._delivered_turns()
+            return self._list_delivered_turns()
 
-    def _delivered_turns(self, about_to_send: Completion | None = None) -> list[SampledTurn]:
-        """Return the delivered turns, and the turn of `about_to_send`."""
+    def _list_delivered_turns(self, about_to_send: Completion | None = None) -> list[SampledTurn]:
+        """Return the delivered turns, including that of `about_to_send`."""
         turns = list(self._turns.values())
         return [
             turn
@@ -238,7 +241,7 @@ class AgentSession:
 
 
 def group_into_contexts(turns: Sequence[SampledTurn]) -> list[AgentContext]:
-    """Group turns into contexts. A turn joins the longest context that its prompt starts with."""
+    """Group turns into contexts: a turn joins the longest context that its prompt extends."""
     contexts: list[AgentContext] = []
     for turn in turns:
         index = _find_context(contexts, turn.prompt_ids)
@@ -260,12 +263,12 @@ def _find_context(contexts: Sequence[AgentContext], prompt_ids: tuple[int, ...])
 
 
 def _count_tokens(contexts: Sequence[AgentContext]) -> tuple[int, int]:
-    """Return the number of tokens in all contexts, and how many of them were sampled."""
+    """Return the total and the sampled number of tokens in all contexts."""
     num_all = sum(len(context[-1].ids) for context in contexts)
     return num_all, sum(len(turn.output.token_ids) for context in contexts for turn in context)
 
 
-def common_prefix_length(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+def compute_common_prefix_length(token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> int:
     """Return the length of the longest prefix that `token_ids` shares with any of `others`."""
     longest = 0
     for other in others:

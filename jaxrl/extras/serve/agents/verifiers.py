@@ -1,9 +1,9 @@
 """Agent for environments of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers).
 
 `play` runs one episode: verifiers renders the prompts, runs the environment's tools and computes
-the reward; its training client requests token ids from the endpoint. This file runs in the
-Python environment where verifiers is installed and does not import jaxrl. As a command, it writes
-an environment's tasks:
+the reward; its training client requests token ids from the endpoint. This file does not import
+jaxrl, so it runs in any Python environment with verifiers. As a command, it writes the tasks of an
+environment:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -23,18 +23,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # else `import verifiers` would find this file
+if __name__ == "__main__":  # otherwise, `import verifiers` would import this file
     folder = Path(__file__).parent
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != folder]
 
 CHAT_HARNESS = "jaxrl_chat"
-"""Harness name under which verifiers finds the chat loop below."""
+"""Name under which the chat loop below is registered as a harness."""
 
 NO_ANSWER = "judged by the environment"
-"""Placeholder for tasks that have no answer."""
+"""Placeholder answer of tasks without an answer."""
 
 MAX_TURNS_TEXT = "config.rollout.max_turns"
-"""Text in the endpoint's error message when an episode has no turns left."""
+"""Text in the endpoint's error message for an episode without remaining turns."""
 
 _environments: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = (
     weakref.WeakKeyDictionary()
@@ -57,30 +57,30 @@ async def play(
 ) -> dict[str, Any]:
     """Run an episode of an environment and return its reward.
 
-    Episodes on the same event loop share the environment, which is loaded once, and the tool
-    processes of its taskset. Tools of a task get a process per episode.
+    Episodes on an event loop share the environment and the tool processes of its taskset. Tools of
+    a task get a process per episode.
 
     Args:
-        task: Task record that the command wrote; `metadata["verifiers"]` is verifiers' task.
+        task: Task record written by the command; `metadata["verifiers"]` is verifiers' task.
         base_url: URL of the endpoint for this episode, ending in `/v1`.
         api_key: Bearer token for the endpoint.
-        model: Model name to send, as in `GET /v1/models`.
+        model: Model name to request, as in `GET /v1/models`.
         environment: Module of a taskset, such as "textarena", or a file, such as "my/rooms.py".
         tokenizer: Folder with the trained model's `tokenizer.json`.
         arguments: verifiers' `[env]` block without `taskset.id`, such as
             `{"taskset": {"game": "Hangman-v0"}, "agent": {"max_turns": 8}}`.
-        renderer: Name of the model family's renderer, or its configuration, such as
+        renderer: Name of the model family's renderer, or a renderer config such as
             `{"name": "qwen3", "thinking_retention": "all"}`.
         sampling: Extra fields of the requests, such as `{"max_tokens": 256}`.
         solved_from: Lowest reward that counts as correct.
-        traces: File to which verifiers' record of the episode is appended; "" for none.
+        traces: File to which verifiers' trace of the episode is appended; "" for none.
 
     Returns:
-        A dict with `reward`, `is_correct`, and the model's last message as `final_answer`.
+        A dict with `reward`, `is_correct` and `final_answer` (the model's last message).
 
     Raises:
         ValueError: The task or the environment does not support training.
-        RuntimeError: verifiers reports that the episode failed.
+        RuntimeError: The episode failed.
     """
     if not isinstance(data := task.get("metadata", {}).get("verifiers"), Mapping):
         raise ValueError(
@@ -96,7 +96,9 @@ async def play(
     episode = await env.run_episode(vf_task, context)
     if traces:
         record = json.dumps(episode.to_record(float_decimals=None), ensure_ascii=False)
-        with open(traces, "ab", buffering=0) as file:  # one write per line: processes share it
+        with open(
+            traces, "ab", buffering=0
+        ) as file:  # one write per line, since processes share the file
             file.write(f"{record}\n".encode())
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -104,7 +106,7 @@ async def play(
             f"verifiers' episode of {environment} failed: "
             + "; ".join(f"{error.type}: {error.message}" for error in errors)
         )
-    trace = find_trained_trace(episode, base_url)
+    trace = find_policy_trace(episode, base_url)
     return {
         "reward": trace.reward,
         "is_correct": trace.reward >= solved_from,
@@ -115,7 +117,7 @@ async def play(
 def build_context(
     model: str, client: Mapping[str, Any], api_key: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Build verifiers' model context for an episode, with its training client."""
+    """Build verifiers' model context, with the training client, for an episode."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import TrainClientConfig
     from verifiers.v1.types import SamplingConfig
@@ -126,11 +128,11 @@ def build_context(
     return ModelContext(model=model, client=config, sampling=SamplingConfig(**sampling))
 
 
-def find_trained_trace(episode: Any, base_url: str) -> Any:
+def find_policy_trace(episode: Any, base_url: str) -> Any:
     """Return the trace of the agent that called the endpoint.
 
     Raises:
-        ValueError: No agent or several agents called it.
+        ValueError: No agent, or several agents, called the endpoint.
     """
     traces = [t for t in episode.traces if t.agent.config.client.base_url == base_url]
     if len(traces) != 1:
@@ -143,13 +145,13 @@ def find_trained_trace(episode: Any, base_url: str) -> Any:
 
 
 async def get_environment(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Load an environment and start its servers, once per event loop; return it."""
+    """Return an environment with running servers, loaded once per event loop."""
     loop = asyncio.get_running_loop()
     loaded = _environments.setdefault(loop, {})
     name = json.dumps([environment, arguments], sort_keys=True)
     if name not in loaded:
         ready: asyncio.Future[Any] = loop.create_future()
-        # Its context managers must be entered and exited by the same task.
+        # The same task must enter and exit the environment's context managers.
         loaded[name] = ready, loop.create_task(_serve(environment, arguments, ready))
     ready, _ = loaded[name]
     try:
@@ -165,8 +167,8 @@ async def _serve(
     try:
         env = load_env(environment, arguments)
         async with env.serving():
-            # Each episode has its own URL. verifiers keeps the URL's client as long as the server
-            # between it and the agent, so each episode gets its own server too.
+            # Each episode has a separate URL. verifiers keeps the client for a URL as long as the
+            # interception server, so each episode also gets a separate server.
             env._interception = None
             ready.set_result(env)
             await asyncio.get_running_loop().create_future()
@@ -177,11 +179,11 @@ async def _serve(
 
 
 def load_env(environment: str, arguments: Mapping[str, Any]) -> Any:
-    """Load an environment whose agents run locally, as subprocesses or in-process chats.
+    """Load an environment that runs its agents locally, as subprocesses or in-process chats.
 
     Raises:
         ValueError: verifiers rejects the arguments.
-        ModuleNotFoundError: No module has that name.
+        ModuleNotFoundError: The module does not exist.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import (
@@ -206,7 +208,7 @@ def load_env(environment: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def make_importable(environment: str) -> str:
-    """Return an environment's module name; make a file importable here and in tool processes.
+    """Return an environment's module name; make its file importable, also in tool processes.
 
     Raises:
         ValueError: The file does not exist.
@@ -225,7 +227,7 @@ def make_importable(environment: str) -> str:
 
 
 def _register_chat_harness() -> None:
-    """Register an in-process chat loop; verifiers' own harnesses start a program per turn."""
+    """Register an in-process chat loop: verifiers' harnesses start a program per turn."""
     if CHAT_HARNESS in sys.modules:
         return
     from openai import APIStatusError, AsyncOpenAI, omit
@@ -237,7 +239,7 @@ def _register_chat_harness() -> None:
     from verifiers.v1.runtimes import ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Chat loop that ends when a message has no tool calls."""
+        """Chat loop that ends with the first message without tool calls."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -265,7 +267,7 @@ def _register_chat_harness() -> None:
                 name: {"url": url, "timeout": self.config.tool_timeout}
                 for name, url in mcp_urls.items()
             }
-            # Tools of the environment are reached through MCP.
+            # The environment serves its tools over MCP.
             async with contextlib.AsyncExitStack() as stack:
                 client: Any = await stack.enter_async_context(
                     AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None)
@@ -295,7 +297,7 @@ def _register_chat_harness() -> None:
             return ProgramResult(exit_code=0, stdout="", stderr="")
 
         async def call_tool(self, call: Any, routes: Any, connections: Any) -> Any:
-            """Call a tool; return its result, or an error message for the model."""
+            """Call a tool; return the result, or an error message for the model."""
             try:
                 arguments = json.loads(call.arguments or "{}")
             except json.JSONDecodeError as error:
@@ -303,7 +305,7 @@ def _register_chat_harness() -> None:
             if not isinstance(arguments, dict):
                 return f"error: the arguments are {call.arguments}; expected an object"
             if call.name not in routes:
-                return f"error: no tool {call.name!r}; there are {', '.join(routes)}"
+                return f"error: no tool {call.name!r}; expected one of {', '.join(routes)}"
             return await call_mcp(connections, routes, call.name, arguments)
 
     # verifiers imports a harness by its module name.
@@ -315,15 +317,15 @@ def _register_chat_harness() -> None:
 def iter_records(
     environment: str, arguments: Mapping[str, Any], num_tasks: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of an environment as task records for jaxrl.
+    """Yield the tasks of an environment as jaxrl task records.
 
     Raises:
-        ValueError: The taskset is unbounded and `num_tasks` is None, or JSON omits some fields.
+        ValueError: The taskset is infinite and `num_tasks` is None, or JSON omits a field.
     """
     taskset = load_env(environment, arguments).taskset
     environment = make_importable(environment)
     if not taskset.bounded and num_tasks is None:
-        raise ValueError(f"the tasks of {environment} never end; expected --num=N.")
+        raise ValueError(f"the taskset {environment} is infinite; expected --num=N.")
     fields = type(taskset).task_type().data_type().model_fields
     if excluded := [name for name, field in fields.items() if field.exclude]:
         raise ValueError(f"its tasks exclude {', '.join(excluded)} from JSON; expected all fields.")

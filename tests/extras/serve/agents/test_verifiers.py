@@ -273,7 +273,7 @@ def test_one_agent_is_trained():
     here, elsewhere = "http://127.0.0.1:1/r/0/v1", "https://api.example.org/v1"
     player = make_trace(here, "player")
     episode = SimpleNamespace(traces=[make_trace(elsewhere, "user"), player])
-    assert verifiers.find_trained_trace(episode, here) is player
+    assert verifiers.find_policy_trace(episode, here) is player
     for traces, names in (([player, make_trace(here, "second")], "player, second"), ([], "none")):
         with pytest.raises(ValueError, match=f"{names}; expected one"):
-            verifiers.find_trained_trace(SimpleNamespace(traces=traces), here)
+            verifiers.find_policy_trace(SimpleNamespace(traces=traces), here)
