@@ -1,6 +1,6 @@
-"""BERT encoders: post-norm blocks with bidirectional attention, on plain nested dicts.
+"""BERT encoders: post-norm blocks with bidirectional attention.
 
-Parameter tree, with stacked blocks along a leading layer axis L:
+The parameter tree, a nested dict with blocks stacked along the leading layer axis L:
 
     embed/{words,positions,types}/embedding     [V | P | 2, D]
     embed/norm/{scale,bias}                     [D]
@@ -51,12 +51,12 @@ class BertConfig:
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Parameter entries that only some layers have; none here."""
+        """Parameter entries that only some layers have: none."""
         return {}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> BertConfig:
-        """Read and validate the fields of a `config.json`.
+        """Validate the fields of a `config.json` and build the config.
 
         Raises:
             ValueError: A field is missing, has the wrong type or an unsupported value.
@@ -133,11 +133,11 @@ class BertConfig:
     def hidden_states(
         self, params: Params, token_ids: Int[Array, "B T"], padding_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Compute the last layer's hidden states of texts; undefined for padding.
+        """Compute the last layer's hidden states, which are undefined for padding.
 
         Args:
             params: Parameters in the compute dtype.
-            token_ids: Token ids with one text per row.
+            token_ids: Token ids, one text per row.
             padding_mask: True for real tokens.
         """
         embed = params["embed"]

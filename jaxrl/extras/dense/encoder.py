@@ -1,4 +1,4 @@
-"""Text encoder: tokenizes texts, batches them by length and runs them on devices."""
+"""Text encoder, which tokenizes texts and encodes batches of similar length on devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, load_encoder
 
 MIN_WIDTH = 16
-"""Smallest batch width in tokens. Other widths are this times a power of two."""
+"""Smallest batch width, in tokens. Other widths are this number times a power of two."""
 
 _FILES = (
     *("config*.json", "*.safetensors*", "tokenizer.json", "modules.json"),
@@ -37,8 +37,8 @@ def compute_folder_digest(folder: str | Path) -> str:
 class Encoder:
     """Text encoder. Thread-safe.
 
-    The width of the batch that encodes a text depends only on the length of that text, so the
-    vector does not depend on other texts in the batch.
+    The batch width of a text depends only on the length of the text, so the vector is independent
+    of other texts in the batch.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Encoder:
         Args:
             model: Architecture and settings of the model in `folder`.
             folder: HF folder with weights and `tokenizer.json`.
-            devices: Devices of this process. Batches are sharded over them, weights replicated.
+            devices: Devices over which batches are sharded and weights replicated.
             dtype: Dtype of weights and activations, float32 or bfloat16.
 
         Raises:
@@ -70,7 +70,7 @@ class Encoder:
         return self._encode([f"{self.model.passage_prefix}{text}" for text in texts], batch_tokens)
 
     def _encode(self, texts: Sequence[str], batch_tokens: int) -> np.ndarray:
-        """Encode texts; each device encodes `batch_tokens` tokens at a time, including padding."""
+        """Encode texts in batches of `batch_tokens` tokens per device, including padding."""
         encodings = self._tokenizer.encode_batch([*texts], add_special_tokens=True)
         # Some tokenizers return no tokens for a blank text.
         ids = [encoding.ids or [0] for encoding in encodings]
@@ -91,16 +91,16 @@ class Encoder:
                 encoded = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
                 batches.append((batch, encoded))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
-        for batch, encoded in batches:  # wait for the devices only now
+        for batch, encoded in batches:  # wait for the devices last
             vectors[batch] = np.asarray(encoded)[: len(batch)]
         return vectors
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:
-    """Load the tokenizer of a folder and set truncation to the model's `max_tokens`.
+    """Load the tokenizer of a folder, with truncation to the model's `max_tokens`.
 
     Raises:
-        FileNotFoundError: There is no `tokenizer.json`.
+        FileNotFoundError: The folder has no `tokenizer.json`.
         ValueError: The tokenizer is damaged, or has ids outside the model's vocabulary.
     """
     file = Path(folder) / "tokenizer.json"

@@ -3,7 +3,7 @@
 sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
 prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
 `sentence_bert_config.json`. The run's config overrides these files. Defaults of the model family
-apply where neither has a value.
+apply to values that are in neither.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jaxrl.types import Params
 from jaxrl.utils.json_io import parse_json, read_object
 
 POOLINGS = ("mean", "first", "last")
-"""Ways of pooling hidden states: mean over tokens, first token, last token."""
+"""Methods of pooling hidden states: mean over tokens, first token, last token."""
 
 QWEN_QUERY_PREFIX = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -50,15 +50,15 @@ QWEN_QUERY_PREFIX = (
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingModel:
-    """A text embedding model: architecture and pooling.
+    """Text embedding model: architecture, pooling and prefixes.
 
     Attributes:
         model: Architecture that computes the hidden states.
         pooling: One of `POOLINGS`.
-        normalize: True to scale vectors to length 1.
-        query_prefix: Text prepended to a query.
-        passage_prefix: Text prepended to a passage.
-        max_tokens: Length at which texts are truncated, in tokens including special ones.
+        normalize: True to scale vectors to norm 1.
+        query_prefix: Text prepended to each query.
+        passage_prefix: Text prepended to each passage.
+        max_tokens: Length at which texts are truncated, in tokens, including special tokens.
     """
 
     model: BertConfig | Architecture
@@ -80,7 +80,7 @@ class EmbeddingModel:
 
         Args:
             params: Parameters in the compute dtype.
-            token_ids: Token ids with one text per row, followed by padding.
+            token_ids: Token ids, one padded text per row.
             lengths: Number of tokens of each text, at least 1.
         """
         T = token_ids.shape[1]
@@ -108,7 +108,7 @@ class EmbeddingModel:
 def encode_rows(
     params: Params, token_ids: jax.Array, lengths: jax.Array, *, model: EmbeddingModel, mesh: Mesh
 ) -> jax.Array:
-    """Run `EmbeddingModel.embed` on rows sharded over a one-axis mesh.
+    """Compute `EmbeddingModel.embed` for rows sharded over a one-axis mesh.
 
     Weights are replicated. Float32 matmuls use full precision on every platform.
     """
@@ -158,14 +158,14 @@ def read_embedding_model(
 
     Args:
         path: Folder with the `config.json` of a BERT or Qwen model.
-        pooling: One of `POOLINGS`, or "" for the folder's pooling or else the model family's.
-        query_prefix: Text prepended to a query, or "auto" for the folder's or the family's.
-        passage_prefix: Text prepended to a document, or "auto" for the folder's or the family's.
-        max_tokens: Maximum tokens per text; the model's limit also applies.
+        pooling: One of `POOLINGS`; "" for the value of the folder or else the model family.
+        query_prefix: Text prepended to each query; "auto" as for `pooling`.
+        passage_prefix: Text prepended to each passage; "auto" as for `pooling`.
+        max_tokens: Maximum tokens per text, in addition to the model's limit.
 
     Raises:
         FileNotFoundError: The folder or its `config.json` is missing.
-        ValueError: The folder has unsupported settings, or a setting has no value.
+        ValueError: A setting of the folder is unsupported, or a setting has no value.
     """
     # Defaults of the family, overridden by the folder's files, then by the arguments.
     folder = Path(path)
@@ -260,14 +260,14 @@ def _read_optional_json(file: Path) -> dict[str, Any]:
 def load_encoder(
     model: BertConfig | Architecture, path: str | Path, mesh: Mesh, dtype: DTypeLike
 ) -> Params:
-    """Load the parameters for computing hidden states, replicated over a mesh.
+    """Load the parameters that compute hidden states, replicated over a mesh.
 
     Args:
         model: Architecture of the model in `path`.
-        path: HF folder. The model prefix of tensor names is optional. Output layers and poolers are
-            ignored.
+        path: HF folder. Output layers and poolers are ignored. The model prefix of tensor names is
+            optional.
         mesh: Mesh over which the parameters are replicated.
-        dtype: Dtype to load the parameters in.
+        dtype: Dtype of the loaded parameters.
 
     Raises:
         FileNotFoundError: The folder has no weights.
@@ -289,7 +289,7 @@ def load_encoder(
 
 
 def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the parameters for computing hidden states, by path."""
+    """Return the shapes of the parameters that compute hidden states, by path."""
     leaves = flatten_dict(model.abstract_params(), sep="/")
     return {name: leaf.shape for name, leaf in leaves.items() if not name.startswith("lm_head/")}
 
@@ -297,7 +297,7 @@ def get_required_param_shapes(model: BertConfig | Architecture) -> Mapping[str, 
 def estimate_encoder_bytes(
     model: BertConfig | Architecture, dtype: str, batch_tokens: int
 ) -> tuple[int, int]:
-    """Return the bytes of weights on one device, and an estimate for the largest activations."""
+    """Estimate the bytes of weights and of the largest activations on one device."""
     weights = sum(math.prod(shape) for shape in get_required_param_shapes(model).values())
     inner_width = model.mlp_width if isinstance(model, BertConfig) else 4 * model.width
     itemsize = jnp.dtype(dtype).itemsize

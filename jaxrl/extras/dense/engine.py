@@ -19,18 +19,18 @@ from jaxrl.extras.dense.passages import PassageIndex
 from jaxrl.utils.text import replace_surrogates
 
 NUM_SAMPLED = 8
-"""Number of documents that are encoded to check prebuilt vectors."""
+"""Number of documents to encode as a check of prebuilt vectors."""
 
 MIN_COSINE = 0.95
-"""Minimum median cosine similarity of prebuilt and encoded vectors."""
+"""Minimum median cosine similarity between prebuilt and encoded vectors."""
 
 
 class DenseSearch(DocumentSearch):
-    """Exact inner-product search over the vectors of a corpus, on the devices of the run.
+    """Search engine that ranks documents by the exact inner product of their vectors.
 
-    The vectors are built on first use, in a subfolder of `index` named after a hash of the build
-    settings and the corpus, and memory-mapped from there. A killed build resumes. With several
-    processes, one builds. If documents were appended to a corpus, only these are encoded.
+    The vectors are built on first use, in a subfolder of `index` named by a hash of build settings
+    and corpus, and are memory-mapped from there. With several processes, one builds. A killed build
+    resumes. If documents were appended to a corpus, only the new documents are encoded.
 
     The result of a query depends neither on other queries in the batch nor on the number of
     devices.
@@ -58,10 +58,10 @@ class DenseSearch(DocumentSearch):
         query_batch_tokens: int = 256,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Open the index of a corpus, and build it if necessary.
+        """Open the index of a corpus, building it if necessary.
 
-        `progress` is called with the number of vectors so far. `keys.py` describes the other
-        arguments, the settings of `search.dense`.
+        `progress` receives the number of vectors so far. The other arguments are the settings of
+        `search.dense`; see `keys.py`.
 
         Raises:
             FileNotFoundError: The corpus, the encoder or the file with prebuilt vectors is missing.
@@ -80,11 +80,11 @@ class DenseSearch(DocumentSearch):
         )
         search_devices = jax.local_devices(backend="cpu" if devices == "cpu" else None)
         self._encoder = Encoder(model, encoder, search_devices, dtype=encoder_dtype)
-        # The folder name contains a hash of everything that the vectors depend on.
+        # The folder name contains a hash of all settings and files that determine the vectors.
         index_dir = get_index_folder(corpus, index)
         settings: dict[str, Any]
         if embeddings:
-            read_prebuilt(Path(embeddings))  # before the digest, so that errors name the key
+            read_prebuilt(Path(embeddings))  # before the digest, so that errors name the config key
             settings = {"embeddings": compute_corpus_digest(Path(embeddings), index_dir)}
         else:
             settings = asdict(model)
@@ -115,7 +115,7 @@ class DenseSearch(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the `topk` documents with the largest inner products; ties by position."""
+        """Return the `topk` documents with the largest inner products, ties by position."""
         if not queries:
             return []
         texts = [replace_surrogates(query) for query in queries]
@@ -127,7 +127,7 @@ class DenseSearch(DocumentSearch):
         ]
 
     def _make_encoding_reader(self, documents: CorpusDocuments) -> ReadRows:
-        """Return a function that encodes titles and texts of documents as `Document.contents`."""
+        """Return a function that encodes `Document.contents` of documents."""
 
         def encode_range(start: int, stop: int) -> np.ndarray:
             parts = [documents[position] for position in range(start, stop)]
@@ -142,7 +142,7 @@ class DenseSearch(DocumentSearch):
     def _make_prebuilt_reader(
         self, documents: CorpusDocuments, encode: ReadRows, path: str
     ) -> ReadRows:
-        """Compare some prebuilt vectors with the encoder's; return a function that reads them.
+        """Return a function that reads prebuilt vectors, after checking some with the encoder.
 
         Raises:
             ValueError: The vectors do not match these documents and this encoder.

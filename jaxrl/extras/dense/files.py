@@ -1,13 +1,13 @@
-"""On-disk vectors of a corpus: built once, resumable after a kill, memory-mapped.
+"""On-disk index of a corpus's vectors, with resumable builds and memory-mapped reads.
 
-An index folder holds
+An index folder contains
 
     vectors.bin     [N, D] vectors, in the order of the corpus
-    lines.npy       [N] records: byte offset and CRC-32 of each document's line in the corpus
+    lines.npy       [N] records: byte offset and CRC-32 of each document's corpus line
     manifest.json   build settings, SHA-256 of `lines.npy` and of each chunk of vectors
 
-The folder name contains a hash of the build settings and the corpus. It ends in `.building` until
-the folder is complete.
+The folder name contains a hash of build settings and corpus, and ends in `.building` until the
+index is complete.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.b
 """NumPy dtype of `vectors.bin`, by value of `search.dense.file_dtype`."""
 
 CHUNK_ROWS = 8_192
-"""Vectors per chunk, which are written together; a killed build loses at most one chunk."""
+"""Vectors per chunk. A chunk is written as a whole; a killed build loses at most one."""
 
 _VERSION = 3  # part of the folder name; increment it when the format changes
 _VECTORS, _LINES, _MANIFEST = "vectors.bin", "lines.npy", "manifest.json"
 _LINE_DTYPE = np.dtype([("offset", np.int64), ("check", np.uint32)])
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""Function that returns the vectors at corpus positions start to stop, float [stop - start, D]."""
+"""Function from corpus positions start and stop to their vectors, float [stop - start, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSpec:
-    """Build settings of an index, which determine the name of its folder.
+    """Build settings of an index, which determine its folder name.
 
     Attributes:
         corpus: JSONL file of documents.
         index_dir: Parent folder of all indexes.
-        settings: Other settings that the vectors depend on, including file digests.
+        settings: Other settings that determine the vectors, including file digests.
         width: Embedding dimension.
         dtype: Dtype of the vectors on disk, a key of `FILE_DTYPES`.
     """
@@ -76,7 +76,7 @@ class IndexSpec:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Manifest entries that do not depend on the corpus."""
+        """Manifest entries that are independent of the corpus."""
         settings = {"settings": dict(self.settings)}
         return {"version": _VERSION, "width": self.width, "dtype": self.dtype, **settings}
 
@@ -90,7 +90,7 @@ class IndexSpec:
 
 
 class VectorFiles(NamedTuple):
-    """Opened index: memory-mapped vectors and their documents."""
+    """Open index: memory-mapped vectors and their documents."""
 
     folder: Path
     vectors: np.ndarray
@@ -100,13 +100,13 @@ class VectorFiles(NamedTuple):
 def open_index(
     spec: IndexSpec, make_reader: Callable[[CorpusDocuments], ReadRows], progress: Progress
 ) -> VectorFiles:
-    """Open an index, after building it or resuming a killed build if it is incomplete.
+    """Open an index, building it or resuming a killed build if necessary.
 
-    One process builds; others that open the same index wait for it.
+    One process builds; other processes that open the same index wait.
 
     Args:
         spec: Build settings of the index.
-        make_reader: Function that makes a `ReadRows` for documents; called only to build.
+        make_reader: Function that returns a `ReadRows` for documents, called only to build.
         progress: Callback that receives the number of vectors so far.
 
     Raises:
@@ -132,7 +132,7 @@ def open_index(
 
 
 def _open_verified(spec: IndexSpec, folder: Path) -> VectorFiles:
-    """Open a complete index and verify the files' digests.
+    """Open a complete index, verifying the digests of its files.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: A file is missing or damaged.
@@ -159,7 +159,7 @@ def _make_documents(spec: IndexSpec, lines: Any) -> CorpusDocuments:
 
 
 def _count_intact_chunks(vectors: np.ndarray, digests: list[str]) -> int:
-    """Count the leading chunks that match their digests."""
+    """Count the leading chunks with matching digests."""
     starts = range(0, len(digests) * CHUNK_ROWS, CHUNK_ROWS)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         actual = pool.map(lambda start: _hash_rows(vectors[start : start + CHUNK_ROWS]), starts)
@@ -177,8 +177,8 @@ def _build_index(
     make_reader: Callable[[CorpusDocuments], ReadRows],
     progress: Progress,
 ) -> None:
-    """Build an index in a temporary folder, then rename it to `folder`."""
-    # Resume an unfinished build if `lines.npy` is intact, else start over.
+    """Build an index in a temporary folder, then rename that to `folder`."""
+    # Resume an unfinished build if `lines.npy` is intact; otherwise, start over.
     build_folder = folder.with_name(f"{folder.name}.building")
     digest = compute_corpus_digest(spec.corpus, spec.index_dir)
     try:
@@ -193,7 +193,7 @@ def _build_index(
         manifest = {**spec.inputs, "corpus": corpus, "chunks": []}
         manifest["lines"] = hash_file(build_folder / _LINES)
         _write_manifest(build_folder, manifest)
-    # Keep intact chunks. Copy vectors from an index of an earlier, shorter version of the corpus.
+    # Keep intact chunks. Copy vectors from the index of a shorter version of the corpus.
     shape, dtype = (len(lines), spec.width), FILE_DTYPES[spec.dtype]
     _preallocate(build_folder, shape[0] * shape[1] * dtype.itemsize)
     vectors = np.memmap(build_folder / _VECTORS, dtype, "r+", shape=shape)
@@ -220,7 +220,7 @@ def _build_index(
 
 
 def _scan_lines(corpus: Path, progress: Progress) -> Iterator[tuple[int, int]]:
-    """Validate the corpus; yield the byte offset and checksum of each document's line."""
+    """Validate the corpus; yield each document's byte offset and line checksum."""
     documents, offset = read_corpus(corpus), 0
     with open(corpus, "rb") as lines:
         for number, line in enumerate(lines):
@@ -239,7 +239,7 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _preallocate(build_folder: Path, size: int) -> None:
-    """Allocate `vectors.bin`, so that a full disk raises an error before the build starts."""
+    """Allocate `vectors.bin`, so that a full disk raises an error before the build."""
     with open(build_folder / _VECTORS, "ab") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -253,7 +253,7 @@ def _preallocate(build_folder: Path, size: int) -> None:
 
 
 def _find_earlier_vectors(spec: IndexSpec) -> np.ndarray:
-    """Return vectors from the index of the longest prefix of this corpus; [0, D] if none exists."""
+    """Return the vectors of the longest indexed prefix of this corpus; [0, D] if none exists."""
     folders: dict[str, tuple[Path, int]] = {}
     for file in spec.index_dir.glob(f"dense-*/{_MANIFEST}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -13,15 +13,15 @@ from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse_rankings(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
-    """Fuse rankings: score a document by the sum of 1 / (k + rank) over the rankings that have it.
+    """Fuse rankings by a score per document, the sum of 1 / (k + rank) over rankings.
 
     Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
-    (https://doi.org/10.1145/1571941.1572114), which uses k = 60. Ranks begin at 1. Documents are
+    (https://doi.org/10.1145/1571941.1572114), which uses k = 60. Ranks start at 1. Documents are
     identified by id. Sums are exact, and ties are ordered as in `LocalSearch`.
 
     Args:
         rankings: Rankings for one query, each best first.
-        k: Constant of the formula; larger values reduce the differences between ranks.
+        k: Constant of the formula. Larger values reduce the differences between ranks.
         topk: Maximum number of documents in the result.
     """
     documents: dict[str, Document] = {}
@@ -50,10 +50,10 @@ class HybridSearch(DocumentSearch):
         candidates: int = 100,
         progress: Progress = lambda _: None,
     ) -> None:
-        """Open both indexes, after building any that is missing.
+        """Open both indexes, building them if necessary.
 
         Args:
-            local: Settings of `LocalSearch`; its corpus is replaced with that of `dense`.
+            local: Settings of `LocalSearch`, whose corpus is replaced with that of `dense`.
             dense: Settings of `DenseSearch`.
             topk: Maximum number of documents in a result.
             k: Constant of reciprocal rank fusion; see `fuse_rankings`.
@@ -64,13 +64,15 @@ class HybridSearch(DocumentSearch):
             FileNotFoundError, PermissionError, ValueError: See `LocalSearch` and `DenseSearch`.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
-        dense_search = DenseSearch(**dense, progress=progress)  # first: errors name its corpus
+        dense_search = DenseSearch(
+            **dense, progress=progress
+        )  # first, so that errors name its corpus
         bm25 = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
         self._engines: tuple[DocumentSearch, ...] = (bm25, dense_search)
         self.documents = dense_search.documents
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
-        """Return the `topk` documents with the highest fused scores, per query."""
+        """Return the `topk` documents with the highest fused scores for each query."""
         num_candidates = max(topk, self._candidates)
         rankings = [engine.retrieve(queries, num_candidates) for engine in self._engines]
         return [

@@ -1,4 +1,4 @@
-"""Device memory of dense retrieval: passages, encoder, and temporary arrays."""
+"""Estimate of the device memory of dense retrieval."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxrl.extras.dense.passages import count_device_bytes
 def count_search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a device's permanent memory and its temporary memory during a search, in bytes.
+    """Return the permanent and temporary memory of search on a device, in bytes.
 
-    Both are empty if the run does not use dense retrieval, or searches on the host's CPU.
+    Both dicts are empty if the run does not use dense retrieval, or searches on the CPU.
 
     Args:
         config: Config of the run.
@@ -24,7 +24,7 @@ def count_search_bytes(
         platform: Platform of the devices: cpu, gpu or tpu.
 
     Raises:
-        FileNotFoundError: The encoder is missing, or the corpus if it must be counted.
+        FileNotFoundError: The encoder is missing, or the corpus if its passages must be counted.
         ValueError: The encoder is not supported.
     """
     dense = config.search.dense

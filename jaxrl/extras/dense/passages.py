@@ -1,14 +1,12 @@
-"""Exact inner-product search over passages that are sharded over devices.
+"""Exact inner-product search over passages sharded over devices.
 
 Each device scores its passages block by block and keeps the best score of every group of
 `GROUP_SIZE`. The best groups contain the best passages, even if scores are tied, so a device
-rescores and ranks only their passages. The host merges the candidates of all devices, which do not
-communicate.
+rescores and ranks only the passages of these groups. The host merges the candidates of all devices.
 
-Devices only select candidates. The host rescores these in float64 from the vectors in the file, so
-results depend neither on the devices' dtype nor on their number. The devices' rounding error is
-bounded. If a passage outside the candidates could be among the best within this bound, the search
-repeats with more candidates.
+The host rescores the candidates in float64 from the vectors in the file, so results depend neither
+on the dtype nor on the number of devices. If, within the bound on the devices' rounding error,
+another passage could be among the best, the search repeats with more candidates.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from jax.sharding import PartitionSpec as P
 DTYPES = ("float32", "bfloat16", "int8")
 
 GROUP_SIZE = 32
-"""Number of consecutive passages of which the best score is kept."""
+"""Number of consecutive passages per group, of which only the best score is kept."""
 
 MAX_BLOCK = 65_536
-"""Maximum number of passages that a device scores at a time."""
+"""Maximum number of passages that a device scores in one block."""
 
 MAX_CPU_BLOCK = 2_048
-"""`MAX_BLOCK` on a CPU, where a block of this size fits in the cache."""
+"""Maximum block size on a CPU, with which a block fits in the cache."""
 
 LOAD_ROWS = 4_096
 """Number of passages read from the file at a time."""
 
 MAX_CANDIDATES = 1_600
-"""Maximum number of candidates. With these, the result is not proven to be exact."""
+"""Maximum number of candidates. At this number, a result may not be exact."""
 
 _NUM_STDDEVS = 6.0
-"""Bound on int8 rounding errors, in standard deviations."""
+"""Assumed maximum of int8 rounding errors, in standard deviations."""
 
 
 def split_blocks(num_passages: int, num_devices: int, platform: str) -> tuple[int, int]:
@@ -65,7 +63,7 @@ def count_device_bytes(
     candidates: int,
     query_rows: int,
 ) -> dict[str, int]:
-    """Return the memory on one device in bytes: `passages`, permanent, and `search`, temporary.
+    """Return the permanent (`passages`) and temporary (`search`) bytes on one device.
 
     Args:
         num_passages: Number of passages in the corpus.
@@ -88,7 +86,7 @@ def count_device_bytes(
 
 
 def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Compute float32 scales [N] by which rows [N, D] are divided to fit in -127..127."""
+    """Compute float32 scales [N] by which to divide rows [N, D] for the range -127..127."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -96,9 +94,9 @@ def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
 def _compute_scores(
     queries: jax.Array, passages: jax.Array, scales: jax.Array | None, *, is_cpu: bool
 ) -> jax.Array:
-    """Compute float32 scores [Q, n] of passages [n, D], not multiplied by the queries' scales.
+    """Compute float32 scores [Q, n] of passages [n, D], without the queries' scales.
 
-    Int8 products are exact. They are summed in int32 or, on a CPU where that is slow, in float32
+    Int8 products are exact: they are summed in int32, or in float32 on a CPU (where int32 is slow)
     if the sums stay below 2^24.
     """
     if passages.dtype == jnp.uint16:
@@ -127,11 +125,11 @@ def _select_candidates(
     block: int,
     num_candidates: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Select candidates on every device. Return scores and positions [devices, Q, num].
+    """Select candidates on every device; return scores and positions [devices, Q, num].
 
     Args:
-        passages: Passages [devices * num_blocks * block, D]; uint16 holds the bits of bfloat16.
-        scales: Scales of int8 passages, else None.
+        passages: Passages [devices * num_blocks * block, D]; uint16 is the bits of bfloat16.
+        scales: Scales of int8 passages; None for other dtypes.
         counts: Number of passages on each device, without padding, int32 [devices].
         queries: Queries [Q, D] in the dtype of the passages.
         mesh: Mesh with one axis.
@@ -155,7 +153,7 @@ def _select_candidates(
         block_scales = None if scales is None else scales.reshape(-1, block)
         block_inputs = jnp.arange(len(blocks)), blocks, block_scales
         best = jax.lax.scan(score_block, None, block_inputs)[1].swapaxes(0, 1).reshape(Q, -1)
-        # Sort by position, so that the first passage wins ties.
+        # Sort by position, so that ties go to the first passage.
         groups = jnp.sort(jax.lax.top_k(best, min(num_candidates, best.shape[1]))[1], axis=1)
 
         def score_groups(query: jax.Array, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,7 +179,7 @@ _write_rows = jax.jit(jax.lax.dynamic_update_slice_in_dim, static_argnums=3, don
 
 
 class PassageIndex:
-    """Exact search over the vectors of a corpus on devices.
+    """Exact search on devices over the vectors of a corpus.
 
     Attributes:
         vectors: Vectors [N, D] in the dtype of the file.
@@ -199,9 +197,9 @@ class PassageIndex:
         """Read all vectors once and copy them to the devices in parts.
 
         Args:
-            vectors: Floats [N, D], in memory or memory-mapped. Every search reads candidates from
-                them.
-            devices: Devices of this process; they hold consecutive shards of the passages.
+            vectors: Floats [N, D], in memory or memory-mapped. Searches read candidates from this
+                array.
+            devices: Devices of this process, which get consecutive shards of the passages.
             dtype: Dtype on the devices, one of `DTYPES`; int8 has one scale per vector.
             candidates: Minimum number of candidates per query to rescore from `vectors`.
             query_rows: Number of queries per batch.
@@ -236,8 +234,8 @@ class PassageIndex:
         self._scales = make_global_array(shape, sharding, scales) if dtype == "int8" else None
 
     def _load_shard(self, vectors: np.ndarray, device: Any) -> tuple[jax.Array, jax.Array]:
-        """Copy vectors to one device in parts. Return them and their int8 scales."""
-        # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few.
+        """Copy vectors to a device in parts; return the device array and its int8 scales."""
+        # On a CPU, XLA would convert all bfloat16 passages to float32 to gather a few of them.
         stores_bits = device.platform == "cpu" and self._dtype == "bfloat16"
         dtype = np.dtype(np.uint16) if stores_bits else jnp.dtype(self._dtype)
         step = min(LOAD_ROWS, self._size)
@@ -259,7 +257,7 @@ class PassageIndex:
         return passages, scales
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Find the passages with the largest inner products, best first; ties by position.
+        """Find the passages with the largest inner products, best first, ties by position.
 
         Args:
             queries: Queries, float32 [Q, D].
@@ -277,7 +275,7 @@ class PassageIndex:
         topk = min(topk, len(self.vectors))
         positions = np.zeros((len(queries), topk), np.int64)
         scores = np.zeros((len(queries), topk))
-        # Repeat with four times as many candidates for queries whose result is unproven.
+        # For queries with a possibly inexact result, search again with four times the candidates.
         remaining, num_candidates = np.arange(len(queries)), max(self._candidates, 4 * topk)
         while len(remaining):
             num_candidates = min(num_candidates, len(self.vectors))
@@ -288,8 +286,8 @@ class PassageIndex:
                 results = self._find_candidates(queries[block], num_candidates)
                 for row, candidates, score_bound in zip(block, *results, strict=True):
                     query, ordered = queries[row].astype(np.float64), np.sort(candidates)
-                    # Sum each row separately, in the same order, so that equal vectors have equal
-                    # scores. Sorting the candidates makes file reads sequential.
+                    # Sum each row in the same order, so that equal vectors have equal scores.
+                    # Candidates are sorted, so that file reads are sequential.
                     exact_scores = (self.vectors[ordered].astype(np.float64) * query).sum(axis=1)
                     best = np.lexsort((ordered, -exact_scores))[:topk]
                     positions[row], scores[row] = ordered[best], exact_scores[best]
@@ -302,9 +300,9 @@ class PassageIndex:
     def _find_candidates(
         self, queries: np.ndarray, num_candidates: int
     ) -> tuple[list[np.ndarray], list[float]]:
-        """Return each query's candidates, and an upper bound on the scores of other passages."""
-        # A single query is not padded. This may change the devices' scores, but results depend only
-        # on scores computed from the file.
+        """Return candidates and an upper bound on the other passages' scores, per query."""
+        # A single query is not padded. This may change scores on the devices, but not the results,
+        # which depend on scores computed from the file.
         rows = np.zeros(
             (1 if len(queries) == 1 else self._query_rows, queries.shape[1]), np.float32
         )
@@ -336,7 +334,7 @@ class PassageIndex:
         return candidates, score_bound
 
     def _bound_rounding_error(self, query: np.ndarray) -> float:
-        """Return a bound on the rounding error of a device's scores for a query."""
+        """Bound the rounding error of the scores that devices compute for a query."""
         norms = float(np.linalg.norm(query)) * self._max_norm
         summation_error = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":

@@ -1,4 +1,4 @@
-"""Client for OpenAI-compatible chat completions, shared by judges and external policies."""
+"""Client of OpenAI-compatible chat completions for judges and external policies."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
 class EndpointTool(Tool):
-    """Client for a chat-completions endpoint. Each call sends one request."""
+    """Client of a chat-completions endpoint, which sends one request per call."""
 
     name, blank = "endpoint", ""
 
     def __init__(self, settings: Any, key: str) -> None:
-        """Read the API key; no connection is opened.
+        """Read the API key without opening a connection.
 
         Args:
-            settings: `JudgeSettings`, or an object with the keys below policy.openai as attributes.
+            settings: `JudgeSettings`, or an object with the keys of `policy.openai` as attributes.
             key: Config key of the settings, for error messages.
 
         Raises:
@@ -34,7 +34,7 @@ class EndpointTool(Tool):
         """
         self.settings, self.key = settings, key
         api_key = read_api_key(f"{key}.key_env", settings.key_env) if settings.key_env else ""
-        url_parts = urlsplit(settings.url)  # may have query parameters, such as Azure's api-version
+        url_parts = urlsplit(settings.url)  # may have query parameters, such as api-version (Azure)
         self._url = url_parts._replace(
             path=f"{url_parts.path.rstrip('/')}/chat/completions"
         ).geturl()
@@ -48,7 +48,7 @@ class EndpointTool(Tool):
         )
 
     def send_request(self, body: Mapping[str, Any]) -> Any:
-        """Send a request and return the JSON of the response.
+        """Send a request; return the JSON response.
 
         Raises:
             ToolError: The request failed.
@@ -60,10 +60,10 @@ class EndpointTool(Tool):
 
 
 def get_first_choice(response: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the first choice of a chat completion, and that choice's message.
+    """Return the first choice of a chat completion, and its message.
 
     Raises:
-        ToolError: The completion has no choice with a message.
+        ToolError: The completion has no choice, or the choice has no message.
     """
     try:
         choice = response["choices"][0]
@@ -91,14 +91,14 @@ def wrap_endpoint(
 
     Args:
         wrapper_class: `ResilientSearch` subclass that wraps the endpoint.
-        endpoint_class: `EndpointTool` subclass; not instantiated if only a recording is replayed.
+        endpoint_class: `EndpointTool` subclass, not instantiated if `replay` is "only".
         settings: Settings of the endpoint; see `EndpointTool`.
         key: Config key of the settings, for error messages.
-        identity: Settings that determine responses. A recording is used only if they are equal.
+        identity: Settings that determine responses; a recording must have equal settings.
         folder: Name of the recording's default folder in `workdir`.
         workdir: Folder of the run, or None.
         process: JAX process index.
-        log: Function that logs a line about an outage.
+        log: Function that logs lines about outages.
 
     Raises:
         ValueError: The environment variable of the API key is not set.
@@ -109,13 +109,13 @@ def wrap_endpoint(
         cache_ttl_s=0.0,
         queries_per_second=settings.queries_per_second,
         max_concurrent=settings.max_concurrent,
-        deadline_s=2 * settings.deadline_s,  # a fallback: the client has a deadline too
+        deadline_s=2 * settings.deadline_s,  # a fallback, since the client also has a deadline
         retries=settings.retries,
         backoff_s=settings.backoff_s,
         breaker_failures=8,
         breaker_rest_s=5.0,
         outage_deadline_s=settings.outage_deadline_s,
-        on_outage="empty",  # an environment error per episode, not a score
+        on_outage="empty",  # an environment error, not a score
     )
     is_replay, recording = settings.replay == "only", None
     recording_dir = settings.replay_folder or (workdir and workdir / folder)

@@ -1,4 +1,4 @@
-"""Prepare images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
+"""Images for chat-completions endpoints: upright PNG or JPEG in `data:` URLs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _GRAY = (128, 128, 128)
 
 
 def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
-    """Return an upright copy of the image as PNG, or the original file if it is usable.
+    """Return the image as an upright PNG, or unchanged if it is an upright PNG or JPEG.
 
     Args:
-        picture: PNG, JPEG or another image file that Pillow reads.
-        is_blank: True to return a gray image of the same size.
+        picture: Image in any format that Pillow reads.
+        is_blank: True to return a gray image of equal size.
 
     Raises:
         UnreadableError: The file is damaged or not an image.
@@ -34,7 +34,7 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
 
 
 def make_data_url(picture: Picture) -> str:
-    """Return the `data:` URL of a PNG or JPEG image."""
+    """Encode a PNG or JPEG image as a `data:` URL."""
     data = picture.read()
     kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,8 +1,8 @@
-"""LLM judges: models behind an OpenAI-compatible endpoint that grade responses.
+"""LLM judges, which score responses with models behind an OpenAI-compatible endpoint.
 
-A judge is a reward part. Like a search engine, it is wrapped by `resilient`: replies are cached in
+A judge is a reward part. `ResilientSearch` wraps it like a search engine: replies are cached in
 memory and recorded in the workdir, calls have a deadline and are retried, and calls pause during an
-outage. If a judge returns no number, that is an environment error, never a score.
+outage. A reply without a number is an environment error, never a score.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SCORE_PATTERN = (
 
 _MAX_QUOTED = 200  # characters of a reply to quote in an error message
 _MAX_CHARS = 4096  # trailing characters of a reply in which a custom pattern is searched
-_TIMEOUT_S = 1.0  # timeout of a custom pattern, which may backtrack for hours
+_TIMEOUT_S = 1.0  # timeout of a custom pattern, whose backtracking may take hours
 
 
 def _declare_field(description: str, default: Any = None, **bounds: Any) -> Any:
-    """Declare a dataclass field that `Key` validates; `bounds` are passed to `Key`.
+    """Declare a dataclass field that `Key` validates with `bounds`.
 
     A field without a default is a required string.
     """
@@ -126,12 +126,12 @@ class JudgeSettings:
 
     @property
     def max_concurrent(self) -> int:
-        """Alias of `concurrency`, as `EndpointTool` expects it."""
+        """Alias of `concurrency` for `EndpointTool`."""
         return self.concurrency
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings other than prompt and URL that determine a reply."""
+        """Settings that determine a reply, except for prompt and URL."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
@@ -170,7 +170,7 @@ class JudgeEndpoint(EndpointTool):
 
 
 def parse_score(reply: str, settings: JudgeSettings) -> float:
-    """Parse the score in a reply and scale it to 0 to 1.
+    """Parse the score in a reply, scaled to 0 to 1.
 
     Raises:
         ToolError: The reply has no number from `low` to `high`, or the pattern timed out.
@@ -206,7 +206,7 @@ class Judge:
     is_async = False
 
     def __init__(self, name: str, settings: JudgeSettings) -> None:
-        """Store the settings; `open` reads the API key."""
+        """Store the settings. `open` reads the API key."""
         self.name, self.settings = name, settings
         self._resilient: ResilientSearch | None = None
 
@@ -217,10 +217,10 @@ class Judge:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open the endpoint and the recording. See `wrap_endpoint` for arguments and errors."""
+        """Open the endpoint and the recording; see `wrap_endpoint` for arguments and errors."""
 
         def log_with_name(text: str) -> None:
-            # The log recognizes warnings by their prefix.
+            # The prefix marks warnings in the log.
             prefix = "warning: " if text.startswith("warning: ") else ""
             log(f"{prefix}reward part {self.name!r}: {text.removeprefix(prefix)}")
 
@@ -252,7 +252,7 @@ class Judge:
         ]
 
     def missing_fields(self, task: Task) -> list[str]:
-        """Return `["answers"]` if the prompt contains them and the task has none, else []."""
+        """Return `["answers"]` if the prompt needs answers and the task has none, else []."""
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
     def build_prompt(self, sample: ScoredEpisode) -> str:
@@ -269,7 +269,7 @@ class Judge:
         return _PLACEHOLDER.sub(lambda match: texts[match[1]], self.settings.prompt)
 
     def send_request(self, prompt: str) -> CallResult:
-        """Request the reply to a prompt; return it or the error, with the call's record."""
+        """Request the reply to a prompt; return the reply or the error, and the call's record."""
         assert self._resilient is not None, "open comes first"
         [result] = self._resilient.answer_all([prompt])
         return replace(result, record=replace(result.record, tool=self.name))
@@ -277,7 +277,7 @@ class Judge:
 
 @dataclass(eq=False, kw_only=True)
 class _JudgeCall:
-    """Call of a judge for one episode."""
+    """Call of a judge for an episode."""
 
     judge: Judge
     prompt: str
@@ -285,7 +285,7 @@ class _JudgeCall:
     result: CallResult | None = None
 
     def invoke(self) -> float:
-        """Call the judge and return its score, from 0 to 1.
+        """Call the judge; return a score from 0 to 1.
 
         Raises:
             ToolError: The call failed, or the reply has no valid score.
@@ -299,7 +299,7 @@ class _JudgeCall:
         return parse_score(self.result.result, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
-        """Return the call's record; an abandoned call counts as one attempt if it was sent."""
+        """Return the call's record. An abandoned call that was sent counts as one attempt."""
         if self.result is not None:
             return [self.result.record]
         return [

@@ -1,12 +1,11 @@
-"""Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
+"""Rollouts of a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-The environment and the budgets are the same: the run's tokenizer counts tokens and truncates texts.
-Trajectories have the ids of their texts under that tokenizer. The endpoint's ids and their
-probabilities are unknown, so these trajectories cannot be used for training. Images are sent
-unprocessed and counted by the run's processor.
+Environment and budgets are those of the run, whose tokenizer counts tokens and truncates texts.
+Trajectories contain this tokenizer's ids, without log-probabilities, so they cannot be used for
+training. Images are sent unprocessed; the run's processor counts their tokens.
 
-An endpoint omits the stop string at which it stopped. If it reports the string (vLLM, SGLang), the
-string is appended. If not, an open tag is closed, such as `<search>` with `</search>`.
+Endpoints omit the stop string from the text. If an endpoint reports the string (vLLM, SGLang), it
+is appended to the text; otherwise, an open tag is closed, such as `<search>` with `</search>`.
 """
 
 from __future__ import annotations
@@ -41,33 +40,33 @@ from jaxrl.utils.http_client import check_url, fix_surrogates, redact_url
 from jaxrl.utils.text import replace_surrogates
 
 CONTINUE_MESSAGE = "Continue."
-"""User message if the environment returns no observation and the episode continues."""
+"""User message for an empty observation of an episode that continues."""
 
 FATAL_STATUSES = {
     401: "key_env must name the environment variable with a valid key",
     403: "key_env must name the environment variable with a valid key",
     404: "url and model must name a model of the endpoint",
 }
-"""HTTP statuses that every request would return, and the settings to check."""
+"""Settings to check for HTTP statuses with which all requests fail."""
 
 MAX_TOKENS = 10**9
-"""Maximum token count that a response may report, larger than any real one."""
+"""Maximum plausible token count in a response."""
 
 Content = str | Sequence[str | Picture]
-"""Content of a message: a text, or a sequence of texts and images."""
+"""Content of a message: text, or a sequence of texts and images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTurn:
-    """One turn of a model: its text and what it cost."""
+    """Turn of a model: text and usage."""
 
     text: str  # up to and including the stop string
-    is_cut: bool  # the token limit was reached
+    is_cut: bool  # True if the token limit was reached
     usage: Mapping[str, float]  # calls, attempts, token counts, and cost if prices are set
 
 
 class ChatModel:
-    """Client for a chat model behind an endpoint. Thread-safe."""
+    """Client of a chat model behind an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class ChatModel:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Set up the endpoint without sending a request.
+        """Set up the client without sending a request.
 
-        `keys` maps names in `policy.openai` to values; other names have their defaults. See
-        `wrap_endpoint` for the other arguments and for errors.
+        `keys` contains the values of `policy.openai` that are not defaults. See `wrap_endpoint` for
+        other arguments and for errors.
         """
         defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
         limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
@@ -104,7 +103,7 @@ class ChatModel:
         return f"{self.settings.model} at {redact_url(self.settings.url)}"
 
     def make_rollout(self, *args: Any) -> ChatRollout:
-        """Create a rollout with this model; see `ChatRollout` for the other arguments."""
+        """Create a rollout of this model; see `ChatRollout` for the arguments."""
         return ChatRollout(self, *args)
 
     def generate_turn(
@@ -117,12 +116,12 @@ class ChatModel:
         """Request the next turn of a chat.
 
         Args:
-            messages: Messages with a role, `Content` and other fields; images are PNG or JPEG.
+            messages: Messages with role, `Content` and other fields. Images are PNG or JPEG.
             stops: Strings at which the turn ends.
-            sampling: Other request fields, including a seed that distinguishes identical chats.
+            sampling: Additional request fields, including a seed, which differs between samples.
 
         Raises:
-            OutageError: The endpoint rejects every request, for example because of a wrong key.
+            OutageError: The endpoint rejects all requests, for example because of a wrong key.
             ToolError: The request failed.
         """
         chat: list[Mapping[str, Any]] = []
@@ -146,7 +145,7 @@ class ChatModel:
             raise ToolError(f"the model behind config.policy.openai: {response.result}")
         reply = json.loads(response.result)
         usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
-        if response.record.source != "replay":  # a replay costs nothing
+        if response.record.source != "replay":  # replays cost nothing
             tokens, settings = _count_tokens(reply), self.settings
             usage = {"calls": 1, "attempts": response.record.attempts, **tokens}
             if settings.prompt_price or settings.completion_price:
@@ -158,14 +157,14 @@ class ChatModel:
 
 
 def _format_part(part: str | Picture) -> dict[str, Any]:
-    """Return a message part in OpenAI's format, with images as digests to keep recordings small."""
+    """Return a message part in OpenAI's format, with digests of images for small recordings."""
     if isinstance(part, str):
         return {"type": "text", "text": fix_surrogates(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
 
 
 def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's tool calls in OpenAI's format, with arguments as JSON text."""
+    """Return the tool calls of a message in OpenAI's format, with arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = dict(call["function"])
@@ -176,11 +175,11 @@ def _format_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _ChatEndpoint(EndpointTool):
-    """Endpoint that takes a request body with its images and returns the response as JSON."""
+    """Endpoint whose calls are request bodies with images, and whose results are responses."""
 
     name = "policy"
     fatal_error = ""
-    """Reason why no request can succeed; "" if there is none."""
+    """Reason why all requests fail; "" for none."""
 
     def run(self, call: str, /) -> str:
         if self.fatal_error:
@@ -199,7 +198,7 @@ class _ChatEndpoint(EndpointTool):
             if error.status in FATAL_STATUSES:
                 self.fatal_error = f"{error}; config.policy.openai.{FATAL_STATUSES[error.status]}."
             raise
-        # Raise if the response is malformed, so that it is requested again.
+        # Raise an error for a malformed response, so that the request is retried.
         parse_turn(response, ())
         _count_tokens(response)
         return json.dumps(response)
@@ -212,7 +211,7 @@ class _ResilientModel(ResilientSearch):
 
 
 def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return a completion's text through the first stop string, and whether it was truncated.
+    """Return a completion's text through the first stop string, and True if it was truncated.
 
     Args:
         response: JSON response of the endpoint.
@@ -227,7 +226,7 @@ def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
         raise ToolError(
             f"the response ended with finish_reason {reason!r:.100}; expected 'stop' or 'length'"
         )
-    # Refusals have no content, nor have responses whose hidden reasoning used up all tokens.
+    # Refusals, and responses whose hidden reasoning used up all tokens, have no content.
     text = message.get("content") or message.get("refusal") or ""
     if not isinstance(text, str):
         raise ToolError(f"the response's content is {text!r:.100}; expected text")
@@ -236,7 +235,7 @@ def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
         return text[: min(ends)], False
     if reason == "length":
         return text, True
-    # The endpoint omitted the stop string, unless the model ended the turn without one.
+    # The endpoint omits the stop string, if the turn ended with one.
     for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
         if name in choice:
             return (text + choice[name] if choice[name] in stops else text), False
@@ -249,10 +248,10 @@ def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
-    """Return the endpoint's counts of prompt and completion tokens, 0 if missing.
+    """Return the endpoint's counts of prompt and completion tokens; 0 if missing.
 
     Raises:
-        ToolError: A count is not a number of tokens.
+        ToolError: A count is not an integer from 0 to `MAX_TOKENS`.
     """
     usage = {} if response.get("usage") is None else response["usage"]
     counts = {}
@@ -267,7 +266,7 @@ def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
 
 
 class ChatRollout(BaseRollout):
-    """Rollout of groups of episodes, with turns from a model behind an endpoint."""
+    """Rollout whose turns are sampled by a model behind an endpoint."""
 
     def __init__(
         self,
@@ -281,7 +280,7 @@ class ChatRollout(BaseRollout):
     ):
         """Create a rollout that samples from `model`.
 
-        If `processor.is_blank`, the model gets blank images, as a control.
+        The model gets blank images, as a control, if `processor.is_blank`.
 
         Raises:
             ValueError: The environment describes its tools through the chat template.
@@ -294,7 +293,7 @@ class ChatRollout(BaseRollout):
                 "tags, such as config.env.search.protocol='search_r1'."
             )
         self._model = model
-        self._opener = ""  # the endpoint applies its own template
+        self._opener = ""  # the endpoint applies a template
 
     def __call__(
         self,
@@ -308,7 +307,7 @@ class ChatRollout(BaseRollout):
 
         Raises:
             Interrupted: `should_stop` returned True.
-            OutageError: The endpoint rejects every request, or a tool of the environment is down.
+            OutageError: The endpoint rejects all requests, or a tool of the environment is down.
             ValueError: A prompt leaves no tokens for a response.
         """
         samples = self._make_samples(draws, sampling.group_size)
@@ -360,7 +359,7 @@ class ChatRollout(BaseRollout):
                 self._apply_step_result(sample, text, self._step_env(sample, text))
 
     def _build_first_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
-        """Start an episode and return its first messages, with images in place of their marks."""
+        """Start an episode; return its first messages, with images in place of marks."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:
@@ -402,9 +401,9 @@ class ChatRollout(BaseRollout):
         return self._model.generate_turn(messages, stops=self._env.stop_strings, sampling=fields)
 
     def _make_observation(self, turn: Turn) -> Content:
-        """Return the observation after a turn, with its images.
+        """Return the observation after a turn, including images.
 
-        The run's template puts all images together, followed only by the protocol's text.
+        As in the run's template, only the protocol's text follows the images.
         """
         if not turn.images:
             return turn.observation or CONTINUE_MESSAGE
@@ -415,7 +414,7 @@ class ChatRollout(BaseRollout):
         return [part for part in (before, *self._prepare_images(turn.images), after) if part != ""]
 
     def _step_env(self, sample: Sample, text: str) -> StepResult:
-        """Step the environment with a turn; return a timeout result after `schedule.deadline_s`."""
+        """Step the environment; return a timeout result after `schedule.deadline_s` seconds."""
         reply = run_in_thread(lambda: self._step_episodes([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._make_timeout_result()
@@ -432,7 +431,7 @@ class ChatRollout(BaseRollout):
 
 
 def _hash_seed(sampling: SamplingConfig, draw: Draw, sample: Sample) -> int:
-    """Hash the position of a turn in the run to a 31-bit seed, so that turns differ."""
+    """Hash the position of a turn in the run to a 31-bit seed."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

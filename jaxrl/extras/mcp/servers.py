@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 
 _STDERR_BYTES = 2**16
 _STDERR_CHARS = 500
-"""Bytes to read from the end of a server's stderr, and characters to show in an error message."""
+"""Bytes to read from the end of stderr, and characters to show in an error message."""
 
 
 def check_servers(specs: Sequence[Any]) -> None:
@@ -75,12 +75,12 @@ def _is_valid_spec(spec: Any) -> bool:
 def connect_tools(
     specs: Sequence[Mapping[str, Any]], deadline_s: float, log: Callable[[str], None]
 ) -> list[Tool]:
-    """Connect to servers and return their tools.
+    """Connect to MCP servers and return their tools.
 
     Args:
         specs: One entry per server, checked by `check_servers`.
         deadline_s: Timeout per call and per connection attempt, in seconds.
-        log: Callback that logs a line; it receives the tool names of each server.
+        log: Callback that logs the tool names of each server.
 
     Raises:
         ValueError: A server cannot be reached, or the package mcp is not installed.
@@ -99,19 +99,19 @@ def connect_tools(
 
 
 class McpServer:
-    """Client of a server. It connects on first use and reconnects if the server dies.
+    """Client of an MCP server, which connects on first use and reconnects if the server dies.
 
-    Connections run on the loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
+    Connections run on the event loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-        """Read the settings and secrets without connecting.
+        """Read settings and secrets without connecting.
 
         Args:
             spec: For a stdio server, `command` (a list of arguments) and `env` (names of
                 environment variables to pass in addition to PATH, HOME and others). For a
-                streamable HTTP server, `url` and `headers` (HTTP header to the name of the
-                environment variable that holds its value).
+                streamable HTTP server, `url` and `headers` (name of the environment variable with
+                the value of each HTTP header).
             deadline_s: Timeout per call and per connection attempt, in seconds.
 
         Raises:
@@ -122,7 +122,7 @@ class McpServer:
             import mcp  # noqa: F401
         except ImportError as error:
             raise ImportError("MCP servers need mcp; pip install 'jaxrl[mcp]'.") from error
-        # The package logs servers' messages, which may contain secrets.
+        # The package logs messages of servers, which may contain secrets.
         logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._spec, self._deadline_s = spec, deadline_s
         self.name = " ".join(spec["command"]) if "command" in spec else str(spec["url"])
@@ -130,7 +130,7 @@ class McpServer:
         self._headers = {
             header: _read_secret(name) for header, name in spec.get("headers", {}).items()
         }
-        # The file is closed with this object.
+        # The file is closed when this object is deleted.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115
         self._connection: _Connection | None = None
         self._lock: asyncio.Lock | None = None
@@ -147,7 +147,7 @@ class McpServer:
         return [McpTool(self, tool) for tool in listing]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; return its text, which may be an error that the tool reports.
+        """Call a tool; return its text, which may be an error message.
 
         Raises:
             CallError: The server rejects the arguments.
@@ -208,7 +208,7 @@ class McpServer:
         size = os.fstat(self._stderr.fileno()).st_size
         data = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(size - _STDERR_BYTES, 0))
         text = data.decode("utf-8", "replace")
-        if size > _STDERR_BYTES:  # the first word may be the end of a secret
+        if size > _STDERR_BYTES:  # the first word may be part of a secret
             text = text.partition(" ")[2]
         stderr_tail = redact(text).strip()[-_STDERR_CHARS:]
         return f" (its standard error ends: {stderr_tail})" if stderr_tail else ""
@@ -241,7 +241,7 @@ async def _open_client(
 
 
 class _Connection:
-    """Open client. The same task opens and closes it, as anyio requires."""
+    """Open client, opened and closed by the same task, as anyio requires."""
 
     def __init__(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""
@@ -252,7 +252,7 @@ class _Connection:
 
     @property
     def is_open(self) -> bool:
-        """Return True once the client is connected."""
+        """True once the client is connected."""
         return self.client.done() and self.client.exception() is None
 
     async def _keep_open(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
@@ -267,10 +267,10 @@ class _Connection:
                 return
             is_cancelled = isinstance(error, asyncio.CancelledError)
             self.client.set_exception(ConnectionError("cancelled") if is_cancelled else error)
-            self.client.exception()  # mark as retrieved: nobody may be waiting
+            self.client.exception()  # mark as retrieved, since nothing may await it
 
     def close(self) -> None:
-        """Schedule the closing of the connection, even while it is opening. Thread-safe."""
+        """Schedule closing the connection, even while it is opening. Thread-safe."""
         get_event_loop().call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -284,7 +284,7 @@ _CONNECTIONS: weakref.WeakSet[_Connection] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections at exit, so that no server keeps running."""
+    """Close all connections at exit, so that servers do not keep running."""
     tasks = [connection.task for connection in _CONNECTIONS if not connection.task.done()]
     for connection in _CONNECTIONS:
         connection.close()
@@ -305,13 +305,13 @@ def _read_secret(name: str) -> str:
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
     is_path = os.path.isabs(value) and os.path.exists(value)
-    if not is_path:  # paths are not secret and appear in results
+    if not is_path:  # paths are not secrets and appear in results
         register_secret(value)
     return value
 
 
 def _flatten_error(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions in an error; flatten exception groups."""
+    """Yield the leaf exceptions of an error, which may be an exception group."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _flatten_error(inner)
@@ -320,7 +320,7 @@ def _flatten_error(error: BaseException) -> Iterator[BaseException]:
 
 
 def _extract_result_text(result: Any) -> str:
-    """Return the text of a result, or its JSON if it has no content, with its images.
+    """Extract the text and images of a result, or its JSON if it has no content.
 
     Raises:
         ToolError: An image is not valid base64.
@@ -345,7 +345,7 @@ def _extract_result_text(result: Any) -> str:
 
 
 class McpTool(JsonTool):
-    """Tool of an MCP server. Arguments are validated against the server's schema."""
+    """Tool of an MCP server, whose arguments are validated against the server's schema."""
 
     def __init__(self, server: McpServer, listing: Any) -> None:
         """Read the tool's name, description and schema.
@@ -360,7 +360,7 @@ class McpTool(JsonTool):
         self._server = server
         self._description = redact(str(listing.description or listing.title or self.name))
         self._schema = {"properties": {}, "required": [], **redact(listing.input_schema)}
-        # Patterns may use another regex dialect; the server checks them.
+        # Do not check patterns, which may use another regex dialect; the server does.
         validator_class = jsonschema.validators.extend(
             jsonschema.Draft202012Validator,
             dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
@@ -372,17 +372,17 @@ class McpTool(JsonTool):
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
                 f"is not valid: {error.message[:500]}"
             ) from error
-        # With an empty registry, references are not fetched.
+        # With an empty registry, remote references are not fetched.
         self._validator = validator_class(self._schema, registry=referencing.Registry())
 
     @property
     def description(self) -> str:
-        """Return the server's description of the tool."""
+        """Description of the tool by the server."""
         return self._description
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Return the JSON schema of the arguments."""
+        """JSON schema of the arguments."""
         return self._schema
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -390,9 +390,9 @@ class McpTool(JsonTool):
 
         Raises:
             CallError: The arguments do not match the schema.
-            ToolError: The schema is invalid, for example because a definition is missing.
+            ToolError: The schema is unusable, for example because a definition is missing.
         """
-        if not self._schema.get("additionalProperties"):  # most servers leave it out
+        if not self._schema.get("additionalProperties"):  # most servers omit it
             check_argument_names(
                 arguments, list(self._schema["properties"]), self._schema["required"]
             )

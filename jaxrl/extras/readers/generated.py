@@ -1,4 +1,4 @@
-"""Reader of reasoning-gym data sets, which generate each task from its index."""
+"""Reader of reasoning-gym datasets, which generate each task from its index."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 def open_reasoning_gym(
     source: str, config_key: str, *, seed: int = 0, size: int = 1000, **settings: Any
 ) -> Reader:
-    """Return a reader of a reasoning-gym data set.
+    """Return a reader of a reasoning-gym dataset.
 
     Args:
-        source: Name of the data set, such as `chain_sum`.
+        source: Name of the dataset, such as `chain_sum`.
         config_key: Config key that holds the name, for error messages.
         seed: Random seed of the tasks; held-out tasks need a different seed.
         size: Number of tasks.
-        settings: Further settings of the data set, such as `min_terms`.
+        settings: Further settings of the dataset, such as `min_terms`.
 
     Raises:
-        ValueError: The extra is not installed, or the data set or a setting is unknown.
+        ValueError: The extra is not installed, or the dataset or a setting is unknown.
     """
     try:
         import reasoning_gym as gym

@@ -1,4 +1,4 @@
-"""Reader of TFDS data sets in array_record format, without TensorFlow."""
+"""Reader of TFDS datasets in array_record format, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 def open_tfds(source: str, split: str, config_key: str) -> Reader:
-    """Return a reader of one split of a TFDS data set.
+    """Return a reader of one split of a TFDS dataset.
 
     Empty strings and lists count as missing, since TFDS has no null values. `metadata` may be a
     string that contains a JSON object.
 
     Args:
-        source: Folder of one version of the data set.
+        source: Folder of one version of the dataset.
         split: Name of a split, or a slice such as `train[:90%]`.
         config_key: Config key that holds the folder, for error messages.
 
     Raises:
-        ValueError: The folder is not a data set in this format, is damaged, lacks the split, or has
+        ValueError: The folder is not a dataset in this format, is damaged, lacks the split, or has
             images or audio.
     """
     folder = Path(source)
@@ -35,7 +35,7 @@ def open_tfds(source: str, split: str, config_key: str) -> Reader:
             "the folder of one version of a TFDS dataset, such as data/tfds/bridges/1.0.0"
             f"{hint}."
         )
-    # Old data sets lack this field; their format is TFRecord.
+    # Old datasets lack this field; their format is TFRecord.
     file_format = read_object(file).get("fileFormat", "tfrecord")
     if file_format != "array_record":
         raise ValueError(

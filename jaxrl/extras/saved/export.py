@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export_run(run: Path, out: Path | None, display: Display, *, step: int | None = None) -> Path:
-    """Export the model from one of a run's checkpoints, in Hugging Face format.
+    """Export the model of a run's checkpoint in Hugging Face format.
 
     Args:
         run: Workdir of the run.
-        out: Output folder; the run's `steps/<step>` by default.
+        out: Output folder; by default, `steps/<step>` in the run's workdir.
         display: Progress display.
         step: Step of the checkpoint; the latest by default.
 

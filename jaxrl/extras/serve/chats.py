@@ -91,7 +91,7 @@ def parse_arguments(value: Any) -> Any:
     Raises:
         ValueError: The value is neither text nor an object.
     """
-    if isinstance(value, dict):  # from clients that read calls from a data set
+    if isinstance(value, dict):  # from clients that read calls from a dataset
         return value
     if not isinstance(value, str):
         raise ValueError("Input should be a JSON text or an object")

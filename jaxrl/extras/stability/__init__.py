@@ -1,5 +1,4 @@
-"""Remedies against training collapse: losses, loss terms, masks and a reward.
+"""Losses, loss terms, masks and a reward that prevent training collapse.
 
-Each is a self-contained function, registered in a table of the core. See docs/algorithms.md,
-section "Policy loss".
+Tables in the core refer to these functions. See docs/algorithms.md, section "Policy loss".
 """

@@ -1,4 +1,4 @@
-"""DPPO: a policy loss whose trust region bounds probabilities instead of ratios."""
+"""DPPO, a policy loss whose trust region bounds probabilities instead of ratios."""
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,16 @@ def dppo_policy_loss(
     """Compute the per-token DPPO loss; zero outside `loss_mask`.
 
     REINFORCE within a trust region (https://arxiv.org/abs/2602.04879). A ratio of 2 is a large
-    change for a likely token and a negligible one for a token with probability 1e-5. So DPPO bounds
-    the divergence between the binary distributions "this token or another", where p is the token's
-    probability now and q before:
+    change for a likely token but a negligible change for a token with probability 1e-5. DPPO
+    therefore bounds the divergence between the binary distributions "this token or another", given
+    the token's current probability p and its old probability q:
 
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A token beyond the bound has a gradient only if that reduces the divergence. All other tokens
-    have the constant weight `min(p / q, cap)`, so, as in CISPO, the value of the loss means little.
+    A token beyond the bound has a gradient only if the gradient reduces the divergence. The other
+    tokens have the constant weight `min(p / q, cap)`. As in CISPO, only the gradient of the loss is
+    meaningful.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
@@ -44,9 +45,8 @@ def dppo_policy_loss(
         rollout_logprobs: Log-probabilities in nats reported by the sampler.
         advantages: Advantage of each token.
         loss_mask: True for tokens that the policy sampled.
-        clip_low: Divergence beyond which tokens with a negative advantage are not made less likely.
-        clip_high: Divergence beyond which tokens with a positive advantage are not made more
-            likely.
+        clip_low: Bound on the divergence of tokens with a negative advantage.
+        clip_high: Bound on the divergence of tokens with a positive advantage.
         divergence: `tv`, for which the paper uses bounds of 0.2, or `kl`, in nats.
         anchor: Source of q, `old` or `rollout`. With `rollout`, the divergence includes the gap
             between sampler and trainer.
@@ -67,7 +67,7 @@ def dppo_policy_loss(
         q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _EPSILON for x in (q, p))
         others_log_ratio = jnp.log(q_others / p_others)
         distance = q * (previous - now) + (1.0 - q) * others_log_ratio
-    # Remove the gradient only where it would increase the divergence.
+    # Remove the gradient of tokens whose divergence it would increase.
     is_positive, is_negative = advantages > 0, advantages < 0
     is_beyond = (is_positive & (p > q) & (distance > clip_high)) | (
         is_negative & (p < q) & (distance > clip_low)

@@ -9,9 +9,9 @@ from jaxrl.envs.rewards.attribution import shows_answer
 def first_occurrence(turns: Sequence[Turn], answers: Sequence[str]) -> list[float]:
     """Return a reward per turn: 1 for the first search that finds an accepted answer, else 0.
 
-    TSPO's first-occurrence reward (https://arxiv.org/abs/2601.22776). It gives groups a signal even
-    if all final answers are wrong. `attribution.shows_answer` defines a match. The paper selects
-    turn-level or trajectory-level advantages by a rule; here `advantage.by_turn` selects them.
+    TSPO's first-occurrence reward (https://arxiv.org/abs/2601.22776), which varies within a group
+    even if all final answers are wrong. `attribution.shows_answer` defines a match. The paper
+    selects turn-level or trajectory-level advantages by a rule; here, `advantage.by_turn` does.
     """
     first = next((i for i, turn in enumerate(turns) if shows_answer(turn, answers)), None)
     return [float(index == first) for index in range(len(turns))]

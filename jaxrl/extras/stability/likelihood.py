@@ -1,4 +1,4 @@
-"""LLDS: a loss term that preserves the likelihood of tokens with nonnegative advantage."""
+"""LLDS, a loss term that preserves the likelihood of tokens with advantage >= 0."""
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,16 @@ def likelihood_loss(
     level: str,
     margin: float,
 ) -> PolicyLoss:
-    """Compute the per-token LLDS loss: the log-likelihood lost during the update, in nats.
+    """Compute the per-token LLDS loss, the decrease of log-likelihoods in nats.
 
-    Updates on wrong answers also reduce the likelihood of correct ones, which share most tokens
-    with them, until no answer is likely (https://arxiv.org/abs/2512.04220). Let d = old - current
-    logprob of a token with advantage >= 0. The loss of the token is max(0, d) if the sum of d over
-    the token's action is positive, else 0.
+    Updates on wrong answers also reduce the likelihood of correct answers, with which they share
+    most tokens (https://arxiv.org/abs/2512.04220). Let d be the old minus the current logprob of a
+    token with advantage >= 0. The token's loss is max(0, d) if the sum of d over the token's action
+    is positive, else 0.
 
-    Loss and gradient are zero until the first optimizer step on a batch. Old and current logprobs
-    come from different programs and differ by rounding, which would give some tokens a loss;
-    `margin` prevents that. The paper's code has no margin.
+    Loss and gradient are zero before the first optimizer step on a batch. `margin` ignores rounding
+    differences between old and current logprobs, which different programs compute. The paper's
+    code has no margin.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
@@ -38,15 +38,15 @@ def likelihood_loss(
         advantages: Advantage of each token.
         loss_mask: True for tokens that the policy sampled.
         segment_ids: Index of each token's trajectory; contiguous, 0 for padding.
-        level: Definition of an action: `action` for consecutive tokens with advantage >= 0 (a
-            turn), or `response` for all such tokens of a trajectory.
-        margin: Threshold in nats that both d and the action's sum of d must exceed.
+        level: Extent of an action: `action` for consecutive tokens with advantage >= 0 (a turn), or
+            `response` for all such tokens of a trajectory.
+        margin: Threshold that d and the action's sum of d must exceed, in nats.
 
     Returns:
-        The loss and per-token metrics: `llds_lost` is max(0, d), and `llds_share` is 1 for tokens
-        with a loss.
+        The loss and per-token metrics: `llds_lost` is max(0, d); `llds_share` is 1 for tokens with
+        a loss.
     """
-    # Set d to 0 for other tokens, which removes them from the sums.
+    # Set d to 0 for other tokens, to exclude them from the sums.
     is_eligible = loss_mask & (advantages >= 0)
     old = jax.lax.stop_gradient(jnp.where(is_eligible, old_logprobs, 0.0))
     drop = old - jnp.where(is_eligible, logprobs, 0.0)
@@ -58,7 +58,7 @@ def likelihood_loss(
         )
         is_first = is_eligible & ~jnp.pad(continues_action, ((0, 0), (1, 0)))
         actions = jnp.where(is_eligible, jnp.cumsum(is_first, axis=1), 0)
-    # The sums are constants: the gradient flows only through each token's d.
+    # The sums are constants: only each token's d has a gradient.
     totals = segment_sums(jax.lax.stop_gradient(drop), actions)
     has_loss = is_eligible & (totals > margin) & (drop > margin)
     metrics = {

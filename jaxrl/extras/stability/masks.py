@@ -1,4 +1,4 @@
-"""Masks that remove trajectories from the loss but not from group statistics."""
+"""Masks that exclude trajectories from the loss, but not from group statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Bool[jax.Array, "R T"]:
-    """Return a mask without tokens of far off-policy trajectories with a negative advantage.
+    """Mask tokens with a negative advantage in trajectories that are far off-policy.
 
     DeepSeek-V3.2's sequence mask (https://arxiv.org/abs/2512.02556). Tokens with a negative
     advantage are masked if the trajectory's mean of rollout minus current logprobs exceeds `delta`.
-    This includes both the gap between sampler and trainer and the updates on this batch.
+    The mean includes the gap between sampler and trainer and the updates on this batch.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
@@ -44,10 +44,9 @@ def off_policy_sequence_mask(
 def has_no_void_turn(trajectory: Trajectory) -> bool:
     """Return True if every turn has a tool call or the final answer.
 
-    SimpleTIR (https://arxiv.org/abs/2509.02479) excludes trajectories with a void turn from the
-    loss: truncated or prematurely ended text, sampled from the tail of the distribution. The paper
-    requires a code block in each turn; here, a call to any tool counts, even if it is invalid or
-    failed.
+    SimpleTIR (https://arxiv.org/abs/2509.02479) excludes trajectories with other ("void") turns
+    from the loss. The paper requires a code block in each turn; here, any tool call counts, even an
+    invalid or failed call.
     """
     *earlier, last = trajectory.turns or (None,)
     if last is None or any(turn is None or turn.observation is None for turn in earlier):

@@ -1,7 +1,7 @@
-"""Symbolic comparison of answers with math-verify, in worker processes with time and memory limits.
+"""Symbolic comparison of answers with math-verify, in worker processes with limits.
 
-`math_answers` first compares numerical values. Workers compare only answers that it cannot decide,
-such as roots, sets, intervals, matrices and formulas.
+`math_answers` first compares numerical values. Workers compare only the remaining answers, such as
+roots, sets, intervals, matrices and formulas.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from jaxrl.envs.rewards.rules import extract_last_boxed
 from jaxrl.extras.symbolic_math.worker import is_equal_to_any
 
 MAX_ANSWER_CHARS = 2000
-"""Maximum length of an answer to send to a worker, in characters."""
+"""Maximum length of an answer that is sent to a worker, in characters."""
 
 _CACHE_SIZE = 20_000
 _EXTRA_WAIT_S = 60.0
 _WAIT_FACTOR = 20.0
-"""The wall-clock timeout of a call is `_EXTRA_WAIT_S + _WAIT_FACTOR * deadline_s` seconds."""
+"""Parameters of a call's timeout, `_EXTRA_WAIT_S + _WAIT_FACTOR * deadline_s` seconds."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker process cannot be started or does not respond."""
+    """Error raised if a worker process cannot be started or does not respond."""
 
 
 class MathVerify:
     """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
 
     An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
-    worker; the metric `undecided` counts these. They are not environment errors, because then a
-    policy could avoid a low reward by writing an answer that hangs. A worker that cannot start or
-    does not respond is an environment error.
+    worker, which the metric `undecided` counts. If it were an environment error, a policy could
+    avoid a low reward with an answer that hangs. A worker that cannot start or does not respond is
+    an environment error.
     """
 
     is_async = False
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
-        """Store the limits; workers start at the first comparison.
+        """Store the limits. Workers start at the first comparison.
 
         Args:
             deadline_s: Limit on the CPU time of a comparison, in seconds.
@@ -84,7 +84,7 @@ class MathVerify:
         return PartResult(score=float(equal is True), others={"undecided": float(equal is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
-        """Return True if an answer equals an accepted one, or None if a limit was exceeded.
+        """Return True if an answer equals an accepted answer; None if a limit was exceeded.
 
         Raises:
             WorkerLostError: A worker cannot be started or does not respond.
@@ -127,7 +127,7 @@ class MathVerify:
         return None
 
     def _get_pool(self) -> Any:
-        """Return the worker pool. Replace it if a worker that was killed between calls broke it."""
+        """Return the worker pool, or a new pool if the old pool is broken."""
         from pebble import ProcessPool
 
         with self._lock:
@@ -138,7 +138,7 @@ class MathVerify:
             return self._pool
 
     def close(self) -> None:
-        """Stop the workers. This also happens at exit."""
+        """Stop the workers, which also stop at exit."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

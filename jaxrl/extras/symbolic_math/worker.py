@@ -1,4 +1,4 @@
-"""Compare mathematical expressions in a worker process."""
+"""Comparison of mathematical expressions in a worker process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def is_equal_to_any(
 ) -> bool:
     """Return True if an answer in LaTeX equals one of the accepted answers.
 
-    SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception could not
-    interrupt a hang, which is often a single operation on large integers.
+    SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception would not
+    interrupt a single long operation on large integers.
     """
     _init_worker(memory_mib)
     signal.setitimer(signal.ITIMER_PROF, deadline_s)
@@ -30,7 +30,7 @@ def is_equal_to_any(
 
 @functools.cache
 def _init_worker(memory_mib: int) -> None:
-    """Load math-verify, limit this process's memory, and exit when the parent does."""
+    """Load math-verify, limit this process's memory, and arrange to exit with the parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -40,7 +40,7 @@ def _init_worker(memory_mib: int) -> None:
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _load_comparison()("x", "x")  # load everything before memory is limited
+    _load_comparison()("x", "x")  # load all modules before limiting memory
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
 
 
@@ -48,8 +48,8 @@ def _init_worker(memory_mib: int) -> None:
 def _load_comparison() -> Callable[[str, str], bool]:
     """Return a function that tests whether two expressions are mathematically equal.
 
-    Expressions must parse completely. By default, math-verify also searches the text for a number,
-    which would accept an answer with several numbers. Its time limits are disabled: they need
+    Expressions must parse completely. By default, math-verify also searches the text for a number
+    and would accept an answer with several numbers. Its time limits are disabled, since they need
     signal handlers, which do not run during a single operation.
     """
     from math_verify import LatexExtractionConfig, parse, verify

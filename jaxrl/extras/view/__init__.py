@@ -1,5 +1,6 @@
-"""Web page about runs: served live by `jaxrl view`, written to one file by `jaxrl report`.
+"""Web page about runs, served live by `jaxrl view` and written to a file by `jaxrl report`.
 
 `reader` and `trajectories` read a workdir. `facts`, `responses` and `tokens` compute what the page
-shows. `viewer` answers requests from the page (`page.js`). `server` serves it, `report` embeds it.
+shows. `viewer` responds to requests from the page (`page.js`), `server` serves the page, and
+`report` embeds the responses in it.
 """

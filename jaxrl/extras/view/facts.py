@@ -18,7 +18,7 @@ from jaxrl.utils.json_io import to_finite_float
 STAGE_LABELS = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""Measures of an evaluation that are counts rather than means."""
+"""Measures of an evaluation that are counts instead of means."""
 
 TIMINGS = {
     "compiling": "timing_s/compile",
@@ -27,7 +27,7 @@ TIMINGS = {
     "evaluation": "timing_s/testing",
     "checkpoint": "timing_s/save_checkpoint",
 }
-"""Metrics of the time that a run spends on each part, by label of the part."""
+"""Timing metric of each part of a step, by label."""
 
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
@@ -35,14 +35,14 @@ TOTALS = {
     "ledger/total/observation_tokens": "inserted tokens",
     "perf/ledger/total/cost": "cost",
 }
-"""Labels of the metrics that hold a run's totals, by metric name."""
+"""Labels of the metrics with a run's totals, by metric name."""
 
 Point = tuple[int, float, float | None, float | None, str]
-"""Step of the weights, value, lower and upper bound of the 95% interval, and stage."""
+"""Step of the weights, value, bounds of the 95% interval, and stage."""
 
 
 def summarize_run(run: RunReader) -> dict[str, Any]:
-    """Summarize a run for the page, except for curves, answers and trajectories."""
+    """Summarize a run, without curves, answers and trajectories."""
     return {
         "name": run.name,
         "folder": str(run.workdir.resolve()),
@@ -72,7 +72,7 @@ def summarize_run(run: RunReader) -> dict[str, Any]:
 
 
 def count_warm_start_steps(run: RunReader) -> int:
-    """Return the number of warm-start steps, which global step numbers include."""
+    """Count the warm-start steps, which global step numbers include."""
     return next((r["step"] for r in reversed(run.records) if r["stage"] == "sft"), 0)
 
 
@@ -83,7 +83,7 @@ def format_step(run: RunReader, step: float) -> str:
 
 
 def compute_progress(run: RunReader) -> list[dict[str, Any]]:
-    """Return the finished and planned steps of each stage; an evaluation counts as one step."""
+    """Compute the finished and planned steps of each stage; an evaluation is one step."""
     planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
     present = {record["stage"] for record in run.records}
     configured = as_list(run.config.get("stages"))
@@ -110,8 +110,8 @@ def is_finished(run: RunReader) -> bool:
 
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
-    """Return (is_serious, text) for each problem found in a run."""
-    # Steps without a gradient, by reason.
+    """Find the problems of a run; return (is_serious, text) for each."""
+    # Steps without a gradient, by cause.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
     uninformative = [step for step in steps if step.get("rollout/informative_share") == 0]
@@ -143,7 +143,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
     errors = [run.index.error, *(row["error"] for rows in answers for row in rows)]
     if error := next(filter(None, errors), ""):
         warnings.append((True, f"an environment error: {error}"))
-    # Changes that make the run more than one experiment.
+    # Config changes, after which the run is no longer a single experiment.
     for change in run.changes:
         if accepted := as_list(change.get("accepted")):
             keys = ", ".join(map(str, accepted))
@@ -154,13 +154,13 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
 
 
 def list_evaluations(run: RunReader) -> list[Evaluation]:
-    """Return the evaluations up to the last logged step; later files are from a killed run."""
+    """List the evaluations up to the last logged step; later files are of a killed run."""
     end = run.records[-1]["step"] if run.records else math.inf
     return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
 
 
 def list_suites(run: RunReader) -> list[str]:
-    """Return the suites of all evaluations, in display order."""
+    """List the suites of all evaluations in display order."""
     present = {
         suite: None
         for evaluation in list_evaluations(run)
@@ -171,11 +171,11 @@ def list_suites(run: RunReader) -> list[str]:
 
 
 def compute_scores(run: RunReader) -> list[dict[str, Any]]:
-    """Return the means of all evaluations, by suite, data set and measure.
+    """Compute the means of all evaluations, by suite, data set and measure.
 
-    The reward comes first, then its parts by weight, exact match, parts without a weight, and other
-    measures. `weight` is None for measures that are not reward parts. The reward has a row only if
-    it differs from exact match.
+    The order is reward, its parts by weight, exact match, parts without a weight, and other
+    measures. `weight` is None for measures that are not reward parts. The reward is omitted if it
+    equals exact match.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
     weights: dict[str, float] = {}
@@ -224,7 +224,7 @@ def compute_scores(run: RunReader) -> list[dict[str, Any]]:
 def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | None, Point]]:
     """Return the first and last score over all held-out questions, by measure and suite.
 
-    The measures are the reward, if it differs from exact match, and exact match. The first score is
+    The measures are exact match, and the reward if it differs from exact match. The first score is
     None if there is only one evaluation.
     """
     rows = [row for row in compute_scores(run) if row["data_set"] == "all"]
@@ -239,7 +239,7 @@ def get_held_out_scores(run: RunReader) -> dict[tuple[str, str], tuple[Point | N
 
 
 def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
-    """Count the answers of the last evaluation, by suite and kind of failure ("" for none)."""
+    """Count the last evaluation's answers by suite and kind of failure; "" for no failure."""
     evaluations = [evaluation for evaluation in list_evaluations(run) if evaluation.answers]
     return {
         suite: dict(Counter(row["failure"] or "" for row in rows))
@@ -249,7 +249,7 @@ def count_failures(run: RunReader) -> dict[str, dict[str, int]]:
 
 
 def list_costs(run: RunReader) -> list[tuple[str, float]]:
-    """Return labels and values of the run's totals, including evaluations; [] if none is logged."""
+    """List the labels and values of the run's totals, including evaluations."""
     records = (r for r in reversed(run.records) if "ledger/total/trajectories" in r)
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"
@@ -261,9 +261,9 @@ def list_costs(run: RunReader) -> list[tuple[str, float]]:
 
 
 def compute_times(run: RunReader) -> list[dict[str, Any]]:
-    """Return the seconds that each stage spent on each part of `TIMINGS`, and on the rest.
+    """Compute the seconds that each stage spent on each part of `TIMINGS`, and on the rest.
 
-    Time between two records, such as that of a checkpoint, counts toward the later record.
+    Time between two records, for example for a checkpoint, counts toward the later record.
     """
     rows = []
     for stage in dict.fromkeys(record["stage"] for record in run.records):
@@ -285,7 +285,7 @@ def compute_times(run: RunReader) -> list[dict[str, Any]]:
 
 
 def list_metric_names(run: RunReader) -> dict[str, list[str]]:
-    """Return the names of the numeric metrics of each stage."""
+    """List the names of numeric metrics by stage."""
     names: dict[str, dict[str, None]] = {}
     for record in run.records:
         by_stage = names.setdefault(record["stage"], {})
@@ -296,7 +296,7 @@ def list_metric_names(run: RunReader) -> dict[str, list[str]]:
 
 
 def compute_curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
-    """Return the steps and values of a metric in a stage.
+    """Compute the steps and values of a metric in a stage.
 
     More than `max_points` points are downsampled: neighbors are merged into mean step, mean,
     minimum and maximum.
@@ -319,7 +319,7 @@ def compute_curve(run: RunReader, stage: str, name: str, max_points: int) -> lis
 
 
 def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
-    """Return (key, value, default, is_changed) for every config key."""
+    """List (key, value, default, is_changed) for all config keys."""
     defaults = flatten(default_config())
     return [
         (key, value, defaults.get(key), _dumps(value) != _dumps(defaults.get(key)))
@@ -328,7 +328,7 @@ def list_config_rows(run: RunReader) -> list[tuple[str, Any, Any, bool]]:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)  # a tuple is a list in a file
+    return json.dumps(value, sort_keys=True, default=str)  # tuples are lists in files
 
 
 def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -339,13 +339,13 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
         ignore: Further keys or sections that may differ within a group.
 
     Returns:
-        For each group: `runs` (positions in the argument), `label`, and `settings` (values of the
+        A dict per group: `runs` (indices in the argument), `label`, and `settings` (values of the
         keys that differ between groups).
     """
     defaults = flatten(default_config())
 
     def get_comparable_config(run: RunReader) -> dict[str, Any]:
-        # A key that is missing from the run's config had its default value.
+        # Keys that are missing from the run's config had default values.
         config = defaults | run.config if run.config else {}
         names = ("seed", *ignore)
         return {
@@ -356,11 +356,11 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
 
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
-        # A run without a configuration forms a separate group.
+        # A run without a config forms a separate group.
         group_id = None if run.config else number
         key = _dumps([group_id, get_comparable_config(run)])
         members.setdefault(key, []).append(number)
-    # Describe each group by the settings in which groups differ.
+    # Label each group with the settings in which groups differ.
     configs = [get_comparable_config(runs[numbers[0]]) for numbers in members.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
     varying_keys = [key for key in keys if len({_dumps(config.get(key)) for config in configs}) > 1]
@@ -378,11 +378,11 @@ def _shorten(text: str) -> str:
 
 
 def compare_runs(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a table with a row per run, and a row of means per group of several runs.
+    """Build a table with a row per run, and a row of means per group of several runs.
 
     Returns:
-        `columns` and `rows`. Each row has the positions of its `run` (None for means) and `group`,
-        and `cells`: pairs of a value and a note to show below it.
+        `columns` and `rows`. A row has the indices of its `run` (None for means) and `group`, and
+        `cells`, each a value and a note to show below the value.
     """
     results = [get_held_out_scores(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))

@@ -1,4 +1,4 @@
-"""Readers for a workdir whose files may be missing, truncated, damaged or growing."""
+"""Readers of a workdir whose files may be missing, truncated, damaged or growing."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from jaxrl.training.settings import STAGES
 from jaxrl.utils.json_io import parse_json, read_object, to_finite_float
 
 FILES = ("metrics.jsonl", "config.json", "eval", "trajectories")
-"""Files and folders by which a workdir is recognized: it contains at least one of them."""
+"""Files and folders, of which every workdir contains at least one."""
 
 
 @dataclass
 class JsonLines:
-    """Incremental reader of a growing JSONL file. Each line is parsed once.
+    """Incremental reader of a growing JSONL file, which parses each line once.
 
     Attributes:
-        path: Path of the file, which may be missing.
+        path: Path of the file, which may not exist.
         names: Type of each required field.
         records: Valid records in file order.
         num_damaged: Number of invalid lines.
@@ -48,9 +48,9 @@ class JsonLines:
     _partial_line: bytes = b""
 
     def refresh(self) -> bool:
-        """Read appended lines; start over if the file was replaced or truncated.
+        """Read appended lines, or the entire file if it was replaced or truncated.
 
-        An incomplete last line is buffered until the rest of it is written.
+        An incomplete last line is buffered until its end is written.
 
         Returns:
             True if anything changed.
@@ -83,7 +83,7 @@ class JsonLines:
             return None
         if not isinstance(record, dict):
             return None
-        # Keys repeat in every record, so share their strings.
+        # All records have the same keys, so share the strings.
         record = {"stage": "train"} | {sys.intern(name): value for name, value in record.items()}
         is_valid = all(type(record.get(name)) is kind for name, kind in self.names.items())
         return record if is_valid and abs(record["step"]) < 2**53 else None
@@ -91,7 +91,7 @@ class JsonLines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Contents of one file in `eval/`, without the responses.
+    """Contents of a file in `eval/`, without the responses.
 
     Attributes:
         path: Path of the JSON file.
@@ -101,7 +101,7 @@ class Evaluation:
         summary: Means by suite, data set and measure.
         intervals: 95% intervals by suite, data set and measure.
         weights: Reward weights by suite and reward part.
-        answers: One row per sample by suite, in file order.
+        answers: One row per sample, by suite, in file order.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class Evaluation:
 
 
 class _CachedFile(NamedTuple):
-    """Parsed contents of a file, or the reason why it is unreadable."""
+    """Parsed contents of a file, or the reason why the file is unreadable."""
 
     identity: Identity | None
     value: Any
@@ -123,16 +123,16 @@ class _CachedFile(NamedTuple):
 
 
 class RunReader:
-    """Contents of one workdir as of the last `refresh`.
+    """Contents of a workdir at the last `refresh`.
 
     Attributes:
         workdir: Folder of the run.
-        name: Display name, unique among the displayed runs.
-        version: Number of refreshes that found changes.
-        config: Flat config; {} if `config.json` is missing.
+        name: Unique display name.
+        version: Number of refreshes with changes.
+        config: Flat config; {} without `config.json`.
         evaluations: Evaluations in chronological order.
         starts: Objects in `environment.json`, one per start of the run.
-        changes: Objects in `config_history.jsonl` that contain changed settings.
+        changes: Objects in `config_history.jsonl` with changed settings.
         index: Index of `trajectories/`.
     """
 
@@ -166,7 +166,7 @@ class RunReader:
         """Read changed files.
 
         Args:
-            seconds: Time limit on indexing trajectories; the next refresh continues.
+            seconds: Time limit for indexing trajectories; the next refresh continues.
         """
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
@@ -189,12 +189,12 @@ class RunReader:
         self.version += any(changed)
 
     def _refresh_file(self, path: Path, read: Callable[[Path], Any]) -> bool:
-        """Read a file again if it has changed. Return True if it has."""
+        """Read a file if it has changed; return True if it has changed."""
         identity = get_identity(path)
         if path in self._files and self._files[path].identity == identity:
             return False
         value, problem = None, f"{path.name} is missing"
-        if identity is not None:  # only regular files: reading a pipe would never end
+        if identity is not None:  # a regular file: reading a pipe would never end
             try:
                 value, problem = read(path), ""
             except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -206,7 +206,7 @@ class RunReader:
         """Read the complete record of an answer from the evaluation's file.
 
         Raises:
-            LookupError: The file has changed and no longer has this row.
+            LookupError: The file has changed and no longer contains this row.
             OSError, ValueError: The file is unreadable.
         """
         return _get_answer_records(
@@ -218,7 +218,7 @@ _EVALUATION = re.compile(rf"({'|'.join(STAGES)})_(\d{{1,9}})\.json")
 
 
 def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
-    """Return a reader for each distinct workdir, with unique names.
+    """Open a reader with a unique name for each distinct workdir.
 
     Raises:
         FileNotFoundError: A folder does not exist, or is not a run's workdir.
@@ -241,12 +241,12 @@ def open_runs(workdirs: Iterable[Path]) -> list[RunReader]:
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict, else an empty dict."""
+    """Return the value if it is a dict, otherwise an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the value if it is a list, else an empty list."""
+    """Return the value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -268,7 +268,7 @@ def _get_answer_records(content: dict[str, Any], suite: str) -> list[dict[str, A
 
 @lru_cache(maxsize=4)
 def _read_evaluation_json(path: Path, identity: Identity | None) -> dict[str, Any]:
-    """Read an evaluation file. `identity` is part of the cache key, so changed files are reread."""
+    """Read an evaluation file. As `identity` is in the cache key, changed files are reread."""
     return read_object(path)
 
 
@@ -293,7 +293,7 @@ def _read_evaluation(path: Path) -> Evaluation:
 
 
 def _make_answer_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that the page lists."""
+    """Return the fields of a record for the page's list of answers."""
     return {
         "task_id": str(record.get("task_id")),
         "sample": to_finite_float(record.get("sample_index")) or 0,

@@ -1,4 +1,4 @@
-"""Self-contained HTML report of runs, and a table for the terminal that compares them."""
+"""Self-contained HTML report of runs, and a table that compares them in the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TRAJECTORIES = 32
 """Maximum number of trajectories per run in the static page."""
 
 MAX_DETAIL_BYTES = 8 * 2**20
-"""Limit on the total size of complete answers and trajectories in the static page."""
+"""Maximum total size of complete answers and trajectories in the static page, in bytes."""
 
 
 def write_report(
@@ -47,10 +47,10 @@ def write_report(
 
     Args:
         workdirs: Folders of the runs, finished or not.
-        out: Path of the report. The default is `report.html` in the run's folder, or in the common
+        out: Path of the report; by default, `report.html` in the run's folder, or in the common
             parent folder of several runs.
         ignore: Config keys or sections that may differ between runs of a group.
-        log: Function that receives lines about a single run, or a table about several.
+        log: Function that receives lines about a single run, or a table of several runs.
 
     Returns:
         Path of the report.
@@ -79,7 +79,7 @@ def write_report(
 
 
 def write_report_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """Write the report at the end of a run; log a warning instead of raising an error."""
+    """Write the report at the end of a run; log a warning instead of raising errors."""
     try:
         log(f"report: {write_report([workdir], log=log)}")
     except Exception as error:
@@ -88,7 +88,7 @@ def write_report_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
 
 
 def collect_responses(viewer: Viewer) -> dict[str, Any]:
-    """Return the JSON responses to embed in the static page, by address.
+    """Collect the JSON responses to embed in the static page, by address.
 
     Complete trajectories come first, then complete answers, up to `MAX_DETAIL_BYTES`.
     """
@@ -129,7 +129,7 @@ def select_rows(rows: Sequence[list[Any]]) -> list[list[Any]]:
 
 
 def render(data: dict[str, Any]) -> str:
-    """Return the HTML page with style, script and data embedded.
+    """Return the HTML page with embedded style, script and data.
 
     A Content-Security-Policy allows only the embedded style and script, by hash.
     """
@@ -148,7 +148,7 @@ def render(data: dict[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
         "trusted-types 'none'"
     )
-    # In JSON, "<" occurs only in strings. Escape it so that no text can close the script element.
+    # In JSON, "<" occurs only in strings. Escape it, so that text cannot end the script element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     data_tag = f'<script type="application/json" id="data">{text}</script>'
@@ -162,7 +162,7 @@ def format_comparison(comparison: dict[str, Any]) -> str:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for position, name in enumerate(comparison["columns"]):
         head = Text(name.replace(", ", ",\n"))
-        # Only names and settings may wrap: a wrapped number would be misread.
+        # Only names and settings may wrap: wrapped numbers would be misread.
         table.add_column(head, overflow="fold", no_wrap=position > 0)
     for row in comparison["rows"]:
         # Text, not markup: names and settings are untrusted.

@@ -1,4 +1,4 @@
-"""Split responses into segments by tag, and classify wrong answers."""
+"""Segmentation of responses by tag, and classification of wrong answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CALL_ENDS = ("</search>", "</python>")
 def split_response(response: str) -> list[tuple[str, str]]:
     """Split a response into (kind, text) by its tags.
 
-    The kind is a tag, `text` outside all tags, or `forged` for a tool result that the model wrote:
-    real results directly follow a call. An unclosed segment ends at the next tag.
+    The kind is a tag, `text` outside all tags, or `forged` for a tool result that does not directly
+    follow a call, so the model wrote it. An unclosed segment ends at the next tag.
     """
     segments, end = [], 0
     for match in _SEGMENT.finditer(response):
@@ -45,7 +45,7 @@ def split_response(response: str) -> list[tuple[str, str]]:
 
 
 def is_correct(record: dict[str, Any]) -> bool | None:
-    """Return True if an answer is an exact match, or None if it was not scored."""
+    """Return True if an answer is an exact match; None if it was not scored."""
     score = to_finite_float(record.get("exact_match"))
     has_failed = record.get("outcome") == "environment_error"
     return None if has_failed or score is None else score >= 1
@@ -64,7 +64,7 @@ def classify_failure(record: dict[str, Any]) -> str | None:
     results = [text for kind, text in segments if kind == "information"]
     if not results and not record.get("searches"):
         return "no_search"
-    # Compare complete words: "Ann" does not match "Annapolis".
+    # Match complete words only: "Ann" does not match "Annapolis".
     text = f" {normalize_answer(' '.join(results))} "
     answers = record.get("answers")
     accepted = map(normalize_answer, map(str, answers if isinstance(answers, list) else ()))

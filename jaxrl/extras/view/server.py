@@ -1,9 +1,9 @@
 """HTTP server of the page, for browsers on this machine only.
 
 A run's files contain text from models and web pages, and any page in the same browser can send
-requests here. So the server listens on the loopback address, checks the `Host` header (against DNS
-rebinding), accepts only GET, and opens no file named by a request. The page's
-Content-Security-Policy allows no other scripts and no other requests.
+requests to the server. The server therefore listens on the loopback address, checks the `Host`
+header (against DNS rebinding), accepts only GET, and opens no files named by requests. The
+Content-Security-Policy allows no other scripts or requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.extras.view.viewer import Viewer
 from jaxrl.utils.text import escape_control_chars
 
 INDEXING_S = 0.5
-"""Maximum seconds that a request spends on indexing trajectories."""
+"""Maximum time for indexing trajectories in a request, in seconds."""
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
     server: ViewServer
 
     def do_GET(self) -> None:
-        """Serve the page's files, and `/api/<address>` through `Viewer.respond`."""
+        """Serve the page's files, and `/api/<address>` with `Viewer.respond`."""
         url = urlsplit(self.path)
         hosts = self.headers.get_all("Host") or []
         site = self.headers.get("Sec-Fetch-Site", "none")
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Override the base class to send JSON errors; unsupported HTTP methods get status 405."""
+        """Send JSON errors, with status 405 for unsupported HTTP methods."""
         self._send_error(405 if code == 501 else code, message or "The request is malformed.")
 
     def _send(self, status: int, content: bytes, content_type: str) -> None:
@@ -147,6 +147,6 @@ class ViewServer(ThreadingHTTPServer):
         self.hosts = [f"{name}:{self.server_port}" for name in names]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors from browsers that closed the connection."""
+        """Ignore connections that the browser closed."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

@@ -1,4 +1,4 @@
-"""Text and per-token values of a trajectory."""
+"""Text and per-token quantities of a trajectory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxrl.utils.hub import download_model, is_hub_name
 from jaxrl.utils.json_io import parse_json, to_finite_float
 
 Values = list[float | None]
-"""One number per token; None if the token was not sampled or its number not recorded."""
+"""One number per token; None for tokens without a recorded number."""
 
 
 class NotRecordedError(Exception):
-    """A per-token list is missing from the record, or has the wrong length."""
+    """Error for a per-token list that is missing or has the wrong length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Tokens:
         """Validate the token ids and the loss mask of a record.
 
         Raises:
-            ValueError: They are not integer lists of equal length.
+            ValueError: Ids and mask are not integer lists of equal length.
         """
         ids, mask = record.get("token_ids"), record.get("loss_mask")
         for values in (ids, mask):
@@ -72,16 +72,16 @@ class Tokens:
         ]
 
     def map_values(self, function: Callable[..., float | None], *names: str) -> Values:
-        """Apply a function token by token to the lists called `names`."""
+        """Apply a function elementwise to the lists called `names`."""
         lists = zip(*(self.get_values(name) for name in names), strict=True)
         return [None if None in values else function(*values) for values in lists]
 
     def get_advantages(self) -> Values:
-        """Return the recorded advantage of each token, or else the trajectory's advantage.
+        """Return the advantage of each token: as recorded, or else the trajectory's.
 
         Raises:
-            NotRecordedError: No advantages of tokens are recorded, and the trajectory has none, or
-                one per turn.
+            NotRecordedError: No token advantages are recorded, and the trajectory has no advantage,
+                or one per turn.
         """
         advantage = to_finite_float(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
@@ -90,7 +90,7 @@ class Tokens:
         return [advantage if is_sampled else None for is_sampled in self.is_sampled]
 
     def compute_ratios(self) -> Values:
-        """Return `exp(new_logprobs - old_logprobs)`; losses clip the exponent to ±20 too."""
+        """Compute `exp(new_logprobs - old_logprobs)`, with the exponent clipped to ±20."""
         return self.map_values(
             lambda new, old: math.exp(min(max(new - old, -20.0), 20.0)),
             "new_logprobs",
@@ -98,14 +98,14 @@ class Tokens:
         )
 
     def compute_reference_log_ratios(self) -> Values:
-        """Return the log-ratio to the reference in nats, after the update if recorded."""
+        """Compute the log-ratio to the reference in nats, after the update if recorded."""
         name = "old_logprobs" if self.record.get("new_logprobs") is None else "new_logprobs"
         return self.map_values(lambda value, reference: value - reference, name, "ref_logprobs")
 
     def compute_sampler_gaps(self) -> Values:
-        """Return `old_logprobs - rollout_logprobs` in nats; None where the sampler has no logprob.
+        """Compute `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
 
-        It has none for observations, which are trained on if `loss.mask_observations` is False.
+        Observations, which are trained on if `loss.mask_observations` is False, have none.
         """
         return self.map_values(
             lambda old, rollout: old - rollout if rollout else None,
@@ -115,11 +115,11 @@ class Tokens:
 
 
 def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
-    """Compute all per-token quantities for the page.
+    """Compute all per-token quantities that the page shows.
 
     Returns:
-        For each quantity: `name`, `label`, `unit`, `scale`, `values`. The scale is `amount` (from
-        0), `signed` (around 0) or `ratio` (around 1). `why` is the reason if `values` is None.
+        A dict per quantity: `name`, `label`, `unit`, `scale`, `values`. The scale is `amount` (from
+        0), `signed` (around 0) or `ratio` (around 1). If `values` is None, `why` is the reason.
     """
 
     def read_recorded(name: str) -> Callable[[], Values]:
@@ -155,7 +155,7 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
 def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[bytes], str]:
     """Load the bytes of each token id from `export/` or `model.path`, without downloads.
 
-    A relative path is resolved against the folder in which the run was started.
+    Relative paths are relative to the folder in which the run was started.
 
     Returns:
         The vocabulary and "", or [] and the reason if there is no tokenizer.
@@ -177,7 +177,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
 
 
 def decode_tokens(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """Decode each token. A character that spans several tokens is shown at the last of them."""
+    """Decode each token. A character of several tokens belongs to the last of them."""
     if not vocabulary:
         return [f"{id} " for id in ids]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

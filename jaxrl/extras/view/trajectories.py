@@ -1,7 +1,7 @@
-"""Index of a run's trajectories: a short row for each, with the byte offset of the full record.
+"""Index of a run's trajectories, with a short row and a byte offset for each.
 
-A run's files can be gigabytes, so trajectories are not kept in memory. Each file is read once,
-newest first, and again only if it changes.
+The files of a run can be gigabytes, so full records stay on disk. Each file is read once, newest
+first, and again only if it changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS = (
     *("step", "line", "task", "sample", "outcome", "correct", "reward", "advantage"),
     *("sampled", "tokens", "turns", "answer"),
 )
-"""Fields of a row; `task` is an index into `TrajectoryIndex.tasks`."""
+"""Fields of a row. `task` is an index into `TrajectoryIndex.tasks`."""
 
 MAX_ANSWER = 200
 """Maximum length of a final answer in a list, in characters."""
@@ -34,13 +34,13 @@ _TOKENS, _MASK = b', "token_ids": [', b', "loss_mask": ['
 
 
 class TrajectoryIndex:
-    """Rows of the trajectories in `folder`, in indexing order.
+    """Index of the trajectories in `folder`.
 
     Attributes:
         folder: Folder `trajectories/` of a run.
-        generation: Number of times that indexing started over because a file changed.
-        rows: List of values of `COLUMNS` for each trajectory.
-        tasks: Pairs of id and question for each task.
+        generation: Number of times that indexing has restarted because a file changed.
+        rows: Values of `COLUMNS` for each trajectory, in indexing order.
+        tasks: Id and question of each task.
         num_files: Number of files in the folder.
         num_indexed: Number of indexed files.
         num_damaged: Number of invalid lines.
@@ -75,7 +75,7 @@ class TrajectoryIndex:
         return problems
 
     def refresh(self, deadline: float) -> bool:
-        """Index new and changed files, newest first, until `time.monotonic()` reaches `deadline`.
+        """Index new and changed files, newest first, until the monotonic time `deadline`.
 
         Returns:
             True if anything changed.
@@ -179,7 +179,7 @@ class TrajectoryIndex:
 
 
 def get_identity(path: Path) -> Identity | None:
-    """Return a value that changes when the file does, or None if it is not a regular file."""
+    """Return a value that changes with the file, or None if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -190,14 +190,15 @@ def get_identity(path: Path) -> Identity | None:
 
 
 def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
-    """Parse a line up to the lists of numbers, which come last and make up most of it.
+    """Parse a line up to the lists of numbers, which make up the rest of the line.
 
-    The lists are counted, not parsed, so damage in them is found only when the trajectory is
-    opened. The key that ends the head cannot occur in a string, where quotes are escaped.
+    The elements of the lists are counted, not parsed, so damage in the lists is noticed only when
+    the trajectory is opened. The key that ends the head cannot occur in a string, where quotes are
+    escaped.
 
     Returns:
-        The fields before the lists ({} if the line is damaged), and the numbers of tokens and of
-        sampled tokens (None if the line has another layout).
+        The fields before the lists ({} for a damaged line), the number of tokens and the number of
+        sampled tokens (None for another layout).
     """
     line = line.strip()
     head, key, arrays = line.partition(_TOKENS)

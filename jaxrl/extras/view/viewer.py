@@ -1,6 +1,6 @@
-"""JSON responses to the page's requests.
+"""JSON responses to requests from the page.
 
-The live server and the static page use the same addresses: a name and integers, such as
+The live server and the static page use the same addresses, each a name and integers, such as
 `trajectory/0/20/3`.
 """
 
@@ -26,18 +26,18 @@ ARRAYS = (
     *("old_logprobs", "new_logprobs", "ref_logprobs", "token_advantages", "token_weights"),
     "kl_weights",
 )
-"""Per-token lists of a trajectory; the page receives quantities computed from them instead."""
+"""Per-token lists of a trajectory, which the page receives as quantities instead."""
 
 
 class Viewer:
-    """Runs, and JSON responses to requests about them.
+    """Responder to requests about runs.
 
-    Methods in `ADDRESSES` raise LookupError if an item is missing, and ValueError or OSError if a
-    file is unreadable.
+    Methods in `ADDRESSES` raise LookupError for a missing item, and ValueError or OSError for an
+    unreadable file.
     """
 
     def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):
-        """Store the readers; `refresh` reads the files.
+        """Store the readers without reading files.
 
         Args:
             runs: Readers of the runs.
@@ -47,12 +47,12 @@ class Viewer:
         self._vocabularies: dict[int, tuple[list[bytes], str]] = {}
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Read changed files. Indexing of trajectories pauses after `seconds`."""
+        """Read changed files; stop indexing trajectories after `seconds`."""
         for run in self.runs:
             run.refresh(seconds / len(self.runs))
 
     def get_state(self) -> dict[str, Any]:
-        """Return a value that changes whenever the page must be redrawn."""
+        """Return an object that changes whenever the page must be redrawn."""
         return {
             "version": sum(run.version for run in self.runs),
             "is_indexing": any(run.index.num_indexed < run.index.num_files for run in self.runs),
@@ -70,7 +70,7 @@ class Viewer:
         }
 
     def get_curves(self, run_index: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return a run's curves by stage and metric name; all metrics if `names` is None."""
+        """Return a run's curves by stage and metric; all metrics if `names` is None."""
         run = self.runs[run_index]
         return {
             stage: {
@@ -82,10 +82,10 @@ class Viewer:
         }
 
     def get_answers(self, run_index: int, suite: int) -> list[dict[str, Any]]:
-        """Return the held-out answers of a suite in its first and last evaluation.
+        """Return the held-out answers of a suite in the first and last evaluation.
 
-        Each item is a row of the last evaluation, with the first evaluation's row as `before` if
-        there are two, and the `addresses` of the complete records.
+        Each item is a row of the last evaluation, with the row of an earlier first evaluation as
+        `before`, and the `addresses` of the complete records.
         """
         run = self.runs[run_index]
         name = facts.list_suites(run)[suite]
@@ -121,7 +121,7 @@ class Viewer:
     def get_trajectories(
         self, run_index: int, generation: int, num_rows: int, num_tasks: int
     ) -> dict[str, Any]:
-        """Return the rows and tasks of the index that the page does not have yet."""
+        """Return the index's rows and tasks that the page lacks."""
         index = self.runs[run_index].index
         if generation != index.generation:
             num_rows = num_tasks = 0
@@ -155,7 +155,7 @@ class Viewer:
 
         Args:
             address: Key of `ADDRESSES` and integers, separated by slashes, such as `answers/0/2`.
-            options: Keyword arguments of the method in `ADDRESSES`.
+            options: Keyword arguments for the method in `ADDRESSES`.
 
         Raises:
             LookupError: The address does not exist.
@@ -187,7 +187,7 @@ def _get_sample_key(row: dict[str, Any]) -> tuple[str, float]:
 
 
 def sanitize_json(value: Any) -> Any:
-    """Convert a value to strict JSON: escape control characters; None for NaN and infinity."""
+    """Escape control characters in a JSON value, and replace NaN and infinity with None."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Preprocess images with the checkpoint's image processor, without torch.
+"""Image preprocessing with the checkpoint's image processor, without torch.
 
-The processor is transformers' variant for Pillow and NumPy. An image's number of tokens depends
-only on its size, which is read from the file header. Images are decoded when a prompt or an
-observation contains them; a bounded cache keeps the most recently used ones.
+The processor is transformers' Pillow backend. An image's number of tokens depends only on its size,
+which is read from the file header. An image is decoded when a prompt or an observation contains it;
+a bounded cache keeps the most recently used images.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ FILE = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """Image split into patches by the model's image processor."""
+    """Image as patches from the model's image processor."""
 
     patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
     grid: tuple[int, int, int]  # number of patches in time, height and width
 
     @property
     def num_patches(self) -> int:
-        """Return the number of patches over time, height and width."""
+        """Total number of patches."""
         return math.prod(self.grid)
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a hash of the content, which decides whether images are equal."""
+        """Hash of the content, by which images are compared."""
         content = np.ascontiguousarray(self.patches, np.float32)
         shape = repr(self.grid).encode()
         return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
@@ -60,7 +60,7 @@ class Image:
 
 
 class HFImageProcessor:
-    """Image preprocessor: decodes pictures into patches for the vision tower. Thread-safe."""
+    """Processor that decodes images into patches for the vision tower. Thread-safe."""
 
     is_blank = False
 
@@ -71,8 +71,8 @@ class HFImageProcessor:
 
         Args:
             folder: Model folder with the file.
-            min_pixels: Minimum pixels per image; smaller ones are enlarged. 0: as in the file.
-            max_pixels: Maximum pixels per image; larger ones are reduced. 0: as in the file.
+            min_pixels: Minimum pixels per image; smaller images are enlarged. 0: as in the file.
+            max_pixels: Maximum pixels per image; larger images are reduced. 0: as in the file.
             cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
@@ -91,7 +91,7 @@ class HFImageProcessor:
         self._num_bytes = 0
 
     def num_tokens(self, picture: Picture) -> int:
-        """Return the number of tokens of an image in a prompt, reading only its size.
+        """Return the number of tokens of an image, reading only its size.
 
         Raises:
             UnreadableError: The file is not an image.
@@ -148,7 +148,7 @@ class HFImageProcessor:
         return processed
 
     def with_images(self, groups: Iterable[Group]) -> list[Group]:
-        """Return groups from another process or a checkpoint, with their images reloaded by name.
+        """Reload the images of groups from another process or a checkpoint, by name.
 
         Raises:
             UnreadableError: An image file no longer exists.
@@ -169,12 +169,12 @@ class HFImageProcessor:
 
 
 class BlankProcessor(HFImageProcessor):
-    """Processor that replaces each image with a blank image of the same size, as a control."""
+    """Processor that replaces each image with a blank image of equal size, as a control."""
 
     is_blank = True
 
     def __init__(self, processor: HFImageProcessor):
-        """Wrap `processor`, which determines the sizes of the blank images."""
+        """Wrap `processor`, which determines the number of patches."""
         self._inner = processor
         self.patches_per_token, self.patch_values = (
             processor.patches_per_token,
@@ -186,13 +186,13 @@ class BlankProcessor(HFImageProcessor):
         return self._inner.num_tokens(picture)
 
     def __call__(self, picture: Picture) -> Image:
-        """Return patches of zeros, which represent the mean color."""
+        """Return patches of zeros, which represent the mean color of images."""
         image = self._inner(picture)
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 
 
 def _load_processor(folder: str) -> Any:
-    """Load a checkpoint's image processor with transformers' PIL backend, which needs no torch."""
+    """Load a checkpoint's image processor with transformers' Pillow backend."""
     file = Path(folder) / FILE
     if not file.is_file():
         raise ValueError(

@@ -1,7 +1,7 @@
 """Qwen3-VL: Qwen3's decoder with images injected at several depths (DeepStack).
 
-In addition to the parameters of `models.qwen`, `vision` holds those of the tower: L layers, of
-which n also output features that are added after the decoder's first n layers:
+In addition to the parameters of `models.qwen`, `vision` contains those of the tower. It has L
+layers, n of which also output features that are added after the decoder's first n layers:
 
     patch/{filter,bias}                           [D, C, temporal patch, patch, patch], [D]
     positions/embedding                           [side^2, D]
@@ -16,9 +16,9 @@ which n also output features that are added after the decoder's first n layers:
     deepstack/norm/{scale,bias}                   [n, merge^2 * D]
     deepstack/{up,down}/{kernel,bias}             like `merger`, with leading axis n
 
-All layers attend over the complete image. In addition to rotary positions, each patch gets a
-learned position, interpolated between the four nearest points of a fixed grid. Source:
-https://arxiv.org/abs/2511.21631.
+All layers attend over the complete image. In addition to rotary positions, each patch has a learned
+position, interpolated between the four nearest points of a fixed grid.
+Source: https://arxiv.org/abs/2511.21631.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Qwen3Vision(VisionTower):
     """Vision tower of Qwen3-VL, built from a `vision_config`.
 
     Attributes:
-        side: Number of positions per side of the learned grid.
-        deepstack_layers: Sorted indices of the tower layers whose outputs the decoder also gets.
+        side: Number of positions along each side of the learned grid.
+        deepstack_layers: Sorted indices of the tower layers that output DeepStack features.
     """
 
     names = HF_NAMES
@@ -130,12 +130,12 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return how many of the first decoder layers get features from the tower."""
+        """Number of initial decoder layers that get features from the tower."""
         return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the memory of attention and an MLP, neither of which is split over devices."""
-        products = 4 * self.width + self.mlp_width  # all but the last
+        """Return the memory of attention and MLP, which are not split over devices."""
+        products = 4 * self.width + self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
             saved_activations={
@@ -147,14 +147,14 @@ class Qwen3Vision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the number of scores of one query block over all patches."""
+        """Return the number of attention scores of a query block over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
     def collate(self, images: Sequence[Image]) -> PatchBatch:
-        """Concatenate images, keeping the order of their patches.
+        """Concatenate the patches of images.
 
-        The coords of a patch are the number of its image (from 1), the image's rows and columns,
-        and the patch's index in the image.
+        The coords of a patch are the number of the image (from 1), the image's numbers of rows and
+        columns, and the index of the patch in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -184,7 +184,7 @@ class Qwen3Vision(VisionTower):
         """
         S, P, _ = patches.shape
         patch_coords, sizes = self._compute_patch_coords(coords.reshape(S * P, 4))
-        # Without the constraint, the compiler splits the width and copies all patches everywhere.
+        # Without the constraint, the compiler splits the width and replicates all patches.
         x = layer_scan.constrain_to_shards(self._embed_patches(params["patch"], patches))
         x = x + self._interpolate_positions(
             params["positions"]["embedding"], patch_coords, sizes
@@ -211,7 +211,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def _merge_patches(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
-        """Project each unit of patches to the decoder's width; the norm is per patch or unit."""
+        """Project each unit of patches to the decoder's width, after a norm per patch or unit."""
         norm = weights["norm"]
         x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
         x = x.reshape(-1, self.patches_per_token * self.width)
@@ -220,7 +220,7 @@ class Qwen3Vision(VisionTower):
     def _compute_patch_coords(
         self, coords: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
-        """Return each patch's row and column in its image, and the size of the image in patches."""
+        """Return each patch's row and column, and the size of its image in patches."""
         sizes, (unit, within) = coords[:, 1:3], divmod(coords[:, 3], self.patches_per_token)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         unit_coords, offsets = divmod(unit, units_in_row), divmod(within, self.merge)
@@ -229,7 +229,7 @@ class Qwen3Vision(VisionTower):
     def _interpolate_positions(
         self, table: Float[Array, "G D"], patch_coords: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
-        """Interpolate the learned positions bilinearly to the image's grid, corners aligned."""
+        """Interpolate the learned positions bilinearly to each image, with aligned corners."""
         grid_coords = patch_coords.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
         low = jnp.floor(grid_coords).astype(jnp.int32)
         fraction = grid_coords - low
@@ -273,7 +273,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names; MLPs are tensor-parallel, attention is not."""
+        """Return the axis names. MLPs are tensor-parallel; attention is not."""
         norm = {"scale": ("layer", None), "bias": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
@@ -313,14 +313,14 @@ class Qwen3VLConfig(QwenVLConfig):
     ties_in_text = False
 
     def _pair_axes(self) -> np.ndarray:
-        """Alternate between time, height and width; use time once the others have no pairs left."""
+        """Return the axes in alternation: time, height, width. The remaining pairs use time."""
         axes = np.zeros(self.head_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """Return the names in published checkpoints, which transformers 5 also uses."""
+        """Return the names in published checkpoints and in transformers 5."""
         return {
             name: tensor
             if name.startswith("vision/")
@@ -329,5 +329,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return {}, since tensor names have no alternative prefixes."""
+        """Return {}, since tensor names have no other prefixes."""
         return {}

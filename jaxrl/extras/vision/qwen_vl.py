@@ -1,8 +1,8 @@
 """Qwen2.5-VL: Qwen2.5's decoder, with image tokens embedded by a vision tower.
 
-In addition to the parameters of `models.qwen`, `vision` holds those of the tower. Rotary positions
-have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For text, all
-three are equal, so text without images is computed as in Qwen2.5.
+In addition to the parameters of `models.qwen`, `vision` contains those of the tower. Rotary
+positions have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). They
+are equal for text, so text without images is computed as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
 
 PREFIX_MAP = {"model.language_model.": "model.", "model.visual.": "visual."}
-"""Prefixes of transformers 5's parameter names, mapped to those in published checkpoints."""
+"""Prefixes of parameter names in published checkpoints, by prefix in transformers 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class QwenVLConfig(QwenConfig):
     Attributes:
         tower: Image encoder.
         mrope_section: Number of rotary pairs per head for time, height and width.
-        video_id: Id of the video token; videos are not supported.
+        video_id: Id of the video token. Videos are not supported.
     """
 
     model_type: ClassVar[str] = "qwen2_5_vl"
@@ -54,17 +54,17 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenVLConfig:
-        """Build the model; the decoder's fields are in `text_config` or at the top level.
+        """Build the model. The decoder's fields are in `text_config` or at the top level.
 
         Raises:
-            ValueError: The file requires an architecture or feature that no parity test covers.
+            ValueError: The file requires an unsupported architecture or feature.
         """
         if fields.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{cls.model_type!r}."
             )
-        # The decoder is parsed as a text model, without the M-RoPE settings.
+        # Parse the decoder as a text model, without M-RoPE.
         text = QwenConfig.from_dict(cls._get_text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
@@ -116,7 +116,7 @@ class QwenVLConfig(QwenConfig):
 
     @classmethod
     def _get_text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return the fields of a text-only `config.json`, from either layout.
+        """Return the fields of a text-only `config.json`, given either layout.
 
         Raises:
             ValueError: A field that should be an object is not.
@@ -177,11 +177,11 @@ class QwenVLConfig(QwenConfig):
         return PREFIX_MAP
 
     def _pair_axes(self) -> np.ndarray:
-        """Return the position axis that rotates each pair of a head: time 0, height 1, width 2."""
+        """Return the position axis of each rotary pair: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
     def _expand_to_pairs(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
-        """Return the position by which each pair of a head rotates."""
+        """Return the position of each rotary pair."""
         return rotary[:, self._pair_axes()]
 
     def hidden_states(
@@ -192,7 +192,7 @@ class QwenVLConfig(QwenConfig):
         attend: Attend,
         layer_scan: LayerScan,
     ) -> Float[Array, "R T D"]:
-        """Compute the final hidden states; with images, `layer_scan.aux` replaces `positions`."""
+        """Compute the final hidden states. With images, positions are in `layer_scan.aux`."""
         inputs, images = layer_scan.aux.inputs, layer_scan.aux.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, layer_scan)
@@ -209,7 +209,7 @@ class QwenVLConfig(QwenConfig):
     ) -> Float[Array, "... V"]:
         """Compute the logits, with image and video tokens masked out.
 
-        A generated image token would have no image behind it.
+        A sampled image token would have no image.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         token_ids = jnp.arange(self.vocab_size)
@@ -223,7 +223,7 @@ class QwenVLConfig(QwenConfig):
         positions: Int[Array, " M"],
         layer_scan: SamplerLayerScan,
     ) -> Float[Array, "M D"]:
-        """Compute the final hidden states; positions in `layer_scan.aux` replace `positions`."""
+        """Compute the final hidden states. Positions in `layer_scan.aux` replace `positions`."""
         x, features = weights["embed"]["embedding"][token_ids], None
         inputs, rotary = layer_scan.aux.inputs, positions
         if POSITIONS in inputs:
@@ -238,8 +238,9 @@ def merge_image_embeds(
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"] | None]:
     """Replace the embeddings of image tokens with vision features from the same shard.
 
-    Also return the features to add after the first decoder layers (DeepStack), zero for text
-    tokens, or None if the tower has no such features.
+    Returns:
+        The embeddings, and the DeepStack features to add after the first decoder layers: zero for
+        text tokens, or None if the tower has none.
     """
     shard_units = units.reshape(len(image_embeds), -1)
     vectors = jax.vmap(lambda image_embeds, units: image_embeds.at[units].get(mode="clip"))(

@@ -1,8 +1,8 @@
 """Common parts of Qwen's vision towers: image tokens, attention and config parsing.
 
-A tower encodes patches of images into embeddings of image tokens. Its parameter tree has `patch`,
-stacked `blocks` and a `merger`, defined in one file per model (`vision.py` for Qwen2.5-VL,
-`qwen3_vl.py`).
+A tower encodes patches of images into embeddings of image tokens. Its parameter tree contains
+`patch`, stacked `blocks` and `merger`. `vision.py` defines that of Qwen2.5-VL, `qwen3_vl.py` that
+of Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxrl.models.layers import Attend
 from jaxrl.types import Params
 
 EPSILON = 1e-6
-"""Epsilon of the towers' norms; config.json does not contain it."""
+"""Epsilon of the norms, which `config.json` does not contain."""
 
 QUERY_BLOCK = 256
-"""Number of query patches with scores in memory at a time."""
+"""Number of query patches whose scores are in memory at a time."""
 
 
 def read_object_field(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ ATTENTION_AXES = {
     "qkv": make_biased_linear_axes("width", None, "layer"),
     "o": make_biased_linear_axes(None, "width", "layer"),
 }
-"""Axis names of stacked attention. Heads are fused in one axis, so `tensor` cannot split them."""
+"""Axis names of stacked attention. Heads share an axis, so `tensor` cannot split them."""
 
 
 def make_linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
@@ -72,10 +72,10 @@ def make_linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower(Tower):
-    """Base class of Qwen's vision towers, with the `vision_config` fields that all share.
+    """Base class of Qwen's vision towers, with their common `vision_config` fields.
 
     Attributes:
-        merge: Number of patches per side of a unit, which becomes one token.
+        merge: Number of patches along each side of a unit, which becomes one token.
     """
 
     names: ClassVar[dict[str, str]]  # HF tensor name of each parameter; `{}` is the layer index
@@ -105,7 +105,7 @@ class VisionTower(Tower):
 
     @classmethod
     def parse_common_fields(cls, vision_fields: dict[str, Any], source: str) -> dict[str, Any]:
-        """Parse the `vision_config` fields that all towers share, which excludes `token_id`.
+        """Parse the common `vision_config` fields, except for `token_id`.
 
         Raises:
             ValueError: See `from_fields`.
@@ -157,12 +157,12 @@ class VisionTower(Tower):
 
     @property
     def patch_values(self) -> int:
-        """Return the number of values per patch."""
+        """Number of values per patch."""
         return self.channels * self.temporal_patch * self.patch**2
 
     @property
     def patches_per_token(self) -> int:
-        """Return the number of patches per token."""
+        """Number of patches per token."""
         return self.merge**2
 
     # On the host.
@@ -235,7 +235,7 @@ class VisionTower(Tower):
     def _embed_patches(
         self, weights: Params, patches: Float[Array, "S P C"]
     ) -> Float[Array, "M D"]:
-        """Embed the patches of S rows, concatenated."""
+        """Embed the patches of S rows; return them concatenated."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
         if "bias" not in weights:
@@ -243,7 +243,7 @@ class VisionTower(Tower):
         return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
 
     def _compute_rope_angles(self, indices: Int[Array, "M 2"]) -> Angles:
-        """Compute rotary angles; half of the pairs rotate by a patch's row, half by its column."""
+        """Compute rotary angles: half of the pairs rotate by row, half by column."""
         quarter = self.width // self.num_heads // 4
         frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
         angle = (indices[:, :, None].astype(jnp.float32) * frequency).reshape(len(indices), 1, -1)
@@ -253,7 +253,7 @@ class VisionTower(Tower):
     def _compute_attention(
         self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
     ) -> Float[Array, "M D"]:
-        """Compute the attention residual of the patches from their normalized states.
+        """Compute the attention residual of patches.
 
         Args:
             weights: Attention weights of the layer.
@@ -282,7 +282,7 @@ class VisionTower(Tower):
         """Return the parameters as `jax.ShapeDtypeStruct`s.
 
         Args:
-            arrays: Shape of each array that is not part of a linear layer, by name.
+            arrays: Shape of each array outside linear layers, by name.
             linears: Name, input width and output width of each linear layer with a bias.
             stacks: Number of layers of each stacked entry.
         """
@@ -320,7 +320,7 @@ def attend_segments(
 ) -> Float[Array, "S P N H"]:
     """Compute bidirectional attention among the patches of a row with equal ids.
 
-    The scores of only `QUERY_BLOCK` queries are in memory at a time. The backward pass recomputes
+    Only the scores of `QUERY_BLOCK` queries are in memory at a time; the backward pass recomputes
     them.
     """
     S, P, N, H = q.shape
@@ -342,7 +342,7 @@ def attend_segments(
 
 
 def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute masked attention from queries `[s, q, N, H]` to keys `[s, p, N, H]`, in float32."""
+    """Compute masked attention of queries `[s, q, N, H]` to keys `[s, p, N, H]` in float32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = jnp.where(
         mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, MASK_VALUE

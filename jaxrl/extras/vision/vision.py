@@ -12,8 +12,8 @@ The parameter tree, with leading axis L over the tower's layers:
     merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
     merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
 
-Most layers attend within windows, the others over the complete image. The host sorts an image's
-patches by window and labels each with its window, so nothing is permuted on the device.
+Most layers attend within windows, the others over the complete image. The host sorts the patches of
+an image by window and labels each patch with its window, so the device permutes nothing.
 Source: https://arxiv.org/abs/2502.13923.
 """
 
@@ -75,7 +75,7 @@ class QwenVision(VisionTower):
 
     Attributes:
         full_layers: Indices of the layers that attend over the complete image.
-        window: Number of patches per side of a window.
+        window: Number of patches along each side of a window.
     """
 
     names = HF_NAMES
@@ -109,8 +109,8 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the memory of attention and a gated MLP; neither is split over devices."""
-        products = 4 * self.width + 2 * self.mlp_width  # all but the last
+        """Return the memory of attention and gated MLP, which are not split over devices."""
+        products = 4 * self.width + 2 * self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
             saved_activations={
@@ -122,14 +122,14 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the number of scores of full or of windowed attention, whichever is larger."""
+        """Return the larger number of attention scores of full and windowed layers."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
     def collate(self, images: Sequence[Image]) -> PatchBatch:
-        """Concatenate images, with patches sorted by window.
+        """Concatenate the patches of images, sorted by window.
 
-        The coords of a patch are the number of its image (from 1), its window, row and column.
+        The coords of a patch are the number of the image (from 1), the window, row and column.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -154,7 +154,7 @@ class QwenVision(VisionTower):
     ) -> Float[Array, "S U D"]:
         """Compute the embedding of each unit of `merge^2` patches."""
         S, P, _ = patches.shape
-        # Without the constraint, the compiler splits the width and copies all patches everywhere.
+        # Without the constraint, the compiler splits the width and replicates all patches.
         x = layer_scan.constrain_to_shards(self._embed_patches(params["patch"], patches))
         angles = self._compute_rope_angles(coords.reshape(S * P, 4)[:, 2:])
         number, window = coords[..., 0], jnp.where(coords[..., 0] > 0, coords[..., 1], -1)
@@ -173,7 +173,7 @@ class QwenVision(VisionTower):
             gate, up = (checkpoint_name(linear(mlp[name], normed), name) for name in ("gate", "up"))
             return x + linear(mlp["down"], jax.nn.silu(gate) * up)
 
-        # Floats instead of booleans, since inputs of layers are differentiated.
+        # Floats instead of booleans, since layer inputs are differentiated.
         is_full = np.isin(np.arange(self.num_layers), self.full_layers).astype(np.float32)
         x = layer_scan(layer, x, {"weights": params["blocks"], "is_full": jnp.asarray(is_full)})
         merger = params["merger"]
@@ -205,7 +205,7 @@ class QwenVision(VisionTower):
         )
 
     def logical_axes(self) -> dict[str, Any]:
-        """Return the axis names; MLPs are tensor-parallel, attention is not."""
+        """Return the axis names. MLPs are tensor-parallel; attention is not."""
         norm = {"scale": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None)},
@@ -264,8 +264,7 @@ def attend_windows(
 ) -> Float[Array, "S P N H"]:
     """Compute `attend_segments` for contiguous segments of at most `block_size` patches.
 
-    A patch then attends only to its block of `block_size` patches and to the two neighboring
-    blocks.
+    A patch attends only to its block of `block_size` patches and the two neighboring blocks.
     """
     S, P, N, H = q.shape
     count = -(-P // block_size)
@@ -282,7 +281,7 @@ def attend_windows(
     def merge_blocks(x: jax.Array) -> jax.Array:
         return x.reshape(S * count, *x.shape[2:])
 
-    # Padding has a separate id and attends to itself, so no softmax is over an empty set.
+    # Padding has a separate id and attends to itself, so that no softmax is empty.
     queries, query_ids = merge_blocks(split_blocks(q, 0, 0)), merge_blocks(split_blocks(ids, 0, -1))
     keys, values, key_ids = (
         merge_blocks(add_neighbors(k)),
