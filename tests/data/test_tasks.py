@@ -148,7 +148,8 @@ class TestFormats:
             assert (task.question, task.answers) == ("1+1?", ("2",))
             assert {name: int(value) for name, value in task.metadata.items()} == {"level": 3}
         with pytest.raises(
-            ValueError, match=r"config.tasks.train.columns is .*columns of the records; none of them has 'gald'"
+            ValueError,
+            match=r"config.tasks.train.columns is .*none of them has 'gald'",
         ):
             open_source(file, columns=columns | {"gald": "answers"})
 
