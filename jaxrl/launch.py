@@ -250,8 +250,8 @@ def _run(
         ) as error:
             _exit_with_error(error)
         except Exception as error:
-            # Print one line for a full disk, a device without memory, or a system error about a file
-            # of the workdir.
+            # Print one line for a full disk, a device out of memory, or a system error about a
+            # file of the workdir.
             from jaxrl.builders.capacity import explain_out_of_memory
             from jaxrl.runtime.checkpoint import latest_complete_step
 
