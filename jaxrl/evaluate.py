@@ -174,7 +174,7 @@ def compute_fingerprint(run_state: RunState) -> str:
     """Hash the inputs of an evaluation except the weights: settings, tasks, corpus, user code."""
     settings = run_state.settings.evaluation.depends_on
     prefixes = ["model.path/", "search.local.corpus", "search.dense.", "search.mock."]
-    prefixes.append("tasks.train.source" if "holdout" in settings else "tasks.eval.source")
+    prefixes.append("tasks.train.source" if "tasks" in settings else "tasks.eval.source")
     content = {
         name: value
         for name, value in run_state.origin["contents"].items()

@@ -254,7 +254,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     if c.rollout.max_cost:
         depends_on["prices"] = c.ledger.prices
     if c.tasks.eval.holdout:
-        depends_on["holdout"] = c.tasks.eval.holdout
+        depends_on["tasks"] = copied["tasks"]  # they decide which tasks are held out
     return Settings(
         stages=c.stages,
         seed=c.seed,

@@ -226,7 +226,8 @@ def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> b
     restart = KEYS[max(matches, key=len)].restart if matches else RESULTS
     stages = config["stages"]
     if set(stages) == {"evaluate"}:
-        return restart != RESULTS
+        is_held_out = key.startswith("tasks.train.") and config["tasks.eval.holdout"]
+        return restart != RESULTS and not is_held_out
     if key in ("num_steps", "num_epochs", "sft.num_steps"):
         # A decaying learning rate depends on the number of steps.
         schedule = f"{key.rpartition('num_')[0]}optimizer.schedule"

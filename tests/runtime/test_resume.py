@@ -102,6 +102,8 @@ OTHER_PRICES = {"ledger.prices": {"search": 2.0}, "ledger.max_cost": 9.0, "ledge
 LIMIT = {"rollout.max_cost": 3.0}
 KEEP_BEST = {"checkpoint.keep_best": 1}
 EVALUATE = {"stages": ("evaluate",)}
+HOLDOUT = {"tasks.eval.holdout": 0.1}
+OTHER_TASKS = {"tasks.train.columns": {"problem": "question"}}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,9 @@ EVALUATE = {"stages": ("evaluate",)}
         (KEEP_BEST, EVALUATE | KEEP_BEST | {"eval.samples": 4}, []),
         ({}, EVALUATE | {"optimizer.lr": 1.0, "filter.name": "varied"}, []),
         ({}, EVALUATE | {"tasks.eval.source": "other.jsonl"}, ["tasks.eval.source"]),
+        # The training tasks decide which of them are held out.
+        ({}, EVALUATE | OTHER_TASKS, []),
+        (HOLDOUT, EVALUATE | HOLDOUT | OTHER_TASKS, ["tasks.train.columns"]),
     ],
 )
 def test_changes_need_consent_if_they_affect_results(tmp_path, before, now, refused):
