@@ -105,7 +105,7 @@ def test_a_message_end_that_stops_nothing_is_reported(tiny_world, tmp_path):
     (model / "generation_config.json").unlink(missing_ok=True)
     config.model.path = str(model)
     [note] = build(config).notes
-    assert note.startswith("warning: the chat template ends a message with <|im_end|>, but only ")
+    assert note.startswith("warning: the chat template ends messages with <|im_end|>, but only ")
     config.model.eos_tokens = ("<|im_end|>",)
     assert build(config).notes == ()
 

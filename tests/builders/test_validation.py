@@ -330,7 +330,7 @@ UPDATES = {"optimizer.num_minibatches": 2, "optimizer.num_epochs": 2}
 )  # fmt: skip
 def test_unusual_settings_are_warned_of(changes, warned):
     lines = rules.list_warnings(resolve_names(settings(**changes)))
-    assert [line.partition("; usual is ")[0] for line in lines] == [
+    assert [line.partition("; the usual value is ")[0] for line in lines] == [
         f"warning: config.{start}" for start in warned
     ]
 

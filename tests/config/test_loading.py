@@ -64,7 +64,7 @@ def test_a_mapping_of_free_names_is_one_value(config, tmp_path):
         ("model.remat: off", "model.remat is False; expected a value of type str, such as 'full'"),
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
-        ("- 1", "holds a list; expected keys and values"),
+        ("- 1", "contains a list; expected keys and values"),
         ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
         ("seed: 1\nnum_steps: 2\nseed: 3", "'seed' is set twice"),
         ('{"env": {"settings": {"a": [{"b": 1, "b": 2}]}}}', "'b' is set twice"),

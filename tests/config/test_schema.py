@@ -42,8 +42,8 @@ def test_shipped_configs_are_valid():
         ("eval.suites", ("beam",), "a tuple with entries from ('sampled', 'greedy', "),
         ("rollout.temperature", 0.0, "a number of at least 0.001"),
         ("eval.ks", (1, 2), "a tuple of integers from 1 to eval.samples=1"),
-        ("advantage.pass_at_k.k_schedule", ((1, 4),), "pairs (step, k) of whole numbers"),
-        ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) of whole"),
+        ("advantage.pass_at_k.k_schedule", ((1, 4),), "pairs (step, k) of integers"),
+        ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) of integers"),
         ("rollout.cache_gib", 1e300, "a number of at least 0 and of at most 1048576"),
         ("rollout.chunk_tokens", 10**9, "at most rollout.max_total_tokens="),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
@@ -85,7 +85,7 @@ def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
 def test_an_engine_without_an_address_is_refused(config):
     config.search.local.corpus = ""
     config.search.engine = "http"
-    with pytest.raises(ValueError, match=r"search\.http\.url is ''; expected the address of a"):
+    with pytest.raises(ValueError, match=r"search\.http\.url is ''; expected the URL of a"):
         validate(config)
     config.search.http.url = "http://x"
     validate(config)
