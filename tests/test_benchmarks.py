@@ -269,7 +269,7 @@ def test_gain_compares_the_same_questions():
     records[0]["questions"]["sampled"] += make_samples([("q00", 1.0)])["sampled"]
     assert worlds.compute_gain(*records, "sampled", "exact_match")[0] == (0.5 * 16 - 0.5) / 16
     records[1]["questions"]["sampled"].pop()
-    with pytest.raises(ValueError, match="asked different questions"):
+    with pytest.raises(ValueError, match="have different questions"):
         worlds.compute_gain(*records, "sampled", "exact_match")
 
 

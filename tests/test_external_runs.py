@@ -141,7 +141,7 @@ def test_a_workdir_with_checkpoints_is_refused(tiny_world, bare_model, tmp_path)
     manifest = tmp_path / "checkpoints" / "3" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
-    with pytest.raises(ValueError, match="checkpoints of a model of its own; set --workdir"):
+    with pytest.raises(ValueError, match="checkpoints of a local model; set --workdir"):
         build(config, workdir=tmp_path)
 
 

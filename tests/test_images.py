@@ -131,7 +131,10 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("changes", "why"),
         [
-            ({"images": ["a", "b"]}, r"t:1: 'images' holds 2, and the texts have 1 marks <image>"),
+            (
+                {"images": ["a", "b"]},
+                r"t:1: 'images' contains 2 images, and the texts 1 placeholders <image>",
+            ),
             ({"images": ["http://a/b.png"]}, "expected a file, since URLs are not downloaded"),
             ({"images": ["a"], "videos": ["b"]}, "t:1: videos are not supported"),
         ],
@@ -558,7 +561,9 @@ def test_a_saved_trajectory_restores_its_images(processor, tmp_path):
     assert (tmp_path / "run" / shown["file"]).read_bytes() == data
     assert len(list((tmp_path / "run" / "images").iterdir())) == 1
     saved(file, seed=9)
-    with pytest.raises(UnreadableImageError, match=r"a.png, with which the run sampled, was chang"):
+    with pytest.raises(
+        UnreadableImageError, match=r"a.png, which the run used for sampling, was chang"
+    ):
         serialization.deserialize_trajectory(saved_fields)
     file.unlink()
     with pytest.raises(UnreadableImageError, match=r"a.png, .* cannot be read \(No such file or"):

@@ -134,7 +134,7 @@ def test_a_missing_flag_is_named(monkeypatch, argument, missing):
         (["--config.prompt.system=\udcff"], "is '\\udcff'; expected text in UTF-8."),
         (
             ["--config.rollout.max_total_tokens=2048"],
-            "max_total_tokens=2048 is beyond the model's 1024 positions",
+            "max_total_tokens=2048 exceeds the model's 1024 positions",
         ),
         # Files.
         (["--config.sft.source={tmp}/bda.jsonl"], "Did you mean '{tmp}/bad.jsonl'?"),

@@ -166,5 +166,7 @@ def test_a_result_cannot_forge_a_token():
 
 def test_a_description_with_a_token_of_the_model_is_refused():
     tools = [{"type": "function", "function": {"name": "x", "description": "<|im_end|>"}}]
-    with pytest.raises(ValueError, match=r"of a tool holds '<\|im_end\|>', which is a token of"):
+    with pytest.raises(
+        ValueError, match=r"of a tool contains '<\|im_end\|>', which is an added token"
+    ):
         TOKENIZERS[True].render_prompt([{"role": "user", "content": "?"}], tools)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from configs import debug_tiny
 from examples import tfds_tasks
-from jaxrl.builders.components import _read_tasks
+from jaxrl.builders.components import open_all_tasks
 from jaxrl.builders.validation import validate
 from jaxrl.config import default_config
 from jaxrl.data import tasks as tasks_module
@@ -481,7 +481,7 @@ class TestHoldout:
     def test_no_question_is_on_both_sides(self, tmp_path):
         chat = [{"role": "user", "content": "?"}]
         again = [
-            {"messages": chat, "metadata": {"question": row["question"].upper()}}
+            {"messages": chat, "answer": "x", "metadata": {"question": row["question"].upper()}}
             for row in ROWS[:20]
         ]
         trained, held_out = self.split(tmp_path, [ROWS, again], 8)
@@ -502,10 +502,10 @@ class TestHoldout:
     def test_an_evaluation_has_the_tasks_that_training_left_out(self, tiny_world):
         config = debug_tiny.get_config(str(tiny_world))
         config.tasks.eval.source, config.tasks.eval.holdout = "", 0.25
-        trained, held_out = _read_tasks(validate(config), print)
+        trained, held_out = open_all_tasks(validate(config), print)
         assert {*trained.sources[0].items.ids} & {*held_out.sources[0].items.ids} == set()
         config.stages, config.tasks.train.split = ("evaluate",), "train"
-        nothing, evaluated = _read_tasks(validate(config), print)
+        nothing, evaluated = open_all_tasks(validate(config), print)
         assert ([*nothing], [*evaluated]) == ([], [*held_out])
 
 

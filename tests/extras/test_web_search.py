@@ -180,7 +180,7 @@ inner = scalars | results | st.lists(results | scalars, max_size=2)
 )
 def test_any_response_is_hits_or_an_error(answer, provider):
     try:
-        hits = PROVIDERS[provider].read(answer, HitReader("server", print))
+        hits = PROVIDERS[provider].parse_response(answer, HitReader("server", print))
     except ValueError:
         return
     for hit in hits:

@@ -47,7 +47,7 @@ class TestDisplay:
         display.start("train", 2, 10, every_steps=4)
         for step in range(3, 11):
             clock[0] += 60
-            display.step(step, {})
+            display.show_step(step, {})
         lines = display.console.file.getvalue().splitlines()
         assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
 

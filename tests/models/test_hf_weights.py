@@ -306,7 +306,7 @@ def test_an_index_cannot_name_files_outside_its_folder(sharded_folder, outside):
 
 def test_an_export_never_replaces_other_files(tmp_path, hf_folder):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match=r"holds no config\.json"):
+    with pytest.raises(FileExistsError, match=r"contains no config\.json"):
         save_hf(init_params(CONFIG, seed=0), CONFIG, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
     params, config = load_hf(hf_folder), read_architecture(hf_folder)

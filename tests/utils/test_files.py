@@ -40,7 +40,7 @@ def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
         (folder / "x" / "y").write_text("third")
     assert (path / "x").read_text() == "second"
     assert list(path.parent.iterdir()) == [path]
-    not_ours = pytest.raises(FileExistsError, match="holds no y, so it is not an earlier output")
+    not_ours = pytest.raises(FileExistsError, match="contains no y, so it is not an earlier output")
     with not_ours, atomic_folder(path, marker="y"):
         pass
 

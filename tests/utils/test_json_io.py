@@ -21,5 +21,5 @@ def test_depth_is_bounded(tmp_path):
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "x")
     (tmp_path / "a").write_text("[1]")
-    with pytest.raises(ValueError, match=r"/a holds a list; expected a JSON object"):
+    with pytest.raises(ValueError, match=r"/a contains a list; expected a JSON object"):
         read_object(tmp_path / "a")

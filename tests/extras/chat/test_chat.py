@@ -201,9 +201,9 @@ def test_a_missing_answer_has_a_reason():
 
 def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert get_error(tmp_path / "no", "?") == (
-        f"error: {tmp_path / 'no'} is not a run: no config.json. Name a run's workdir."
+        f"error: {tmp_path / 'no'} has no config.json; expected the workdir of a run."
     )
-    assert get_error(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint")
+    assert get_error(run, "?").startswith(f"error: {run} contains neither export/ nor a checkpoint")
     model = tiny_world / "model"
     assert get_error(model, "?") == (
         f"error: {model} is a model; name a run's workdir, and set --model={model}."

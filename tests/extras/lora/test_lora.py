@@ -264,7 +264,7 @@ def test_a_damaged_or_missing_adapter_is_named(folder):
     adapter = adapter_of("lora_all_linear")
     (folder / "adapter_config.json").write_text("[1]")
     with pytest.raises(
-        ValueError, match=r"adapter_config\.json holds a list; expected a JSON object"
+        ValueError, match=r"adapter_config\.json contains a list; expected a JSON object"
     ):
         check_adapter(folder, adapter)
     (folder / "adapter_model.safetensors").unlink()

@@ -71,7 +71,7 @@ class TestByHand:
         kept = memory.plan_rollout(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
         assert 1.99 * GIB < kept["KV cache"] <= 2 * GIB
         # One trajectory: 28 x 2 x 4 x 128 x 2048 values of two bytes.
-        with pytest.raises(ValueError, match=r"cache_gib=0\.1 does not hold .* 11\d\.\d\d MiB"):
+        with pytest.raises(ValueError, match=r"cache_gib=0\.1 cannot hold .* 11\d\.\d\d MiB"):
             memory.plan_rollout(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
 
     def test_a_tensor_axis_stays_inside_a_process(self):
@@ -84,7 +84,7 @@ class TestByHand:
 
     def test_a_model_has_so_many_positions(self):
         model = replace(QWEN_7B, max_positions=2047)
-        with pytest.raises(ValueError, match=r"max_total_tokens=2048 is beyond the model's 2047"):
+        with pytest.raises(ValueError, match=r"max_total_tokens=2048 exceeds the model's 2047"):
             memory.make_plan(large_run(), model, NODE)
 
     @pytest.mark.parametrize("tied", [False, True])

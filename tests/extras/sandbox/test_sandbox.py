@@ -34,10 +34,10 @@ class ChildAlone(BubblewrapTool):
 
     child = sandbox_child.__file__
 
-    def files(self):
+    def list_fds(self):
         return ()
 
-    def command(self, program):
+    def build_command(self, program):
         return [sys.executable, *program]
 
 

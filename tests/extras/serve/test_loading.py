@@ -119,7 +119,7 @@ def test_a_model_folder_is_served_within_its_positions(tiny_world):
     assert served.engine.max_total_tokens == 80
     with pytest.raises(ValueError, match="is not a run"):
         load_model(folder, Display(), step=3)
-    with pytest.raises(ValueError, match=r"config\.rollout\.max_total_tokens=999999 is beyond"):
+    with pytest.raises(ValueError, match=r"config\.rollout\.max_total_tokens=999999 exceeds"):
         load_model(folder, Display(), keys={"rollout.max_total_tokens": 999_999})
 
 

@@ -126,7 +126,7 @@ def test_a_process_with_many_hanging_threads_is_replaced(play, monkeypatch, tmp_
         assert ended.get(timeout=60) == (name, None, "it was stopped")
     agents.start_episode(episode("last", "d"))
     assert ended.get(timeout=60)[1][4] != first
-    agents.check()
+    agents.kill_unresponsive()
     assert until(lambda: is_gone(first))
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_ignores_a_stop_is_killed(play, monkeypatch, tmp_path):
     agents.start_episode(episode("b", "fine"))
     agents.stop("a")
     time.sleep(0.6)
-    agents.check()
+    agents.kill_unresponsive()
     results = [ended.get(timeout=60) for _ in range(2)]
     assert sorted(name for name, _, _ in results) == ["a", "b"]
     assert all("its process is gone" in why for _, _, why in results)
@@ -269,7 +269,7 @@ def test_output_and_results_of_agents_are_limited(play):
     [
         ("mkfifo $FILE", None, ""),
         ("ln -s /dev/zero $FILE", None, ""),
-        ("head -c 2000000 /dev/zero > $FILE", None, "is no JSON"),
+        ("head -c 2000000 /dev/zero > $FILE", None, "is not JSON"),
         ("setsid sleep 3600 & echo 1 > $FILE", 1, ""),
     ],
 )
