@@ -181,9 +181,9 @@ def find_changes(
     """
     now = normalize_json(config)
     changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
-    # 0 is replaced later.
-    chosen = ("micro_rows", "num_steps")
-    changed_keys = [key for key in changed_keys if not (key.endswith(chosen) and now[key] == 0)]
+    # A 0 in these keys is replaced after this comparison.
+    automatic = ("micro_rows", "num_steps")
+    changed_keys = [key for key in changed_keys if not (key.endswith(automatic) and now[key] == 0)]
     if contents is None:  # a new path may hold the same files
         changed_keys = [
             key for key in changed_keys if not _select_fingerprints(key, record.contents)

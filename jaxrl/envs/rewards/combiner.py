@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
@@ -70,6 +72,29 @@ class RewardPart(Protocol):
     def missing_fields(self, task: Task) -> list[str]:
         """Return the names of required fields that the task lacks."""
         ...
+
+
+class AnswerPart(ABC):
+    """Base class of reward parts that compare each final answer with the accepted answers."""
+
+    is_async = False
+
+    @abstractmethod
+    def measure(self, sample: ScoredEpisode) -> PartResult:
+        """Score the final answer of an episode."""
+
+    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
+        """Return one scoring call per episode."""
+        return [
+            PartCall(
+                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
+            )
+            for index, sample in enumerate(group)
+        ]
+
+    def missing_fields(self, task: Task) -> list[str]:
+        """Return `["answers"]` if the task has no accepted answers, else []."""
+        return [] if task.answers else ["answers"]
 
 
 def to_number(name: str, value: Any) -> float:

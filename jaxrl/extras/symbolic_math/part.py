@@ -11,11 +11,11 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-from jaxrl.envs.base import ScoredEpisode, Task
-from jaxrl.envs.rewards.combiner import PartCall, PartResult
+from jaxrl.envs.base import ScoredEpisode
+from jaxrl.envs.rewards.combiner import AnswerPart, PartResult
 from jaxrl.envs.rewards.math_answers import compare_values, join_thousands
 from jaxrl.envs.rewards.rules import extract_last_boxed
 from jaxrl.extras.symbolic_math.worker import is_equal_to_any
@@ -33,7 +33,7 @@ class WorkerLostError(RuntimeError):
     """Error raised if a worker process cannot be started or does not respond."""
 
 
-class MathVerify:
+class MathVerify(AnswerPart):
     """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
 
     An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
@@ -41,8 +41,6 @@ class MathVerify:
     avoid a low reward with an answer that hangs. A worker that cannot start or does not respond is
     an environment error.
     """
-
-    is_async = False
 
     def __init__(self, *, deadline_s: float, memory_mib: int, workers: int) -> None:
         """Store the limits. Workers start at the first comparison.
@@ -63,19 +61,6 @@ class MathVerify:
         self._pool: Any = None
         self._lock = threading.Lock()
         self._cached_compare = lru_cache(maxsize=_CACHE_SIZE)(self._compare)
-
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
-        """Return one scoring call per episode."""
-        return [
-            PartCall(
-                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
-            )
-            for index, sample in enumerate(group)
-        ]
-
-    def missing_fields(self, task: Task) -> list[str]:
-        """Return `["answers"]` if the task has no accepted answers, else []."""
-        return [] if task.answers else ["answers"]
 
     def measure(self, sample: ScoredEpisode) -> PartResult:
         """Score the final answer of an episode."""

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
-from jaxrl.envs.base import ScoredEpisode, Task
-from jaxrl.envs.rewards.combiner import PartCall, PartResult
+from jaxrl.envs.base import ScoredEpisode
+from jaxrl.envs.rewards.combiner import AnswerPart, PartResult
 
 
-class TextMetric(ABC):
+class TextMetric(AnswerPart):
     """Reward part in [0, 1]: the best match of the final answer with an accepted answer.
 
     An abstention scores 0.
     """
 
-    is_async = False
-
     @abstractmethod
     def compare(self, answer: str, truths: Sequence[str]) -> float:
         """Return the score of an answer, maximized over `truths`."""
-
-    def requests(self, group: Sequence[ScoredEpisode]) -> list[PartCall]:
-        """Return one scoring call per episode."""
-        return [
-            PartCall(
-                members=(index,), invoke=partial(self.measure, sample), parse=lambda value: [value]
-            )
-            for index, sample in enumerate(group)
-        ]
-
-    def missing_fields(self, task: Task) -> list[str]:
-        """Return `["answers"]` if the task has no accepted answers, else []."""
-        return [] if task.answers else ["answers"]
 
     def measure(self, sample: ScoredEpisode) -> PartResult:
         """Score the final answer of an episode."""
