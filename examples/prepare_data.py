@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parser.parse_args(argv)
     if settings.name is None:
         print("\n".join(f"{name:<12} {text}" for name, text in SIZES.items()))
+        print("Sizes are those that the sources report. No download from the Hub has been tested.")
         return
     out = settings.out or Path("data") / settings.name
     try:
