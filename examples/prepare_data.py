@@ -14,6 +14,7 @@ import gzip
 import json
 import random
 import shutil
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -184,7 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parser.parse_args(argv)
     if settings.name is None:
         print("\n".join(f"{name:<12} {text}" for name, text in SIZES.items()))
-        print("Sizes are those that the sources report. No download from the Hub has been tested.")
+        print(
+            "Sizes are those that the sources report. No download from the Hub has been tested.",
+            file=sys.stderr,
+        )
         return
     out = settings.out or Path("data") / settings.name
     try:
