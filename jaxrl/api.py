@@ -48,7 +48,7 @@ from jaxrl.run import (
     write_report,
 )
 from jaxrl.runtime import distributed
-from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_value
+from jaxrl.runtime.checkpoint import filter_orbax_logs, list_steps, rank_steps, read_score
 from jaxrl.runtime.job import find_job
 from jaxrl.runtime.peers import MonitorClient, check_coordinator, join_job
 from jaxrl.runtime.preemption import Interrupted
@@ -84,7 +84,7 @@ class Run:
     Attributes:
         workdir: Folder of the run.
         metrics: Table with one row per record of `metrics.jsonl`, null for missing metrics. The
-            column `step` counts over all stages; `stage` has the stage's name.
+            `step` column counts across all stages; `stage` is the stage's name.
         scores: Means of the last evaluation, such as `scores["reward"]`, `scores["exact_match"]`,
             `scores["exact_match/greedy"]` or `scores["two_hop/exact_match"]`.
         scores_before: Means of the first evaluation, if there are several.
@@ -102,7 +102,7 @@ class Run:
 
     def __str__(self) -> str:
         """Return a five-line summary: steps, scores, controls, checkpoint and report."""
-        steps = [stage for stage, _, _ in self._points("timing_s/step")]
+        steps = [stage for stage, _, _ in self._get_points("timing_s/step")]
         counts = (f"{stage} {steps.count(stage)}" for stage in dict.fromkeys(steps))
         evaluations = [scores for scores in (self.scores_before, self.scores) if scores]
         scores, controls = (*format_scores(evaluations), "", "")[:2]
@@ -132,11 +132,11 @@ class Run:
         table = f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
         curves = []
         for title, name in CURVES.items():
-            points = [(step, y) for stage, step, y in self._points(name) if stage == "train"]
+            points = [(step, y) for stage, step, y in self._get_points(name) if stage == "train"]
             curves.append(_draw_curve(title, points))
         return f"<div><code>{html.escape(str(self.workdir))}</code>{table}{''.join(curves)}</div>"
 
-    def _points(self, name: str) -> list[tuple[str, int, float]]:
+    def _get_points(self, name: str) -> list[tuple[str, int, float]]:
         """Return (stage, step, value) for each record that has the metric."""
         if name not in self.metrics.column_names:
             return []
@@ -157,7 +157,7 @@ CURVES = {
 
 
 def _draw_curve(title: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return an SVG image of a curve, 220 by 110 pixels; "" for less than two points."""
+    """Return an SVG image of a curve, 220 by 110 pixels; "" for fewer than two points."""
     if len(points) < 2:
         return ""
     steps, values = zip(*points, strict=True)
@@ -241,7 +241,7 @@ def load_run(workdir: str | Path) -> Run:
     columns = {name: [record.get(name) for record in records] for name in names}
     checkpoints = workdir / "checkpoints"
     steps = list_steps(checkpoints)
-    ranked = rank_steps({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
+    ranked = rank_steps({step: read_score(checkpoints / str(step)) for step in steps}) or steps[-1:]
     return Run(
         workdir=workdir,
         metrics=pa.table(columns),
@@ -282,8 +282,8 @@ class Trainer:
 
     A step consists of `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`;
     `step` makes these calls, as `train` does. `Trainer` and `train` write the same steps, records
-    and checkpoints, and each can resume runs of the other. In a job of several processes, each
-    process makes the same calls.
+    and checkpoints, and each can resume runs of the other. In a multi-process job, every process
+    makes the same calls.
 
     Use it in a `with` block, or call `close`: both save steps after the newest checkpoint.
     """
@@ -308,10 +308,11 @@ class Trainer:
             workdir: Folder of the run; created if missing.
             accept_changes: See `train`.
             ignore_memory_plan: See `train`.
-            coordinator: Address of process 0 as host:port, in a job of several processes.
+            coordinator: Address of process 0 as host:port, for a multi-process job.
             num_processes: Number of processes in the job.
             process_id: Index of this process, from 0.
-            cluster: Cluster that sets the last three: `slurm` or `tpu`.
+            cluster: Cluster environment that provides the previous three arguments: `slurm` or
+                `tpu`.
 
         Raises:
             Exception: See `train`.
@@ -459,8 +460,8 @@ class Trainer:
     ) -> Trajectory:
         """Sample one trajectory, with the tools of the environment.
 
-        Repeated calls return different samples; the same calls in another process, the same
-        samples. A query without accepted answers has a reward of 0.
+        Repeated calls return different samples. The same sequence of calls in another process
+        returns the same samples. A query without accepted answers has a reward of 0.
 
         Args:
             query: Question, a chat as dicts with `role` and `content`, or a task.
@@ -470,7 +471,7 @@ class Trainer:
             top_p: Nucleus sampling probability. Default: `rollout.top_p`.
 
         Raises:
-            ValueError: A setting is invalid, or the sampler has no program for it.
+            ValueError: A setting is invalid, or the sampler is not compiled for it.
         """
         learner, settings = self._open_learner, self._prepared.settings
         if isinstance(query, str):
@@ -574,7 +575,7 @@ class Trainer:
             folder: Model folder in Hugging Face format, or `hf://org/name`.
 
         Raises:
-            ValueError: The model has another tokenizer.
+            ValueError: The model's tokenizer is different.
         """
         with self._handle_stops():
             learner = self._open_learner
@@ -589,11 +590,12 @@ class Trainer:
         Args:
             groups: Groups with advantages, of any number and size.
             loss: Policy loss for this call, with the interface of `loss.name` (docs/extending.md);
-                None for the configured one. Pass the same function each time: it is compiled once.
+                None for the configured loss. Pass the same function each time, so that it is
+                compiled once.
 
         Returns:
-            The metrics of docs/metrics.md, and the most important ones also as `loss`, `kl`,
-            `reward`, `entropy` and `grad_norm` where the method has them.
+            The metrics in docs/metrics.md. The most important ones are repeated as `loss`, `kl`,
+            `reward`, `entropy` and `grad_norm` if the method computes them.
 
         Raises:
             ValueError: A trajectory has no advantage, or `num_steps` steps are done.
@@ -606,7 +608,7 @@ class Trainer:
     def accumulate_gradients(
         self, groups: Sequence[Group], *, loss: Callable[..., Any] | None = None
     ) -> None:
-        """Add the gradient of groups to that of earlier calls, for `apply_gradients`.
+        """Add the gradient of `groups` to the gradients accumulated for `apply_gradients`.
 
         The result equals the gradient of all groups in one mini-batch. For arguments, see
         `update`.
@@ -626,7 +628,7 @@ class Trainer:
             return _add_short_names(self._open_learner.apply_gradients())
 
     def finish_step(self) -> dict[str, Any]:
-        """Write the record of the last update, after an evaluation if one is due; return it.
+        """Write and return the record of the last update, after running any evaluation that is due.
 
         Saves a checkpoint every `checkpoint.every_steps` steps.
         """
@@ -637,7 +639,7 @@ class Trainer:
         """Run a complete step and return its record.
 
         Args:
-            tasks: Tasks to train on; None for the next ones of the stream, as in `train`.
+            tasks: Tasks to train on; None for the next tasks of the stream, as in `train`.
         """
         with self._handle_stops():
             learner = self._begin_step()
@@ -765,7 +767,7 @@ def _join_job(
     process_id: int | None,
     cluster: str | None,
 ) -> MonitorClient | None:
-    """Join the job of several processes, until the stack is closed; None for one process."""
+    """Join the multi-process job until the stack is closed; return None for a single process."""
     job = find_job(
         coordinator=coordinator,
         num_processes=num_processes,
@@ -781,7 +783,7 @@ def _join_job(
 
 @contextlib.contextmanager
 def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first interrupt into a stop request. A second one interrupts immediately."""
+    """Turn the first interrupt into a stop request. A second interrupt takes effect immediately."""
     stop_requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop_requested.is_set  # Python delivers signals to the main thread only

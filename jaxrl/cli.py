@@ -1,4 +1,4 @@
-"""The command `jaxrl`.
+"""The `jaxrl` command.
 
     jaxrl quickstart                              generate a small dataset and train on it
     jaxrl train --config=FILE --workdir=RUN       the same as `python -m jaxrl.launch`
@@ -47,7 +47,7 @@ QUICKSTART = ("--config=configs/quickstart.py", "--workdir=runs/quickstart")
 WORLD_FOLDER = Path("data/quickstart")
 
 
-def find_bundle() -> Path:
+def find_bundle_folder() -> Path:
     """Return the folder with configs/ and examples/, in the installed wheel or the checkout."""
     package = Path(__file__).parent
     installed = package / "bundled"
@@ -55,7 +55,7 @@ def find_bundle() -> Path:
 
 
 def main() -> None:
-    """Run the command that the first argument names."""
+    """Run the command given by the first argument."""
     replace_unencodable_output()
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help", "help"):
@@ -65,7 +65,7 @@ def main() -> None:
         print(f"jaxrl {version('jaxrl')}")
         return
     # Append the folder, so that the user's configs/ and modules take precedence.
-    sys.path.append(str(find_bundle()))
+    sys.path.append(str(find_bundle_folder()))
     if command == "quickstart":
         # Generate the dataset unless its last file exists.
         has_world = (WORLD_FOLDER / "questions_eval.jsonl").is_file()
@@ -87,7 +87,7 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def resolve_bundled_path(argument: str) -> str:
-    """Return the argument; replace a `configs/...` path that does not exist by the bundled file.
+    """Return the argument; replace a `configs/...` path that does not exist with the bundled file.
 
     Also handles `--flag=configs/file.py:argument`.
     """
@@ -96,10 +96,10 @@ def resolve_bundled_path(argument: str) -> str:
     if (
         not path.startswith("configs/")
         or Path(path).exists()
-        or not (find_bundle() / path).exists()
+        or not (find_bundle_folder() / path).exists()
     ):
         return argument
-    return f"{flag}{equals}{find_bundle() / path}{colon}{rest}"
+    return f"{flag}{equals}{find_bundle_folder() / path}{colon}{rest}"
 
 
 if __name__ == "__main__":

@@ -52,9 +52,9 @@ def build_record(
     """Return the JSON record of an evaluation: summaries and the answers to each question.
 
     Args:
-        step: Global step, counted over all stages.
+        step: Global step, counted across all stages.
         stage: Stage that runs the evaluation.
-        settings: Section `eval` of the config.
+        settings: The `eval` section of the config.
         suites: Evaluated groups, by suite name.
         summaries: Means and confidence intervals, by suite name.
         weights_step: Step that produced the weights; `step` by default.
@@ -88,7 +88,7 @@ def build_record(
 
 
 def write_results(path: Path, record: Mapping[str, Any], text: str) -> None:
-    """Write the record to `path` and the text to `path` with suffix `.txt`, each atomically."""
+    """Write the record to `path` and the text to the `.txt` file next to it, each atomically."""
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
         with open_atomic(name) as file:
@@ -192,7 +192,7 @@ def run_suites(
         Metrics, and the first error of each suite in which every episode failed.
 
     Raises:
-        BudgetSpentError: The policy is behind an endpoint and the run has spent its budget.
+        BudgetSpentError: The policy is behind an endpoint, and the run has spent its budget.
     """
     step, display, settings = (
         run_state.progress.step,

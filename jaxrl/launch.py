@@ -4,8 +4,8 @@ Runs the configured stages in order. An existing workdir resumes from its latest
 SIGTERM or SIGINT, the run saves and exits with code 75. Command-line values override `--values`,
 which overrides the config file.
 
-`--plan` runs nothing. It shows the memory that each device needs, computed from the model's
-config.json. The exit code is 0 if the run fits in memory, else 1.
+`--plan` shows the memory that each device needs, computed from the model's config.json, and runs
+nothing. The exit code is 0 if the run fits in memory, else 1.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _run(
         config: Validated configuration.
         workdir: Folder of the run; created if missing.
         should_stop: Function that returns True once the run must save and exit.
-        begin: Function to call once the run has progress that a stop request must save.
+        begin: Function called once the run has progress that must be saved when it is stopped.
     """
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableImageError
@@ -268,7 +268,7 @@ def _run(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """Validated run with its components; for the fields, see `run.run`.
+    """Validated run with its components. See `run.run` for the fields.
 
     `step` is the checkpoint to evaluate and export instead of running the stages.
     """
@@ -309,8 +309,7 @@ def prepare_run(
     """Check a run against its workdir, files and code, and build its components.
 
     Args:
-        config: Validated configuration. Micro-batch sizes of 0 and names on the Hub are replaced in
-            place.
+        config: Validated configuration. Micro-batch sizes of 0 and Hub names are replaced in place.
         workdir: Folder of the run; created if missing.
         display: Progress display.
         stack: Exit stack that holds the lock of the workdir.
@@ -335,7 +334,7 @@ def prepare_run(
     # Run cheap checks first, so that a run that cannot start writes and compiles nothing.
     record = resume.read_record(workdir, accept_changes=accept_changes)
     config = download_files(config, record.config if record else None)
-    _check_workdir(config.recorded, workdir, accept_changes=accept_changes)
+    _check_workdir(config.recorded_config, workdir, accept_changes=accept_changes)
     if step is not None:
         if config.stages != ("evaluate",) or config.policy.name != configuration.LOCAL_MODEL:
             raise ValueError(
@@ -347,7 +346,7 @@ def prepare_run(
     contents = compute_fingerprints(config)
     check_processes_agree(config, workdir, contents)
     begun, changes = _check_changes(
-        config.recorded, workdir, contents, accept_changes=accept_changes
+        config.recorded_config, workdir, contents, accept_changes=accept_changes
     )
     notes = validation.list_warnings(config)
     if begun is not None:
@@ -369,7 +368,7 @@ def prepare_run(
 
     def record_start() -> None:
         if distributed.is_main():
-            resume.record_start(workdir, begun, changes, config.recorded, contents)
+            resume.record_start(workdir, begun, changes, config.recorded_config, contents)
 
     return PreparedRun(
         settings=build_run_settings(config),
@@ -397,7 +396,8 @@ def _fit_memory(
     """Choose micro-batch sizes that fit this host's devices, in place. Return log messages.
 
     Raises:
-        ValueError: The run does not fit, or it needs the memory plan and that extra is missing.
+        ValueError: The run does not fit, or it needs the memory plan and the `plan` extra is
+            missing.
     """
     if config.policy.name != configuration.LOCAL_MODEL:
         return []
@@ -508,7 +508,7 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
 
     Args:
         error: Error to report.
-        remedy: Remedy for a system error, instead of the one in `REMEDIES`.
+        remedy: Remedy for a system error; overrides `REMEDIES`.
         path: Path to report for a system error that names no file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
@@ -520,7 +520,7 @@ def _exit_with_error(error: Exception, remedy: str = "", path: Path | None = Non
 
 
 def _is_system_error_in(error: Exception, folder: Path) -> bool:
-    """Return True if a system error listed in `REMEDIES` concerns a file in `folder`."""
+    """Return True if the error is a system error in `REMEDIES` about a file in `folder`."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())

@@ -66,10 +66,10 @@ def run(
         workdir: Folder of the run; it must exist.
         components: Components built from the configuration.
         display: Progress display.
-        should_stop: Function that returns True once the run must save and end.
+        should_stop: Function that returns True once the run must save and exit.
         contents: Fingerprints of the configured files, saved in checkpoints.
-        record_start: Function to call once, after restoring the checkpoint, if any. From then on,
-            the workdir belongs to this configuration.
+        record_start: Function called once, after any checkpoint is restored. From then on, the
+            workdir belongs to this configuration.
 
     Raises:
         Interrupted: `should_stop` returned True. Completed steps are saved.
@@ -139,7 +139,7 @@ def evaluate_step(
     """Evaluate and export the checkpoint of a step, without changing the rest of the run.
 
     Writes scores to `eval/evaluate_<step>.json` and the model to `steps/<step>/` in the workdir.
-    `step` is counted over all stages. For the other arguments, see `run`.
+    `step` is counted across all stages. For the other arguments, see `run`.
 
     Raises:
         Interrupted: `should_stop` returned True.
@@ -276,8 +276,8 @@ def load_run_state(
 ) -> RunState:
     """Restore the run state from the latest checkpoint, or create it.
 
-    With `restores_finished_stage`, also restore the optimizer and the reference if all steps of the
-    stage are done. For the other arguments, see `run`.
+    With `restores_finished_stage`, also restore the optimizer and the reference policy if all steps
+    of the stage are done. For the other arguments, see `run`.
     """
     # Restore the progress, after applying rollbacks that are newer than the checkpoint.
     is_main = distributed.is_main()
@@ -335,7 +335,7 @@ def discard_rolled_back_output(workdir: Path, checkpointer: Checkpointer) -> lis
     """Apply rollbacks decided after the latest checkpoint: remove or archive all later output.
 
     Returns:
-        All decisions if the last one is newer than that checkpoint, else an empty list.
+        All decisions if the last decision is newer than that checkpoint, else an empty list.
 
     Raises:
         CheckpointError: The decisions on disk are damaged, or there is no checkpoint to restore.
@@ -374,7 +374,7 @@ def apply_rollback(
     # Keep the cost of discarded steps and groups.
     progress.ledger = UsageStats.from_json(decision["ledger"])
     progress.prefetched = None
-    values = checkpointer.values()
+    values = checkpointer.scores()
     if values.get(progress.best.step) != progress.best.value:
         best = rank_steps(values)
         best_fields = (
@@ -441,8 +441,8 @@ def build_restore_targets(
 ) -> dict[str, Any]:
     """Return abstract arrays for the items to restore from a checkpoint with progress `saved`.
 
-    The items include the optimizer and the reference in the middle of a stage, or if
-    `restores_finished_stage`.
+    The items include the optimizer and the reference policy if a stage is in progress or
+    `restores_finished_stage` is set.
     """
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh

@@ -44,10 +44,10 @@ from jaxrl.training.method import Method, needs_divergences
 from jaxrl.training.minibatches import (
     compute_trajectory_filter_metrics,
     cut_minibatches,
-    cut_to_fit,
     make_minibatches,
     select_trained,
     shard_minibatches,
+    split_groups,
 )
 from jaxrl.training.packing import PackedBatch
 from jaxrl.training.policy_loss import make_update_step
@@ -85,14 +85,14 @@ class Learner:
     """Parts of an RL step, which `train` runs in order and `api.Trainer` exposes as methods.
 
     A step is `collect` (or `rollout`), `compute_advantages`, `update` and `finish_step`. Only
-    `update` changes the progress, so a run that stops earlier repeats the step. Each process of a
+    `update` changes the progress, so a run that stops earlier repeats the step. Every process of a
     job calls the same methods with the same arguments.
     """
 
     def __init__(self, run_state: RunState, params: Params):
-        """Create the training state at the start of the stage, or else restore it.
+        """Create the training state at the start of the stage; otherwise, restore it.
 
-        `params` are the policy's parameters; the state owns them from now on.
+        `params` are the policy's parameters. The state takes ownership of them.
         """
         self.run_state = run_state
         components, self.method = run_state.components, run_state.components.method
@@ -188,8 +188,8 @@ class Learner:
     def collect(self) -> list[Group]:
         """Sample the step's groups from the next tasks, and return those that pass the filter.
 
-        Rewards are shaped (training/rewards.py), and groups without a learning signal are dropped
-        (objectives/filters.py, selected by filter.name).
+        Rewards are shaped (training/rewards.py). A filter in objectives/filters.py, selected by
+        filter.name, drops groups without a learning signal.
         """
         if self._collected is not None:
             raise ValueError(
@@ -295,11 +295,11 @@ class Learner:
     def compute_advantages(self, groups: Sequence[Group]) -> list[Group]:
         """Advance the controllers, adjust rewards, and estimate advantages.
 
-        Advantages belong to a trajectory or a turn (objectives/advantages.py, selected by
-        advantage.name).
+        An estimator in objectives/advantages.py, selected by advantage.name, computes one advantage
+        per trajectory or per turn.
 
         Raises:
-            ValueError: A trajectory has an advantage already, so its reward would be adjusted
+            ValueError: A trajectory already has an advantage, so its reward would be adjusted
                 twice.
         """
         if any(t.advantage is not None for t in flatten_groups(groups)):
@@ -344,7 +344,7 @@ class Learner:
         Args:
             groups: Groups of any number and size. Trajectories without an advantage are an error.
             loss: Policy loss for this call, with the interface of `loss.name`; None for the
-                configured one. Each function is compiled once.
+                configured loss. Each function is compiled once.
         """
         run_state, stage = self.run_state, self.stage
         policy_version, scale = int(self.state.num_updates), run_state.progress.watched.lr_scale
@@ -389,7 +389,7 @@ class Learner:
     def accumulate_gradients(
         self, groups: Sequence[Group], loss: Callable[..., Any] | None = None
     ) -> None:
-        """Add the gradient of groups with advantages to that of earlier calls in this step.
+        """Add the gradient of `groups` to the gradients accumulated by earlier calls in this step.
 
         `apply_gradients` then takes one optimizer step with the gradient of all groups in one
         mini-batch. For arguments, see `update`.
@@ -441,7 +441,7 @@ class Learner:
         return gradients
 
     def _select_loss(self, loss: Callable[..., Any] | None) -> tuple[Method, UpdateStep]:
-        """Return the method with a loss, and its update step; None selects the configured one."""
+        """Return the method with a loss, and its update step; None selects the configured loss."""
         if loss is None:
             return self.method, self.stage.update
         if loss not in self._custom_losses:
@@ -456,7 +456,7 @@ class Learner:
     def _prepare_update(
         self, groups: Sequence[Group], method: Method
     ) -> tuple[list[Group], list[list[Piece]]]:
-        """Pack groups into mini-batches; a large one has several pieces of the stage's shape."""
+        """Pack groups into mini-batches. Large ones have several pieces of the stage's shape."""
         run_state, mesh = self.run_state, self.run_state.components.mesh
         if run_state.is_stage_done:
             raise ValueError(
@@ -483,7 +483,7 @@ class Learner:
         minibatches = []
         for part in cut_minibatches(groups, method.optimizer.num_minibatches):
             pieces = []
-            for piece_groups in cut_to_fit(part, self.stage.shape.num_sequences):
+            for piece_groups in split_groups(part, self.stage.shape.num_sequences):
                 [packed] = make_minibatches(
                     piece_groups,
                     self.stage.shape,
@@ -745,7 +745,7 @@ def act_on_signs(run_state: RunState) -> None:
         num_earlier_steps = progress.step - progress.stage_step  # number of steps in earlier stages
         steps = [
             s - num_earlier_steps
-            for s in run_state.checkpointer.values()
+            for s in run_state.checkpointer.scores()
             if num_earlier_steps <= s < progress.step
         ]
         target_step = num_earlier_steps + rollback_target(worst, watch, progress.watched, steps)
@@ -808,7 +808,7 @@ def restore_best_state(run_state: RunState, state: TrainState) -> TrainState:
 def log_trajectories(
     run_state: RunState, trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write the step's first `num_logged_trajectories` trajectories to the file of the step."""
+    """Write the step's first `num_logged_trajectories` trajectories to the step's file."""
     if not distributed.is_main():
         return
     count = run_state.settings.num_logged_trajectories

@@ -105,8 +105,8 @@ class Trajectory:
     # int32 [L], optimizer steps taken before the token was sampled; -1 for tokens not sampled.
     policy_versions: np.ndarray
     attachments: tuple[Attachment, ...] = ()  # in the order of their placeholders in `token_ids`
-    # [L, ...] arrays of `Architecture.recorded` from the sampler's passes; {} if training does not
-    # replay them.
+    # [L, ...] arrays of `Architecture.recorded_specs` from the sampler's passes; {} if training
+    # does not replay them.
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     prompt_length: int
     sample_index: int  # within the group
@@ -160,7 +160,7 @@ class Trajectory:
     def token_turns(self) -> np.ndarray:
         """Turn index of each token: int [L].
 
-        The prompt belongs to the first turn, an observation to the turn before it.
+        The prompt belongs to the first turn, and an observation to the turn before it.
         """
         indices = np.arange(len(self.token_ids))
         return np.maximum(np.searchsorted(self.turn_starts, indices, side="right") - 1, 0)
@@ -382,8 +382,8 @@ def set_advantages(
 
     Args:
         groups: Groups to copy.
-        advantages: For each trajectory, in the order of `flatten_groups`, one number or one per
-            token `[L]`. Only sampled tokens are trained on.
+        advantages: For each trajectory, in the order of `flatten_groups`, a single number or one
+            number per token `[L]`. Only sampled tokens are trained on.
 
     Raises:
         ValueError: An advantage is not finite, or the number of values is wrong.

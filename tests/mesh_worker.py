@@ -164,7 +164,7 @@ def start_engine(mesh, config, params):
         max_prompt_tokens=16,
         max_total_tokens=64,
         chunk_tokens=4,
-        records=bool(config.recorded),
+        records=bool(config.recorded_specs),
     )
     engine.row_sizes = engine.row_sizes[-1:]  # each size compiles for seconds
     engine.compile()
@@ -277,7 +277,7 @@ def find_sampler_collectives(engine):
     }
     return {
         function.name: find_collectives(program_text(function, *arguments[function.name]))
-        for function in engine.functions
+        for function in engine.compiled_functions
         if function.name in arguments
     }
 
@@ -339,7 +339,7 @@ def train(mesh, params, config=TINY):
     score = ScoreStep(model, temperature=1.0)
     sequences, token_arrays = random_sequences(LENGTHS), {}
     if config.num_experts:
-        sequences, token_arrays = with_random_experts(sequences), config.recorded
+        sequences, token_arrays = with_random_experts(sequences), config.recorded_specs
     packed = pack_all(sequences, replace(SHAPE, token_arrays=token_arrays))
     batch = put_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
@@ -507,7 +507,9 @@ def check_meshes(meshes):
         with compilations() as compiled:
             samples = sample(engine)
         check_equal(compiled, [])
-        num_programs = {function.name: function.num_programs for function in engine.functions}
+        num_programs = {
+            function.name: function.num_programs for function in engine.compiled_functions
+        }
         check_equal(num_programs, {"append": 1, "decode": 2, "copy": 1, "swap": 1, "embed": 0})
         check_cache_layout(engine, sizes)
         check_sampler_moves_no_cache(engine, sizes)

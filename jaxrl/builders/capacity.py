@@ -1,4 +1,4 @@
-"""Checks of row counts and context length, and the size of the KV cache on each device."""
+"""Check row counts and context length, and size the KV cache of each device."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def check_context_length(config: ResolvedConfig, model: Architecture) -> None:
 def explain_out_of_memory(config: ResolvedConfig, error: Exception) -> str | None:
     """Return a message that names the settings to lower; None for any other error.
 
-    It names the settings of all phases: programs run asynchronously, so an error of the update may
-    appear during the next sampling.
+    It names the settings of all phases: programs run asynchronously, so an error in the update may
+    surface during the next sampling phase.
     """
     text = str(error)
     if not (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text):

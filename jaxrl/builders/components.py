@@ -99,9 +99,9 @@ def build(
     Args:
         c: Resolved configuration. A `num_steps` of 0 is replaced in place.
         show: Function that displays a status message.
-        workdir: Folder of the run, which contains the recordings by default.
+        workdir: Folder of the run. Recordings are stored there by default.
         log: Function that logs a message.
-        now: Time that the chat template sees; by default the current time.
+        now: Time passed to the chat template; the current time by default.
 
     Raises:
         FileNotFoundError, ValueError: A file, the model or a combination of settings is invalid.
@@ -244,7 +244,10 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
     # unchanged.
     endpoint = c.policy.get(c.policy.name)
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    values, copied = c.recorded.to_dict(), c.recorded.to_dict()  # keys are removed from the copy
+    values, copied = (
+        c.recorded_config.to_dict(),
+        c.recorded_config.to_dict(),
+    )  # keys are removed from the copy
     depends_on = {name: copied[name] for name in sections if name in copied}
     depends_on.get("images", {}).pop("cache_mib", None)
     if c.policy.name != LOCAL_MODEL:
@@ -285,7 +288,7 @@ def build_run_settings(c: ResolvedConfig) -> Settings:
 def build_processor(
     c: ResolvedConfig, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
-    """Create the image processor; None if the model does not support images.
+    """Create the image processor; return None if the model does not support images.
 
     Raises:
         ValueError: preprocessor_config.json does not match the model's config.json.
@@ -308,7 +311,7 @@ def build_processor(
 def _build_external_model(
     c: ResolvedConfig, workdir: Path | None, log: Log
 ) -> ExternalModel | None:
-    """Create the client for a model behind an endpoint; None for a local model.
+    """Create the client for a model behind an endpoint; return None for a local model.
 
     Raises:
         ValueError: The API key is not set, or the workdir contains checkpoints of a local model.
@@ -339,7 +342,7 @@ def read_model_and_tokenizer(
         c: Resolved configuration.
         mesh: Mesh of all devices.
         is_local: True if the model runs on these devices, False if it is behind an endpoint.
-        now: Time that the chat template sees; by default the current time.
+        now: Time passed to the chat template; the current time by default.
         log: Function that logs a message about the weights.
 
     Raises:
@@ -352,7 +355,7 @@ def read_model_and_tokenizer(
         check_even_split(mesh, model)
         for key, supported in (
             ("balance_coef", model.statistics),
-            ("replay", model.recorded),
+            ("replay", model.recorded_specs),
             ("freeze_tower", model.tower),
         ):
             if c.model[key] and not supported:
@@ -404,7 +407,7 @@ def collect_template_notes(tokenizer: Tokenizer) -> list[str]:
 
 
 def _check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
-    """Reject a tokenizer that has more ids than the model, or EOS ids outside its vocabulary."""
+    """Reject a tokenizer that has more ids than the model, or EOS ids outside the vocabulary."""
     if tokenizer.num_tokens > model.vocab_size:
         raise ValueError(
             f"the tokenizer in {path!r} has {tokenizer.num_tokens} ids, but the model has "
@@ -422,7 +425,8 @@ def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
     """Check that the devices can offload optimizer moments or activations to host memory.
 
     Raises:
-        ValueError: The devices cannot. The message names the key that enables offloading.
+        ValueError: The devices do not support it. The message names the key that enables
+            offloading.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -464,7 +468,7 @@ class FrozenModel:
 
 
 def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> FrozenModel:
-    """Load the model of a folder onto the devices, for scoring.
+    """Load a model from a folder onto the devices, for scoring.
 
     Args:
         c: Resolved configuration; its mesh, dtype and kernels are used.
@@ -472,7 +476,7 @@ def load_frozen_model(c: ResolvedConfig, folder: str, tokenizer: Tokenizer) -> F
         tokenizer: Tokenizer of the policy.
 
     Raises:
-        ValueError, OSError: The folder contains no model, or one with another tokenizer.
+        ValueError, OSError: The folder contains no model, or its tokenizer is different.
     """
     architecture, mesh = read_architecture(folder, c.model.architecture), make_mesh(**c.mesh)
     other = Tokenizer.from_folder(folder)
@@ -561,7 +565,7 @@ def build_engine(
     *,
     kind: type[Engine] = Engine,
 ) -> Engine:
-    """Create the sampling engine, of class `kind`."""
+    """Create a sampling engine of class `kind`."""
     # The cache has the configured size, or all memory that the plan leaves free.
     rollout, length = c.rollout, c.context_tokens
     sampling_mesh = local_mesh(mesh, c.mesh.rollout_devices)
@@ -594,13 +598,13 @@ def build_engine(
         ),
         kinds=select_sampling_kinds(c),
     )
-    if engine.recorded:
+    if engine.recorded_specs:
         engine.check()  # a custom architecture may not record the arrays that it declares
     return engine
 
 
 def count_free_pages(c: ResolvedConfig, model: Architecture, page_tokens: int) -> int:
-    """Return the number of KV-cache pages that fit in the memory that the plan leaves free."""
+    """Return the number of KV-cache pages that fit in the memory the plan leaves free."""
     page_counter = import_optional(PAGE_COUNTER)
     if page_counter is None:
         raise ValueError(
@@ -619,7 +623,7 @@ AUDIT_TASKS = "jaxrl.extras.audit.startup:audit_tasks"
 
 
 def select_sampling_kinds(c: ResolvedConfig) -> list[str]:
-    """Return the sampling kinds of `next_token` that the stages need, or chat without stages."""
+    """Return the sampling kinds that the stages need; those that chat needs if there are none."""
     rollout, evaluation = c.rollout, c.eval
     kinds = []
     if "train" in c.stages:
@@ -661,8 +665,8 @@ def open_all_tasks(c: ResolvedConfig, show: Show) -> tuple[Mixture[Task], Mixtur
 def _set_num_steps(c: ResolvedConfig, tasks: Mixture[Task]) -> str:
     """Replace `num_steps=0` with the steps of `num_epochs`, in place. Return a note, or "".
 
-    The number is fixed at the start, because learning-rate schedules need it. Steps that draw more
-    tasks (filter.name) thus pass over the tasks more often.
+    The number is fixed at the start, because learning-rate schedules need it. If `filter.name`
+    makes steps draw more tasks, training runs for more than `num_epochs` epochs.
     """
     if "train" not in c.stages or c.num_steps:
         return ""
@@ -747,12 +751,12 @@ def _prompt_fits(tasks: Sequence[Task], index: int, task: Task, rollout: BaseRol
 
 
 def find_trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Return a bool [V] mask of the ids whose text is one of `words`; None without words.
+    """Return a bool [V] mask of the ids whose text is one of `words`; None if `words` is empty.
 
     Case and surrounding whitespace are ignored.
 
     Raises:
-        ValueError: No id equals any of the words.
+        ValueError: No token matches any of the words.
     """
     if not words:
         return None

@@ -54,7 +54,7 @@ def build_tools(c: ResolvedConfig, log: Log) -> list[Tool]:
 
 
 def build_prompt(c: ResolvedConfig) -> Prompt:
-    """Create the prompt template, and read its file if there is one."""
+    """Create the prompt template, reading its file if one is configured."""
     prompt = Prompt(**{key: c.prompt[key] for key in ("system", "template", "examples")})
     if not c.prompt.template_file:
         return prompt
@@ -124,7 +124,7 @@ def build_rewards(c: ResolvedConfig, workdir: Path | None, log: Log) -> RewardCo
 def build_search(
     c: ResolvedConfig, show: Callable[[str], None], workdir: Path | None, log: Log
 ) -> ResilientSearch:
-    """Create the search engine, wrapped with cache, rate limits, retries and recording.
+    """Create the search engine, wrapped with a cache, rate limits, retries and a recording.
 
     Raises:
         OutageError: The engine's server does not respond.
@@ -171,7 +171,7 @@ def _build_engine(c: ResolvedConfig, show: Callable[[str], None], log: Log) -> T
 
 
 def build_random_search(c: ResolvedConfig, search: ResilientSearch) -> Tool:
-    """Create the control engine, which returns random documents of `search`.
+    """Create the control engine, which returns random documents from `search`.
 
     Raises:
         ValueError: The configured engine does not provide `documents`.

@@ -1,4 +1,4 @@
-"""Content hashes of the files that a configuration names."""
+"""Content hashes of the files that a configuration refers to."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_HEADER_BYTES = 100_000_000  # bytes; the limit of safetensors
 def compute_fingerprints(config: ResolvedConfig) -> dict[str, str]:
     """Hash the content of the files that the configured stages read.
 
-    Keys of the result are config keys (`tasks.train.source`), for model files with the file name
-    (`model.path/config.json`), for user code with a suffix (`advantage.name's file`). A file's path
-    does not affect its hash. Missing files are skipped.
+    Keys of the result are config keys (`tasks.train.source`), followed by the file name for model
+    files (`model.path/config.json`) and by a suffix for user code (`advantage.name's file`). A
+    file's path does not affect its hash. Missing files are skipped.
 
-    Data, the corpus and small model files are hashed completely. Weights may have hundreds of
+    Data, the corpus and small model files are hashed completely. Weights may take hundreds of
     gigabytes, so their hash covers the size, the header with all names and shapes, and
     `NUM_WEIGHT_SAMPLES` evenly spaced blocks, nearly all of which change in training.
     """
@@ -121,7 +121,9 @@ def check_processes_agree(
     Raises:
         ValueError: Processes differ. Every process raises the same error.
     """
-    settings = {f"config.{key}": repr(value) for key, value in flatten(config.recorded).items()}
+    settings = {
+        f"config.{key}": repr(value) for key, value in flatten(config.recorded_config).items()
+    }
     settings["--workdir"] = repr(str(workdir.resolve()))
     for engine in ("local", "dense"):  # hosts may keep their indexes in different folders
         settings.pop(f"config.search.{engine}.index", None)
@@ -138,7 +140,7 @@ def check_processes_agree(
 
 
 def find_differences(all_processes: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """Describe the settings and files in which any process differs from process 0.
+    """Describe the settings and files that differ between any process and process 0.
 
     Args:
         all_processes: Settings and fingerprints of each process. A setting that names files is

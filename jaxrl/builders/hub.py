@@ -1,4 +1,4 @@
-"""Replacement of Hugging Face Hub names in a configuration with local paths."""
+"""Replace Hugging Face Hub names in a configuration with local paths."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def download_files(
 ) -> ResolvedConfig:
     """Download the models and data that the run needs, and set their paths in the config.
 
-    A name without a revision means the commit that the run has recorded, or else the newest one.
+    A name without a revision refers to the commit that the run recorded, or else the newest one.
 
     Args:
         c: Resolved configuration; its values are changed in place.
-        recorded: Values by dotted key with which the run has trained so far, if any.
+        recorded: Values by dotted key that the run has used so far, if any.
         for_plan: True to download only `config.json` of each model.
 
     Returns:
-        The configuration, whose `hub_names` has the names with their commits.
+        The configuration, whose `hub_names` contains the names with their commits.
 
     Raises:
         ValueError, OSError: A name is malformed, or a download failed.

@@ -123,7 +123,7 @@ def compute_batch_shape(
         tower=model.tower if model else None,
         max_units=image_tokens,
         num_pieces=num_pieces,
-        token_arrays=model.recorded if model and replays else {},
+        token_arrays=model.recorded_specs if model and replays else {},
     )
 
 

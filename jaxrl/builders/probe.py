@@ -1,4 +1,4 @@
-"""Calls of user code on example inputs, to report errors before the run starts."""
+"""Call user code on example inputs, to report errors before the run starts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def probe_loss(loss: Callable[..., Any]) -> None:
     """Trace a policy loss that is passed to `api.Trainer`; see `probe_method`.
 
     Raises:
-        UserCodeError: The loss takes an unknown array, raised, or returned a wrong value.
+        UserCodeError: The loss takes an unknown array, raised, or returned an invalid value.
     """
     function = NamedFunction.from_callable("loss.name", loss)
     unknown = [name for name in function.arguments if name not in LOSS_ARRAYS]

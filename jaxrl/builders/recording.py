@@ -30,7 +30,7 @@ def open_recording(
 
     Raises:
         ValueError: Neither a recording folder nor a workdir is set.
-        FileNotFoundError: `search.replay` is "only", but nothing is recorded for this engine.
+        FileNotFoundError: `search.replay` is "only", but there is no recording for this engine.
     """
     search = config.search
     if not (search.replay_folder or workdir):

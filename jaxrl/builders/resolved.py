@@ -104,13 +104,13 @@ class ResolvedConfig:
         return self.config[key]
 
     def with_values(self, values: Mapping[str, Any]) -> ResolvedConfig:
-        """Return a copy with new values by dotted key, none of which may be a resolved name."""
+        """Return a copy with values replaced by dotted key. Resolved names cannot be replaced."""
         config = self.config.copy_and_resolve_references()
         config.update_from_flattened_dict(dict(values))
         return replace(self, config=config)
 
     @property
-    def recorded(self) -> ConfigDict:
+    def recorded_config(self) -> ConfigDict:
         """Configuration as recorded by a run, with Hub names instead of local paths."""
         return self.with_values(self.hub_names).config
 
@@ -223,7 +223,7 @@ class ResolvedConfig:
 
     @property
     def training_steps(self) -> dict[str, int]:
-        """Number of steps by training stage, for the configured stages."""
+        """Number of steps of each configured training stage."""
         return count_training_steps(self.config)
 
     def count_updates(self, stage: str) -> int:
@@ -239,7 +239,7 @@ class ResolvedConfig:
 
 
 def count_training_steps(config: Any) -> dict[str, int]:
-    """Return the number of steps by training stage, for the configured stages."""
+    """Return the number of steps of each configured training stage."""
     steps = {"sft": config.sft.num_steps, "train": config.num_steps}
     return {stage: steps[stage] for stage in config.stages if stage in steps}
 
@@ -254,7 +254,7 @@ def find_fixed_keys(c: ResolvedConfig, run_config: Mapping[str, Any]) -> list[st
 
     Args:
         c: New configuration.
-        run_config: Values by dotted key with which the run has trained so far.
+        run_config: Values by dotted key that the run has used so far.
     """
     fixed = [*ADAPTERS]
     fixed += [key for key, entry in KEYS.items() if entry.is_fixed and entry.is_fixed(c)]

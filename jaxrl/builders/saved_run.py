@@ -1,4 +1,4 @@
-"""Loading of a saved run's configuration and trained weights for inference."""
+"""Load a saved run's configuration and trained weights for inference."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def resolve_for_inference(config: ConfigDict, *, has_overrides: bool) -> ResolvedConfig:
-    """Resolve the names that inference needs, and download a model on the Hub.
+    """Resolve the names that inference needs, and download the model if it is on the Hub.
 
     Names for training, data and rewards are not resolved.
 
@@ -204,7 +204,7 @@ METHOD_SECTIONS = ("advantage", "loss", "kl", "filter", "optimizer", "sft", "wat
 
 
 def fit_config_to_host(config: ConfigDict) -> int:
-    """Adjust the mesh and batch sizes in `config` to this host's devices, with groups of one.
+    """Adjust the mesh and batch sizes in `config` to this host's devices, with a group size of 1.
 
     Returns:
         Number of row shards in training.

@@ -1,4 +1,4 @@
-"""Validation of a configuration: values, names and combinations of keys."""
+"""Validate a configuration: values, names and combinations of keys."""
 
 from __future__ import annotations
 
@@ -466,7 +466,7 @@ def _find_run_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
 
 
 def _find_limit_conflicts(c: ResolvedConfig) -> Iterator[Finding]:
-    """Yield a finding for each numeric setting that conflicts with another one."""
+    """Yield a finding for each numeric setting that conflicts with another setting."""
     # Mini-batches and lengths.
     rollout, context, optimizer = c.rollout, c.rollout.context, c.optimizer
     if rollout.tasks_per_step % optimizer.num_minibatches:

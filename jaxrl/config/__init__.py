@@ -1,4 +1,4 @@
-"""Configuration keys, loading of values, and resolution of names."""
+"""Configuration keys, value loading and name resolution."""
 
 from jaxrl.config.schema import default_config
 

@@ -1,4 +1,4 @@
-"""Types for configuration keys and rules, and loading of the keys that extras define.
+"""Types for configuration keys and rules, and a loader for the keys that extras define.
 
 `schema.py` defines the keys of the core. An extra defines its keys in `extras/*/keys.py`, which
 must not import the rest of the extra.
@@ -40,7 +40,7 @@ REPLAY = ("off", "record", "only")
 
 @dataclass(frozen=True)
 class Key:
-    """One configuration key and the constraints on its value. Rules across keys are in `Rule`."""
+    """A configuration key and the constraints on its value. See `Rule` for rules across keys."""
 
     default: Any  # None: a switch whose default depends on the platform
     meaning: str  # Markdown, with the unit
@@ -128,7 +128,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_json(value: Any, *, is_flat: bool) -> bool:
-    """Return True if JSON can represent the value. Lists and mappings are not flat."""
+    """Return True if JSON can represent the value. Lists and mappings may be nested."""
     if isinstance(value, dict) and not is_flat:
         return all(isinstance(k, str) and _is_json(v, is_flat=False) for k, v in value.items())
     if isinstance(value, list | tuple) and not is_flat:

@@ -1,4 +1,4 @@
-"""Loading of configuration values from Python, YAML and JSON files and the command line."""
+"""Load configuration values from Python, YAML and JSON files and the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_config_file(argument: str) -> ConfigDict:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not Python or raises, or the result is not a `ConfigDict`.
+        ValueError: The file is not valid Python, it raises, or the result is not a `ConfigDict`.
     """
     path, _, config_argument = argument.partition(":")
     if not Path(path).is_file():

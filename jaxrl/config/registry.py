@@ -1,4 +1,4 @@
-"""Resolution of config names to objects: table entries, entry points or dotted paths."""
+"""Resolve config names to objects: table entries, entry points or dotted paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTRAS = Path(__file__).parents[1] / "extras"
 
 
 def resolve(key: str, name: str, table: Mapping[str, Any], *, example: str) -> Any:
-    """Return the object that `config.<key>` names.
+    """Return the object that `config.<key>` refers to.
 
     Args:
         key: Full dotted key.
@@ -185,7 +185,7 @@ def _check_arguments(
 
 
 def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace an alias in the config with the keys that it stands for.
+    """Expand an alias in the config into the keys that it stands for.
 
     Args:
         config: Configuration, changed in place.
@@ -193,7 +193,7 @@ def resolve_aliases(config: ConfigDict, key: str, aliases: Mapping[str, Mapping[
         aliases: Values by key, for each alias.
 
     Raises:
-        ValueError: One of these keys has another value already.
+        ValueError: One of these keys already has a different value.
     """
     name = attrgetter(key)(config)
     for changed, value in aliases.get(name, {}).items():

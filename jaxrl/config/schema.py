@@ -1,4 +1,4 @@
-"""Definitions of all configuration keys: default, meaning, constraints, effect on a restart.
+"""Definitions of all configuration keys: default, meaning, constraints and effect on a restart.
 
 Value checks, `default_config()`, the comparison on resume and the tables in docs/configuration.md
 derive from `KEYS`. Extras define additional keys in `extras/*/keys.py`. Those files and
@@ -121,12 +121,12 @@ def _define_optimizer_keys(section: str) -> dict[str, Key]:
         f"{section}.grad_clip": Key(1.0, "Global norm to which gradients are clipped. 0: none.",
             at_least=0),
         # No key for the second moment: with beta2 = 0.999, bfloat16 is too coarse for its updates.
-        f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment. The second is "
-            "float32.", one_of=DTYPES),
+        f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment. The second "
+            "moment is float32.", one_of=DTYPES),
         f"{section}.offload": Key(False, "Keep both moments in host memory between updates.",
             restart=FREE),
         f"{section}.micro_rows": Key(8, "Packed rows per micro-batch; a multiple of `data` × "
-            "`fsdp` × `expert`. 0: as many as fit; on a CPU, two or 512 tokens.",
+            "`fsdp` × `expert`. 0: as many as fit; on a CPU, two rows or 512 tokens.",
             at_least=0, restart=FREE),
     }
 
@@ -162,7 +162,7 @@ _ENTRIES: dict[str, Key] = {
         is_valid=lambda v: v and v == tuple(sorted(set(v), key=STAGES.index)),
         expected=f"each at most once, in the order of {STAGES}", restart=FREE),
     "seed": Key(0, "Random seed of task order and samples.", at_least=0, below=2**31),
-    "num_steps": Key(100, "Steps of the stage `train`. 0: by `num_epochs`.", at_least=0,
+    "num_steps": Key(100, "Steps of the `train` stage. 0: computed from `num_epochs`.", at_least=0,
         restart=TRAINING),
     "num_epochs": Key(0, "Passes over the training tasks, with `num_steps=0`. The number of steps "
         "is computed at the start.", at_least=0, restart=TRAINING),
@@ -260,7 +260,8 @@ _ENTRIES: dict[str, Key] = {
     "env.search.search_r1.format_reward": Key(0.5, "Reward for a response that follows the "
         "protocol."),
     "env.search.search_r1.format_failure": Key(-1.0, "Reward for any other response."),
-    "env.search.search_r1.answer_reward": Key(1.0, "Reward for an answer similar to the truth."),
+    "env.search.search_r1.answer_reward": Key(1.0, "Reward for an answer similar to an accepted "
+        "answer."),
     "env.search.search_r1.exact_match_bonus": Key(2.0, "Reward for an exact match, instead of "
         "`answer_reward`."),
     "env.search.search_r1.not_found": Key(0.5, "Reward for the answer 未找到相关内容, \"no "
@@ -286,8 +287,8 @@ _ENTRIES: dict[str, Key] = {
         "call. 0: the engine's limit.", at_least=0, restart=FREE),
     "search.deadline_s": Key(120.0, "Seconds after which a call to the engine fails.",
         above=0, restart=FREE),
-    "search.retries": Key(3, "Retries of a query that fails while others succeed; then its "
-        "episode is an environment error. During an outage, retries do not count.",
+    "search.retries": Key(3, "Retries of a query that fails while others succeed; after these, "
+        "its episode is an environment error. During an outage, retries do not count.",
         at_least=0, restart=FREE),
     "search.backoff_s": Key(1.0, "Seconds before the first retry, doubled each time up to 30, ± "
         "25%. A server's `Retry-After` applies to all queries.",
@@ -321,11 +322,12 @@ _ENTRIES: dict[str, Key] = {
         above=0, restart=FREE),
     "search.http.connections": Key(16, "Maximum concurrent requests.", above=0, restart=FREE),
     "search.http.batch_size": Key(64, "Maximum queries per request.", above=0, restart=FREE),
-    "search.http.max_response_mib": Key(64.0, "Maximum size of a response in MiB; a larger one "
-        "is a failure.", above=0, restart=FREE),
+    "search.http.max_response_mib": Key(64.0, "Maximum size of a response in MiB; a larger "
+        "response is a failure.", above=0, restart=FREE),
     "search.mock.documents": Key({}, "Text by keyword, such as `{'paris': 'Paris is in France.'}`.",
         example="Paris is in France."),
-    "search.mock.path": Key("", "JSON file of such a mapping, instead.", holds=FILE),
+    "search.mock.path": Key("", "JSON file with such a mapping, instead of `documents`.",
+        holds=FILE),
     **_get_extra_keys("search.web"),
     **_get_extra_keys("search.dense"),
     **_get_extra_keys("search.hybrid"),
@@ -343,7 +345,8 @@ _ENTRIES: dict[str, Key] = {
         "episodes become environment errors. 0: no limit, and synchronous functions run one by "
         "one in the main thread.", at_least=0, restart=FREE),
     "reward.correct": Key("exact_match", "Reward part that decides correctness: above 0 is "
-        "correct. With `answer`, an answer that equals or resembles the truth is correct."),
+        "correct. With `answer`, an answer that equals or resembles an accepted answer is "
+        "correct."),
     "reward.judges": Key({}, "LLM judges by name, such as `{'helpful': {'url': "
         "'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; all settings "
         "are in `jaxrl/extras/endpoints/judges.py`.", example={}, is_nested=True,
@@ -352,7 +355,7 @@ _ENTRIES: dict[str, Key] = {
     # -------------------------------------------------------------------------- shaping
     "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
         "off.", at_least=0),
-    "shaping.overlong_max_tokens": Key(0, "Length limit, tool text included. 0: "
+    "shaping.overlong_max_tokens": Key(0, "Length limit, including tool text. 0: "
         "`rollout.max_response_tokens` in math; with tools, what `rollout.max_total_tokens` "
         "leaves after the longest prompt.", at_least=0),
     "shaping.overlong_factor": Key(1.0, "Penalty at the limit and beyond.", at_least=0),
@@ -361,12 +364,12 @@ _ENTRIES: dict[str, Key] = {
     "shaping.abstention_bonus": Key(0.5, "Reward for an abstention.", at_least=0),
     "shaping.abstention_rate": Key(0.1, "Fraction of abstentions in a batch above which the "
         "early stage gives no bonus.", at_least=0, at_most=1),
-    "shaping.stage_level": Key(True, "Use an early and a late stage; the late one starts when "
+    "shaping.stage_level": Key(True, "Use an early and a late stage; the late stage starts when "
         "evaluations stop improving."),
     "shaping.stage_tolerance": Key(5, "Evaluations below the best that the early stage "
         "tolerates, over the whole run.", at_least=0),
     "shaping.sample_level": Key(True, "In the late stage, give no bonus in groups whose answers "
-        "differ much."),
+        "vary widely."),
     "shaping.entropy_reward": Key(False, "Reward tokens of high entropy by difficulty (ARES)."),
     "shaping.centered_gain": Key(False, "Start gains at 0 instead of half their size."),
     "shaping.entropy_window": Key(4, "Tokens of an entropy window.", above=0),
@@ -385,8 +388,8 @@ _ENTRIES: dict[str, Key] = {
     "shaping.min_accuracies": Key((2 / 3, 1 / 3), "Minimum accuracies of easy and medium tasks.",
         is_valid=lambda v: _are_positive(v, 2) and v[0] > v[1],
         expected="two positive numbers, the first the larger"),
-    "shaping.margins": Key((0.15, 0.25, 0.35), "Distance from the target without penalty, as "
-        "a fraction of it: easy, medium and hard tasks.",
+    "shaping.margins": Key((0.15, 0.25, 0.35), "Distance from the target without a penalty, "
+        "as a fraction of the target: easy, medium and hard tasks.",
         is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
     "shaping.huber_knees": Key((2.0, 3.0, 4.0), "Tokens above which each penalty is linear.",
         is_valid=lambda v: _are_positive(v, 3), expected=_BY_DIFFICULTY),
@@ -425,10 +428,10 @@ _ENTRIES: dict[str, Key] = {
     "rollout.max_image_tokens": Key(0, "Maximum number of image tokens per trajectory. 0: "
         "`max_total_tokens`, or `max_prompt_tokens` without tools.", at_least=0),
     "rollout.max_observation_tokens": Key(500, "Maximum length of an observation in tokens; a "
-        "longer one is truncated inside its tags.", above=0),
-    "rollout.max_turns": Key(4, "Maximum number of turns that call tools. One more ends the "
-        "episode.", at_least=0),
-    "rollout.max_calls": Key(0, "Maximum number of tool calls per trajectory. Further calls get "
+        "longer observation is truncated inside its tags.", above=0),
+    "rollout.max_turns": Key(4, "Maximum number of turns that call tools. One more such turn "
+        "ends the episode.", at_least=0),
+    "rollout.max_calls": Key(0, "Maximum number of tool calls per trajectory. Additional calls get "
         "an error message. 0: no limit.", at_least=0),
     "rollout.max_cost": Key(0.0, "Maximum cost of a trajectory's calls at `ledger.prices`, each "
         "counted once. A call beyond it ends the episode. 0: no limit.", at_least=0),
@@ -446,14 +449,14 @@ _ENTRIES: dict[str, Key] = {
         "accelerators.", restart=FREE),
     "rollout.observation_lag_chunks": Key(2, "Chunks between a turn's end and its reply, in a "
         "deterministic run. With 1, the device waits for the environment; with more, it decodes "
-        "other rows meanwhile.",
+        "other rows in the meantime.",
         above=0, restart=FREE),
     "rollout.async_level": Key(0, "1: sample the next step's groups during the update, with the "
-        "weights before it. 0: after it.", one_of=(0, 1), expected="0 or 1",
-        restart=TRAINING),
+        "weights from before the update. 0: sample after the update.", one_of=(0, 1),
+        expected="0 or 1", restart=TRAINING),
     "rollout.max_failed_steps": Key(3, "Consecutive batches in which every episode failed, after "
-        "which the run exits with code 69. A final evaluation in which all fail does too. 0: "
-        "never.", at_least=0, restart=FREE),
+        "which the run exits with code 69. The run also exits if every episode of a final "
+        "evaluation fails. 0: never.", at_least=0, restart=FREE),
     # --------------------------------------------------------------------------- filter
     "filter.name": Key("none", "`none`; `varied`: groups whose metric differs (dynamic "
         "sampling); `range`: groups whose mean metric is in a range (online filtering); or a "
@@ -465,8 +468,8 @@ _ENTRIES: dict[str, Key] = {
     "filter.range.low": Key(0.01, "Lower bound, exclusive."),
     "filter.range.high": Key(0.99, "Upper bound, exclusive."),
     "filter.trajectories": Key("none", "Trajectories with a loss: `void_turns` removes those "
-        "with a turn that neither calls nor answers; or the dotted name of a function. Removed "
-        "ones still count in group statistics.",
+        "with a turn that neither calls a tool nor answers; or the dotted name of a function. "
+        "Removed trajectories still count toward group statistics.",
         names_code=True),
     "filter.tasks_per_batch": Key(0, "Tasks drawn at a time until enough groups are kept. 0: "
         "`rollout.tasks_per_step`.", at_least=0),
@@ -478,9 +481,9 @@ _ENTRIES: dict[str, Key] = {
     "filter.unfinished_tasks": Key(0, "Tasks whose episodes may continue into the next step, so "
         "that no step waits for the slowest. Only complete groups are trained on.",
         at_least=0),
-    "filter.resample_attempts": Key(0, "Resampling attempts for groups that are all wrong "
-        "without an abstention. 0: none.", at_least=0),
-    "filter.resample_early": Key(False, "Resample in the early stage too."),
+    "filter.resample_attempts": Key(0, "Resampling attempts for groups with neither a correct "
+        "answer nor an abstention. 0: none.", at_least=0),
+    "filter.resample_early": Key(False, "Also resample in the early stage."),
     "filter.skip_solved": Key(False, "Skip a task for the rest of the run once all its samples "
         "are correct and confident."),
     "filter.skip_entropy": Key(0.1, "Mean entropy in nats below which samples are confident.",
@@ -546,7 +549,7 @@ _ENTRIES: dict[str, Key] = {
     "loss.correction.low": Key(0.5, "Smallest ratio kept.", at_least=0),
     "loss.correction.high": Key(5.0, "Largest ratio kept.", above=0),
     # ------------------------------------------------------------------------------- KL
-    "kl.coef": Key(0.0, "KL coefficient; its initial value if a controller moves it. 0: no term.",
+    "kl.coef": Key(0.0, "KL coefficient; its initial value if a controller adapts it. 0: no term.",
         at_least=0),
     "kl.estimator": Key("k3", "`k1`, `k2`, `k3`, `abs`, with `+` for the gradient of `k2`; or a "
         "dotted name.", names_code=True),
@@ -557,8 +560,8 @@ _ENTRIES: dict[str, Key] = {
     "kl.controller": Key("fixed", "`fixed`; `adaptive`: toward a target; `log`: the same on a "
         "logarithmic scale; `budget`: by difficulty.", one_of=KL_CONTROLLERS),
     "kl.adaptive.target": Key(0.1, "Target in nats per token.", above=0),
-    "kl.adaptive.horizon": Key(10_000, "Trajectories over which the coefficient moves.", above=0),
-    "kl.log.target": Key(0.1, "Target in nats per token; ARES's code has 0.01.", above=0),
+    "kl.adaptive.horizon": Key(10_000, "Trajectories over which the coefficient adapts.", above=0),
+    "kl.log.target": Key(0.1, "Target in nats per token; ARES's code uses 0.01.", above=0),
     "kl.log.min_coef": Key(1e-4, "Lower bound of the coefficient.", above=0, at_most=100),
     "kl.budget.budgets.easy": Key(0.05, "Budget of easy tasks, nats per token.", above=0),
     "kl.budget.budgets.medium": Key(0.1, "Budget of medium tasks, nats per token.", above=0),
@@ -577,17 +580,17 @@ _ENTRIES: dict[str, Key] = {
         "gradient, which does not change the step.",
         restart=FREE),
     "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`."),
-    "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0),
+    "sft.num_steps": Key(100, "Optimizer steps of the `sft` stage.", above=0),
     "sft.batch_size": Key(32, "Demonstrations per step.", above=0),
     **_define_optimizer_keys("sft.optimizer"),
     # ----------------------------------------------------------------------- evaluation
-    "eval.every_steps": Key(0, "Steps between evaluations in training, besides those before "
-        "the first and after the last step. 0: only those.", at_least=0),
+    "eval.every_steps": Key(0, "Steps between evaluations in training, in addition to "
+        "those before the first and after the last step. 0: only those two.", at_least=0),
     "eval.suites": Key(("sampled", "greedy"), "Suites in training: `sampled`, `greedy`, "
         "`empty_search` (finds nothing), `random_search` (finds random documents), "
         "`blank_images`.", some_of=SUITES),
-    "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the stage "
-        "`evaluate`.", some_of=SUITES, restart=FREE),
+    "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the `evaluate` "
+        "stage.", some_of=SUITES, restart=FREE),
     # With more than 256, counting votes over all subsets takes seconds per question.
     "eval.samples": Key(1, "Samples per question; `greedy` has one.", above=0, at_most=256),
     "eval.temperature": Key(1.0, "Temperature of these samples.", at_least=MIN_TEMPERATURE,
@@ -601,7 +604,7 @@ _ENTRIES: dict[str, Key] = {
         at_least=0),
     "eval.best_metric": Key("val-core/all/exact_match/mean@1", "Metric (higher is better) for "
         "`checkpoint.keep_best` and `patience`."),
-    "eval.patience": Key(0, "Evaluations without improvement after which the stage `train` ends. "
+    "eval.patience": Key(0, "Evaluations without improvement after which the `train` stage ends. "
         "0: off.", at_least=0),
     "eval.min_delta": Key(0.0, "Smallest improvement of `best_metric` that counts.", at_least=0),
     # --------------------------------------------------------------------------- watch
@@ -611,7 +614,8 @@ _ENTRIES: dict[str, Key] = {
     "watch.action": Key("warn", "`warn`; `lower_lr`; `roll_back` to the last good checkpoint, "
         "with other samples and a lower learning rate; `stop` with exit code 70.",
         one_of=("warn", "lower_lr", "roll_back", "stop")),
-    "watch.actions": Key({}, "Actions of single signs, such as `{'reward_fell': 'roll_back'}`.",
+    "watch.actions": Key({}, "Actions for individual signs, such as "
+        "`{'reward_fell': 'roll_back'}`.",
         example="warn",
         is_valid=lambda v: {*v.values()} <= {"warn", "lower_lr", "roll_back", "stop"},
         expected="an action for each sign: 'warn', 'lower_lr', 'roll_back' or 'stop'"),
@@ -634,14 +638,14 @@ _ENTRIES: dict[str, Key] = {
     "ledger.max_cost": Key(0.0, "Budget of the run in that unit. The run saves and exits with "
         "code 78 after the batch or evaluation that reaches it. 0: no limit.",
         at_least=0),
-    "ledger.max_calls": Key(0, "Limit on requests, retries included. 0: no limit.", at_least=0),
+    "ledger.max_calls": Key(0, "Limit on requests, including retries. 0: no limit.", at_least=0),
     "checkpoint.every_steps": Key(20, "Steps between checkpoints. Each stage ends with one.",
         above=0),
     "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0),
     "checkpoint.keep_best": Key(0, "Checkpoints with the highest `eval.best_metric` also "
         "kept. Above 0, every new best evaluation writes a checkpoint.",
         at_least=0),
-    "log.every_steps": Key(0, "Steps between console lines without a terminal. 0: at most one "
+    "log.every_steps": Key(0, "Steps between console lines if there is no terminal. 0: at most one "
         "per 5 s. Files contain every step.", at_least=0),
     "log.trajectories": Key(32, "Trajectories per step written to `trajectories/`. -1: all.",
         at_least=-1, expected="0 or more, or -1 for all"),
@@ -674,7 +678,7 @@ KEYS = {
 class Config(ConfigDict):
     """Configuration, or a section of it, with one-line errors that name the full key.
 
-    In contrast, the errors of ml_collections list all keys of a section.
+    By contrast, errors from ml_collections list all keys of a section.
     """
 
     _section = ""  # name of the section with a trailing dot
@@ -767,7 +771,7 @@ def explain_unknown_key(key: str, *, in_file: bool = False) -> str:
 
 
 def _suggest_keys(key: str) -> list[str]:
-    """Return keys with the same last part as an unknown key, or else a similar spelling."""
+    """Return the keys that share an unknown key's last part, or else have a similar spelling."""
     section, _, last = key.rpartition(".")
     last = KEY_ALIASES.get(last, last)
     if f"{section}.{last}" in KEYS:
@@ -809,7 +813,7 @@ _SECTIONS_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPING_EXAMPLES}
 
 
 def flatten_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested values to (dotted key, value) pairs, in order. Duplicates are kept."""
+    """Flatten nested values to (dotted key, value) pairs, in order, including duplicates."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPING_EXAMPLES:

@@ -1,12 +1,13 @@
-"""Rendering of chats with a model's chat template, without losing or adding content.
+"""Render chats with a model's chat template, without losing or adding content.
 
-Templates rewrite their input. Some remove the thoughts from earlier messages, so that worked
-examples would answer without having searched; others add a default system message. Each chat is
-therefore rendered twice: as is, and with markers instead of the message contents. The second
+Templates rewrite their input. Some remove the thoughts from earlier messages, so that few-shot
+examples would seem to answer without searching; others add a default system message. Each chat is
+therefore rendered twice: as is, and with markers in place of the message contents. The second
 rendering shows which text the template itself writes, and where.
 
-The template renders other message fields, such as `tool_calls`. Another rendering, with markers
-instead of their values, shows whether it writes them all. If not, the chat is rejected.
+The template also renders other message fields, such as `tool_calls`. A third rendering, with
+markers in place of their values, shows whether the template writes them all. If not, the chat is
+rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _make_marker(number: int) -> str:
 
 
 def mark_token(text: str) -> str:
-    """Put markers around a token's text, to find it in the output of a template."""
+    """Put markers around a token's text, to find it in a template's output."""
     return f"\ue002{text}\ue003"
 
 
@@ -60,8 +61,9 @@ def reads_clock(template: str) -> bool:
 def fix_clock(template: str, now: datetime) -> str:
     """Return a chat template in which `strftime_now` always returns `now`.
 
-    Templates can only call functions that transformers passes, so a macro replaces `strftime_now`.
-    It supports directives of one letter, optionally with one glibc flag or modifier.
+    Templates can only call functions that transformers passes in, so a macro replaces
+    `strftime_now`. It supports single-letter directives, optionally with one glibc flag or
+    modifier.
     """
     if not reads_clock(template):
         return template
@@ -89,8 +91,8 @@ class ChatTemplate:
     """Chat template, and the text that it writes around message contents.
 
     Attributes:
-        opener: Text with which the template starts the model's message, such as `<think>` and a
-            line break; "" for most templates.
+        opener: Text that the template writes at the start of the model's message, such as `<think>`
+            and a line break; "" for most templates.
         message_end: Text after an assistant message.
         template_text: All text before, between and after messages, concatenated.
         image: Text for an image, such as `<|vision_start|><|image_pad|><|vision_end|>`; "" if the
@@ -105,7 +107,7 @@ class ChatTemplate:
         bos: str = "",
         mark_tokens: Callable[[str], str] = lambda text: text,
     ):
-        """Probe the template: render chats of markers to find the text around them.
+        """Probe the template: render chats made of markers to find the text around them.
 
         Args:
             apply: Function that renders messages. The flag adds the generation prompt.
@@ -143,8 +145,8 @@ class ChatTemplate:
     ) -> list[Piece]:
         """Render a chat up to the start of the model's next message, as a list of pieces.
 
-        Contents lose surrounding whitespace if the template strips it. Anything else that the
-        template would cut from them is kept. The template renders all other fields.
+        Contents lose surrounding whitespace if the template strips it, and nothing else. The
+        template renders all other fields.
 
         Args:
             messages: Chat messages.
@@ -210,11 +212,11 @@ class ChatTemplate:
     def render_turn(self, message: Message) -> str:
         """Render an assistant message that calls a tool, in the form that the model would generate.
 
-        The result has neither message header nor end of message.
+        The result excludes the message header and the end-of-message token.
 
         Raises:
-            ValueError: The template rejects the message, drops a part of it, or does not support
-                tool results.
+            ValueError: The template rejects the message, drops part of it, or does not support tool
+                results.
         """
         first, *_, last = self.render_tool_turn([0])
         opening = {"role": "user", "content": "?"}
@@ -367,7 +369,7 @@ def split_at_images(content: str) -> list[str | None]:
 
 
 def check_result_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Check that tool results are in the order of their calls.
+    """Check that tool results are in the same order as their calls.
 
     The order matters because most chat templates drop the ids and names that link them.
 
@@ -402,7 +404,7 @@ def _serialize_fields(message: Message) -> str:
     """Serialize the non-null fields other than role and content to JSON; "" if there are none.
 
     Raises:
-        ValueError: A value has no JSON form, or contains a marker character.
+        ValueError: A value cannot be represented in JSON, or contains a marker character.
     """
     fields = {
         name: value
@@ -427,7 +429,7 @@ def _split_content(content: str, *, with_images: bool, has_fields: bool) -> list
     """Split content into texts and images (None).
 
     Empty content in a message with other fields becomes [], because templates render tool calls
-    differently after a text.
+    differently after text.
     """
     if has_fields and not content:
         return []

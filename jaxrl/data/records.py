@@ -1,4 +1,4 @@
-"""Parsing of records in any format into tasks and demonstrations."""
+"""Parse records in any format into tasks and demonstrations."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def parse_answers(value: Any) -> tuple[str, ...]:
 
 
 def _format_number(number: float) -> str:
-    """Format a finite number without exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
+    """Format a finite number with no exponent or trailing zeros: 42.0 as 42, 1e-05 as 0.00001."""
     if isinstance(number, int):
         return str(int(number))
     value = Decimal(repr(float(number)))
@@ -204,8 +204,8 @@ def parse_chat(
 ) -> tuple[list[dict[str, Any]], tuple[Picture, ...]]:
     """Normalize a chat to text contents with image placeholders. Also return the images.
 
-    All other non-null fields of a message are kept for the chat template. JSON strings in the
-    arguments of tool calls become objects.
+    All other non-null fields of a message are kept for the chat template. Tool-call arguments that
+    are JSON strings become objects.
 
     Args:
         messages: Messages whose content is text, or a list of parts as in chat templates. Content
@@ -325,7 +325,7 @@ def _parse_part(part: Any, folder: Path) -> tuple[str, Picture | None]:
 
 
 def _parse_images(fields: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
-    """Parse the field `images`, and reject videos."""
+    """Parse the `images` field, and reject videos."""
     if fields.get("videos"):
         raise ValueError(
             "videos are not supported; drop the column with columns={'videos': ''}, or remove "

@@ -1,4 +1,4 @@
-"""Endless shuffled stream of tasks or demonstrations from one source or a mixture."""
+"""Endless shuffled stream of tasks or demonstrations from a single source or a mixture."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Stream(Generic[Item]):
         return [self._orders[source][index] for source, index in locations]
 
     def compute_metrics(self, position: int) -> dict[str, float]:
-        """Return the items taken and epochs of each source after `position` items.
+        """Return each source's epochs and items taken after `position` items of the mixture.
 
         Returns {} for a single source.
         """

@@ -1,7 +1,7 @@
-"""Loading, checking and mixing of the task sources in the config.
+"""Load, check and mix the task sources in the config.
 
-A small source is parsed once and kept in memory. A large source is read completely to check it, and
-later parsed on access. It needs tens of bytes of memory per task, for its position and for hashes
+A small source is parsed once and kept in memory. A large source is read once to check it, and then
+parsed on access. It needs tens of bytes of memory per task, for the task's position and for hashes
 of its id and question.
 """
 
@@ -302,15 +302,16 @@ def open_tasks(
 def split_holdout(
     tasks: Mixture[Task], holdout: float, *, seed: int
 ) -> tuple[Mixture[Task], Mixture[Task]]:
-    """Split tasks into those to train on and held-out ones.
+    """Split tasks into training tasks and held-out tasks.
 
     A hash of the seed and the question ranks the tasks. The split thus does not depend on the
     order of files and tasks, and tasks with the same question stay together.
 
     Args:
         tasks: Tasks of all sources, opened by `open_tasks`.
-        holdout: Fraction of the tasks to hold out if below 1, else their number. Ties add to it.
-        seed: Random seed of the split.
+        holdout: Fraction of the tasks to hold out if below 1, otherwise the number of tasks. Ties
+            are held out too.
+        seed: Random seed for the split.
 
     Raises:
         ValueError: No task would be held out, or a source would have none to train on.
@@ -423,8 +424,8 @@ def describe_overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 def hash_questions(tasks: Sequence[Task]) -> np.ndarray:
     """Compute hashes of each task's question, uint64 [N, 2].
 
-    A chat with a question in its metadata has a hash of its messages and a hash of the question.
-    For any other task, both hashes are equal.
+    A chat with a question in its metadata gets a hash of its messages and a hash of the question.
+    For any other task, the two hashes are equal.
     """
     if isinstance(tasks, Tasks):
         return tasks.questions
@@ -442,7 +443,7 @@ def _hash_task(task: Task) -> tuple[int, int]:
 
 
 def _list_identities(task: Task) -> list[str]:
-    """Return texts that identify a task. Tasks with the same question share at least one."""
+    """Return texts that identify a task. Tasks with the same question share at least one text."""
     if task.question is not None:
         texts = ["question " + normalize_question(task.question)]
     else:
@@ -469,7 +470,7 @@ def list_task_files(sources: Sequence[TaskSource]) -> dict[str, tuple[list[Path]
     """Return the files of each source by key, such as `tasks.train.sources/0`.
 
     For an entry of `sources`, also return its other fields as JSON, because only its path may
-    change on resume without `--accept_changes`; otherwise "".
+    change on resume without `--accept_changes`; for other files, return "".
     """
     by_key = {}
     for source in sources:

@@ -37,7 +37,7 @@ class Tokenizer:
         pad_id: Padding id, which must not be used to compute masks.
         image_id: Id of the image token; None if the model does not support images.
         video_id: Id of the video token; None if the model does not support videos.
-        now: Time that the chat template sees.
+        now: Time passed to the chat template.
         reads_clock: True if the chat template reads the time.
     """
 
@@ -52,7 +52,7 @@ class Tokenizer:
         video_id: int | None = None,
         now: datetime | None = None,
     ):
-        """Wrap a fast tokenizer of transformers. `from_folder` is the usual entry point.
+        """Wrap a fast tokenizer from transformers. `from_folder` is the usual entry point.
 
         Args:
             hf_tokenizer: A `PreTrainedTokenizerFast`.
@@ -61,7 +61,7 @@ class Tokenizer:
             template_arguments: Variables for the chat template, such as `enable_thinking`.
             image_id: Id of the token that the chat template writes for an image.
             video_id: Id of the token that the chat template writes for a video.
-            now: Time that the chat template sees; by default the current time.
+            now: Time passed to the chat template; the current time by default.
 
         Raises:
             ValueError: The tokenizer type is unsupported, an EOS or image token is invalid, or the
@@ -204,7 +204,7 @@ class Tokenizer:
         """Return the first `max_tokens` ids of `encode_plain(text)` without encoding all of it.
 
         Only the last ids of a prefix depend on the text after it, because BPE merges within short
-        pieces of text. `_SLACK_TOKENS` more tokens are encoded and then dropped. The result may
+        pieces of text. An extra `_SLACK_TOKENS` tokens are encoded and then dropped. The result may
         differ for thousands of combining marks on one letter if the tokenizer normalizes text.
         """
         num_characters = self._longest_token * (max_tokens + _SLACK_TOKENS)
@@ -385,7 +385,7 @@ class Tokenizer:
 
     @property
     def unknown_message_end(self) -> str:
-        """Added token with which the template ends messages if it is not in `eos_ids`; else ""."""
+        """Added token that the template writes after messages if not in `eos_ids`; else ""."""
         ids = self.encode(self._template.message_end.strip())[:1]
         is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
         return self.decode(ids) if is_unknown else ""

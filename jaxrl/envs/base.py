@@ -19,7 +19,7 @@ NO_INFORMATION = "No information found"
 
 
 class Outcome(enum.StrEnum):
-    """Reason why an episode ended."""
+    """Reason an episode ended."""
 
     ANSWERED = "answered"
     ABSTAINED = "abstained"
@@ -29,7 +29,7 @@ class Outcome(enum.StrEnum):
 
 
 class OutageError(ToolError):
-    """Outage of a tool or judge that has lasted longer than the run allows.
+    """Error for a tool or judge outage that has lasted longer than the run allows.
 
     Attributes:
         fallback: Result to show instead; the episode then ends as an environment error. None to
@@ -246,7 +246,7 @@ class Env(Protocol):
     episodes end as environment errors. If `step` raises an `OutageError` without a fallback, the
     run ends.
 
-    An environment with a custom rollout also has a method `make_rollout`, which builds it from the
+    An environment with a custom rollout also has a `make_rollout` method, which builds it from the
     sampler, the other arguments of `sampling.episodes.BaseRollout`, and `log`, a callback for log
     lines. Such an environment may set `engine_kind`, the class of its sampler. Its `start` and
     `step` are not called.

@@ -52,7 +52,7 @@ class Pictured(str):
     images: tuple[Picture, ...]
 
     def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
-        """Create a text with attached images, which methods of `str` drop."""
+        """Create text with attached images. `str` methods return text without them."""
         pictured = super().__new__(cls, text)
         pictured.images = tuple(images)
         return pictured

@@ -19,7 +19,7 @@ class MathEnv(Env):
     reward_parts = ("exact_match", "math")
 
     def __init__(self, *, prompt: Prompt) -> None:
-        """Store the prompt, which should ask the model to end with a line `Answer: ..`."""
+        """Store the prompt, which should ask the model to end with an `Answer: ..` line."""
         self._prompt = prompt
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:

@@ -15,13 +15,13 @@ KEY = "prompt.template_file"
 
 
 class PromptFile:
-    """User message in a Jinja file, rendered with a task's `question` and metadata."""
+    """Template of the user message, a Jinja file rendered with a task's `question` and metadata."""
 
     def __init__(self, path: str):
         """Read and compile the file.
 
         Raises:
-            ValueError: The file is missing, not a template, or does not use `question`.
+            ValueError: The file is missing, is not a valid template, or does not use `question`.
         """
         # The settings of transformers' chat templates; undefined names are errors.
         environment = ImmutableSandboxedEnvironment(

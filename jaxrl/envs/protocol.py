@@ -1,4 +1,4 @@
-r"""Turn protocols for search: parsing turns, sanitizing and rendering results.
+r"""Turn protocols for search: parse turns, and sanitize and render results.
 
 In the protocols of Search-R1 (https://arxiv.org/abs/2503.09516) and BAPO
 (https://arxiv.org/abs/2601.11037), the model thinks in `<think>`, calls a tool in a tag with the
@@ -233,7 +233,7 @@ def follows_qwen_format(text: str) -> bool:
     """Return True if a response follows Qwen's protocol.
 
     Outside closed think blocks, the tags must form any number of rounds, each with valid calls and
-    the same number of results, then one answer that ends the text. Other text may appear between.
+    as many results, followed by one answer that ends the text. Other text may appear in between.
 
     Args:
         text: Response, including tool results as rendered by the chat template.
@@ -299,7 +299,7 @@ def search_r1(
         tools: Names of tools other than the search engine.
         format_reward: Reward for a well-formed response.
         format_failure: Reward for a malformed response.
-        answer_reward: Reward for an answer close to the truth.
+        answer_reward: Reward for an answer close to an accepted answer.
         exact_match_bonus: Reward for an exact match, instead of `answer_reward`.
         not_found: Reward for the answer `search_r1.NOT_FOUND`.
     """

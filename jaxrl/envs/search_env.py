@@ -30,13 +30,13 @@ from jaxrl.utils.concurrency import parallel_map
 class SearchEnv(Env):
     """Questions answered with a search engine and other tools.
 
-    In the protocols of Search-R1 and BAPO, a turn ends with `</answer>`, which ends the episode,
-    or with the closing tag of a tool, which inserts the result. Any other end is malformed. If a
+    In the protocols of Search-R1 and BAPO, a turn ends with `</answer>`, which ends the episode, or
+    with the closing tag of a tool, which inserts the result. Any other ending is malformed. If a
     turn closes a call that it never opened, the model continues without an observation.
 
     In Qwen's protocol, turns end without stop strings. Results are in the order of the calls; an
-    invalid call gets an error message. The first turn without calls ends the episode, as malformed
-    if it has no answer.
+    invalid call gets an error message. The first turn without calls ends the episode, which is
+    malformed if that turn has no answer.
 
     An answer that says "I don't know" ends the episode as abstained.
     """
@@ -62,11 +62,11 @@ class SearchEnv(Env):
             engine: Search engine with the name `search`. None is allowed only in Qwen's protocol.
             tools: Other tools.
             prompt: Template of the initial chat messages.
-            max_turns: Maximum number of turns with calls, including blank calls. One more turn
-                with a call ends the episode as out of budget.
+            max_turns: Maximum number of turns with calls, including blank calls. One more turn with
+                a call ends the episode as out of budget.
             max_calls: Maximum number of calls that reach a tool in an episode; 0 for no limit.
                 Further calls get an error message.
-            protocol: Function from the names of `tools` to the protocol.
+            protocol: Function that maps the names of `tools` to the protocol.
             correct_by: Reward part that decides correctness. An episode is correct if the part is
                 above 0; for the protocol-specific part, `Protocol.is_correct` decides.
             budget: Upper bound on the cost of an episode's calls. Exceeding it ends the episode.

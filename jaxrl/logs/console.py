@@ -10,7 +10,8 @@ from rich.console import Console
 def make_console(**settings: Any) -> Console:
     """Return a rich console that prints plain lines in a notebook.
 
-    By default, rich turns every line into an HTML output there, even if the console has a file.
+    By default, rich turns every line into HTML output in a notebook, even if the console has a
+    file.
 
     Args:
         settings: Arguments of rich's `Console`.

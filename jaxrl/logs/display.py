@@ -19,18 +19,18 @@ from jaxrl.utils.text import escape_control_chars
 
 
 class _StageProgress(Progress):
-    """Progress bar of a stage, with the numbers of the last step in columns below it."""
+    """Progress bar of a stage, with the last step's metrics in columns below it."""
 
     numbers: tuple[str, ...] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the bar and the numbers, which wrap between entries on a narrow terminal."""
+        """Yield the bar and the metrics, which wrap between entries on a narrow terminal."""
         yield from super().get_renderables()
         yield Columns(self.numbers, padding=(0, 2))
 
 
 class Display:
-    """Progress display: a live line on a terminal, otherwise a log line now and then."""
+    """Progress display: a live line on a terminal, otherwise a periodic log line."""
 
     def __init__(
         self, *, interval_s: float = 5.0, activity_interval_s: float = 30.0, is_enabled: bool = True
@@ -38,7 +38,7 @@ class Display:
         """Create the consoles.
 
         Args:
-            interval_s: Seconds between step lines without a terminal.
+            interval_s: Seconds between step lines if there is no terminal.
             activity_interval_s: Seconds without output after which a status message is printed.
             is_enabled: False to print nothing.
         """
@@ -78,7 +78,7 @@ class Display:
             stage: Name of the stage.
             first_step: Number of steps already done.
             num_steps: Number of steps of the stage.
-            every_steps: Steps between step lines without a terminal. 0: by `interval_s`.
+            every_steps: Steps between step lines if there is no terminal; 0 to use `interval_s`.
         """
         self._end_activity()
         self._stage, self._num_steps, self._every_steps = stage, num_steps, every_steps
@@ -101,7 +101,7 @@ class Display:
             )
 
     def show_step(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Show a step's numbers in the live line, or log them if a step line is due."""
+        """Show a step's metrics in the live line, or log them if a step line is due."""
         self._record_progress(f"{self._stage} {step}/{self._num_steps}")
         # Three significant digits, or an integer with thousands separators.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
@@ -129,7 +129,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {'  '.join(texts)}  {eta} left")
 
     def show_activity(self, text: str) -> None:
-        """Show a status message during a step or before the first one."""
+        """Show a status message during a step or before the first step."""
         text = escape_control_chars(text)
         self._record_progress(text)
         if self._progress is not None:

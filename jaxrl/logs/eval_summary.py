@@ -1,4 +1,4 @@
-"""Measures on held-out tasks with confidence intervals, as metrics and as text.
+"""Held-out evaluation measures with confidence intervals, as metrics and as text.
 
 `docs/evaluate.md` defines every number. Trajectories may come from any source, but must be in task
 order.
@@ -56,7 +56,8 @@ ATTRIBUTION_MEASURES = (
 class EvalSummary:
     """Measures of one suite, by dataset and measure.
 
-    The dataset `all` contains every question; `mean` is the mean over datasets, if several.
+    The dataset `all` contains every question. If there are several datasets, `mean` is the mean
+    over them.
 
     Attributes:
         num_samples: Number of samples per question.
@@ -87,7 +88,7 @@ def summarize(
     without scored samples; pass@k and maj@k exclude questions with fewer than k scored samples.
 
     Args:
-        questions: Samples of each question; every question has the same number.
+        questions: Samples of each question, the same number for every question.
         has_python: True to count Python calls.
         has_results: True to attribute the answers to tool results.
         ks: Values of k for pass@k and maj@k; see `get_subset_sizes`.
@@ -162,7 +163,7 @@ def summarize(
 
 
 def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return `ks`; if empty, the powers of two below `num_samples` and `num_samples`, as in verl.
+    """Return `ks`, or if empty, `num_samples` and all powers of two below it, as in verl.
 
     Returns () for a single sample.
     """
@@ -173,7 +174,7 @@ def get_subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """Return the measures of a question; NaN if it has too few scored samples."""
+    """Compute a question's measures; NaN for those that need more scored samples."""
     scored = question.scored_trajectories
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -200,7 +201,7 @@ def _compute_measures(question: Group, ks: Sequence[int], has_python: bool) -> d
 def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
     """Return the `ATTRIBUTION_MEASURES` of a sample.
 
-    Two of them require an exact-match score and are omitted without one.
+    Two of them require an exact-match score and are omitted if there is none.
     """
     origin: Attribution = attribute_answers(trajectory.turns, trajectory.task.answers)
     measures: dict[str, float] = {"answer_in_results": origin.has_evidence}
@@ -212,7 +213,7 @@ def compute_attribution(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _append_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Append the `RELIABILITY` measures to means `[.., M]` if there is an exact match.
+    """Append the `RELIABILITY` measures to means `[.., M]` if they include exact match.
 
     With accuracy a and abstention rate r, precision is a / (1 - r), or NaN if nothing was
     answered. Reliability is (1 - r) * precision + r * a = a + r * a.
@@ -235,7 +236,7 @@ def _count_questions(questions: Sequence[Group]) -> dict[str, int]:
 
 
 def build_eval_metrics(suite: str, summary: EvalSummary) -> dict[str, float]:
-    """Return the means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
+    """Return the means under verl's metric names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
     is_sampled = suite == "sampled"
     core = "exact_match" if is_sampled else f"exact_match/{suite}"
     metrics = {}
@@ -259,7 +260,7 @@ def is_unscored(summary: EvalSummary) -> bool:
 
 
 def get_held_out_score(summary: EvalSummary) -> float | None:
-    """Return the exact match over all questions, or the reward if exact match is not measured."""
+    """Return exact match over all questions, or the reward if exact match is not measured."""
     means = summary.means["all"]
     score = means.get("exact_match", compute_weighted_reward(means, summary.weights))
     return None if score is None or math.isnan(score) else score

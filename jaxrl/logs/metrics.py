@@ -18,8 +18,8 @@ def compute_rollout_metrics(
 ) -> dict[str, float]:
     """Compute means over the scored trajectories, under verl's metric names where they exist.
 
-    Without scored trajectories, they are NaN, since an environment error is not a reward of 0.
-    With `has_python`, Python calls are counted.
+    If there are no scored trajectories, they are NaN, since an environment error is not a reward of
+    0. `has_python` adds a count of Python calls.
     """
     scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
@@ -50,9 +50,9 @@ def compute_rollout_metrics(
 
 
 def compute_search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
-    """Count searches by source and summarize their latency; return {} without searches.
+    """Count searches by source and summarize their latency; return {} if there are none.
 
-    Not reproducible: timing decides which of two equal calls runs and which reuses its result.
+    Not reproducible: timing decides which of two identical calls runs and which reuses the result.
     """
     searches = [record for record in records if record.tool is None]
     if not searches:

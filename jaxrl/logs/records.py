@@ -1,4 +1,4 @@
-"""Human-readable records of trajectories, with rounded numbers and image file names."""
+"""Human-readable trajectory records, with rounded numbers and image file names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out scores of a run, from the files in its `eval/` folder."""
+"""Read a run's held-out scores from the files in its `eval/` folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compute_weighted_reward(
 
 
 def is_exact_match_only(weights: Mapping[str, float]) -> bool:
-    """Return True if the reward is the exact match, so that one number shows both."""
+    """Return True if the reward equals exact match, so that one number shows both."""
     return {part: weight for part, weight in weights.items() if weight} == {"exact_match": 1.0}
 
 
@@ -90,9 +90,10 @@ def _flatten(
 
 
 def format_scores(evaluations: Sequence[Scores]) -> list[str]:
-    """Format a line of the first and last scores, and a line of the controls.
+    """Format one line with the first and last scores, and one with the controls.
 
-    The reward comes first, unless it always equals the exact match. Returns [] without evaluations.
+    The reward comes first, unless it always equals exact match. Returns [] if there are no
+    evaluations.
     """
     first = evaluations[0] if len(evaluations) > 1 else {}
     last = evaluations[-1] if evaluations else {}

@@ -1,4 +1,4 @@
-"""Pass@k and majority votes over samples of a question, and bootstrap intervals of means."""
+"""Pass@k and majority votes over samples of a question, and bootstrap intervals for means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     1 - C(n - c, k) / C(n, k), an unbiased estimate for the policy
     (https://arxiv.org/abs/2107.03374, equation 1), with c correct samples and k from 1 to n.
-    Uses integers up to the division, so nothing overflows or cancels.
+    Computed in integers until the final division, to avoid overflow and cancellation.
     """
     ways = math.comb(num_samples, k)
     return (ways - math.comb(num_samples - num_correct, k)) / ways
@@ -30,7 +30,7 @@ def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) ->
 
     Args:
         answers: The n normalized final answers.
-        is_correct: Correctness of each sample. Equal answers count with their mean correctness.
+        is_correct: Correctness of each sample. Identical answers count with their mean correctness.
         k: Number of voters, 1 to n.
     """
     votes = Counter(answer for answer in answers if answer)
@@ -53,10 +53,10 @@ def _compute_win_probability(
 ) -> float:
     """Return the probability that an answer with `num_votes` samples wins the vote among k samples.
 
-    `other_counts` counts the other answers. `ways[t, d]` counts the subsets with d samples of
-    the rivals so far, in which t rivals tie with the answer and none has more votes. Each rival is
-    a polynomial in t and d, and polynomials multiply. All terms are positive, so floats do not
-    cancel.
+    `other_counts` has the sample counts of the other answers, the rivals. `ways[t, d]` counts the
+    subsets of d samples from the rivals processed so far in which t rivals tie with the answer and
+    none has more votes. Each rival contributes a polynomial in t and d, and the polynomials are
+    multiplied. All terms are positive, so there is no cancellation.
     """
     from scipy.signal import convolve2d  # a slow import that is rarely needed
 
@@ -103,7 +103,7 @@ def bootstrap_means(
 
 
 def _append_mask(values: np.ndarray) -> np.ndarray:
-    """Replace NaN by 0 and append a mask that is 1 where a value is present, [Q, 2M]."""
+    """Replace NaN with 0 and append a mask that is 1 where a value is present, [Q, 2M]."""
     is_present = ~np.isnan(values)
     return np.hstack([np.where(is_present, values, 0.0), is_present])
 

@@ -50,7 +50,7 @@ class StepTimer:
 
     @contextmanager
     def time_sampling(self) -> Iterator[None]:
-        """Add the duration of the block to the sampling time of this step or the next."""
+        """Add the block's duration to the sampling time of this step or the next one."""
         start = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - start
@@ -103,7 +103,7 @@ def compute_lag_metrics(
 
 
 def compute_memory_metrics() -> dict[str, float]:
-    """Return the peak memory so far of this process's fullest device, in GiB.
+    """Return the peak memory use so far of this process's fullest device, in GiB.
 
     On CPUs it is the peak resident memory of the process, including programs and mapped files.
     """
@@ -123,7 +123,7 @@ def compute_memory_metrics() -> dict[str, float]:
 def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Merge the metrics of a step's updates, using the reduction of each metric.
 
-    Returns {} without updates. NaN values of single updates are ignored.
+    Returns {} if there were no updates. NaN values of individual updates are ignored.
     """
     if not update_metrics:
         return {}
@@ -142,7 +142,7 @@ def merge_update_metrics(update_metrics: Sequence[Mapping[str, Metric]]) -> dict
 
 
 def compute_packing_metrics(minibatches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return the padding, the imbalance, and the fraction of tokens saved by shared prompts."""
+    """Return padding, imbalance, and the fraction of tokens saved by shared prompts."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(packed.num_shared for packed in minibatches)
@@ -165,7 +165,7 @@ def compute_kl_metrics(
 def compute_window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
     """Compute high-entropy token counts and response lengths, overall and by difficulty.
 
-    Includes only the metrics of controllers in use.
+    Includes only the metrics of the controllers in use.
     """
     metrics: dict[str, float] = {}
     scored = [t for t in flatten_groups(groups) if t.is_scored]

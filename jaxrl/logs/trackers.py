@@ -1,4 +1,4 @@
-"""Mirrors of `metrics.jsonl`: TensorBoard event files, and Weights & Biases."""
+"""Trackers that mirror `metrics.jsonl`: TensorBoard event files and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrl.training.settings import Settings
 
 
 def warn_about_missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
-    """Return a warning, in a list, if files that the records refer to are missing; else []."""
+    """Return a list with a warning if files that the records refer to are missing; else []."""
     names = []
     for record in records:
         stage, step = record.get("stage", "train"), record["step"]
@@ -45,7 +45,7 @@ def open_metrics_log(
     is_writer: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """Open `metrics.jsonl` and its mirrors. Warn about lost records and missing files."""
+    """Open `metrics.jsonl` and its trackers. Warn about lost records and missing files."""
     if not is_writer:
         return MetricsLog(None, num_records)
     metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
@@ -117,10 +117,10 @@ class TensorBoard(_FailSafeTracker):
 
 
 class WandB(_FailSafeTracker):
-    """A Weights & Biases run, continued by a restart in the same workdir.
+    """A Weights & Biases run, which a restart in the same workdir continues.
 
     The W&B step is the record's index, since stages share global steps; `step` is the x-axis of
-    charts. A restart repeats some records; W&B already has them, so they are not sent again.
+    charts. A restart may repeat records that W&B already has; these are not sent again.
     """
 
     name = "W&B"
@@ -131,7 +131,7 @@ class WandB(_FailSafeTracker):
         """Start or continue the run.
 
         Raises:
-            RuntimeError: W&B does not start, for example without an API key.
+            RuntimeError: W&B does not start, for example because there is no API key.
         """
         super().__init__(log)
         import wandb  # an optional dependency

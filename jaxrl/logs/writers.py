@@ -1,4 +1,4 @@
-"""Writers of `metrics.jsonl`, its mirrors and trajectory files."""
+"""Writers for `metrics.jsonl`, its trackers and trajectory files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrl.utils.json_io import parse_json
 
 
 class Tracker(Protocol):
-    """Mirror of the records in another system. `metrics.jsonl` stays authoritative."""
+    """Experiment tracker that receives a copy of each record in `metrics.jsonl`."""
 
     def write(self, index: int, record: Record) -> None:
         """Write the record with this index in the run."""
@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """Writer of `metrics.jsonl`, one object per record with `step` and `stage` first."""
+    """Writer for `metrics.jsonl`, one object per record with `step` and `stage` first."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MetricsLog:
     ):
         """Open the log and truncate it to its first `num_records` records.
 
-        Lost records count too, so later records keep their index.
+        Lost records also count, so later records keep their index.
 
         Args:
             path: Path of `metrics.jsonl`, which need not exist; None to count records only.
@@ -130,7 +130,7 @@ class MetricsLog:
             append_line(self._sentinel_path, json.dumps(line, ensure_ascii=False))
 
     def close(self) -> None:
-        """Close the mirrors."""
+        """Close the trackers."""
         for tracker in self.trackers:
             tracker.close()
 
@@ -162,7 +162,7 @@ def write_samples(
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write images that have no file to `images/<digest>`, unless they exist."""
+    """Write images that have no file to `images/<digest>`, unless already written."""
     for trajectory in trajectories:
         for picture in trajectory.pictures:
             file = workdir / "images" / picture.digest

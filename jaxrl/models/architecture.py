@@ -1,4 +1,4 @@
-"""Model interface that the rest of jaxrl uses.
+"""Model interface used by the rest of jaxrl.
 
 An architecture is a frozen dataclass: its fields are the sizes of one model, and its methods
 compute with that model's parameters. The parameters are a nested dict. `blocks` holds the layers,
@@ -34,8 +34,8 @@ class MemoryTerms:
         saved_activations: Values saved for the backward pass, by `model.remat` mode except `full`
             and `offload`. Excludes the layer's input and the attention scores.
         prefill_activations: Peak during prefill of prompts and observations.
-        reused_activations: Part of the experts' `activations` that reuses memory of other arrays on
-            an accelerator.
+        reused_activations: Part of the experts' `activations` that reuses the memory of other
+            arrays on an accelerator.
     """
 
     activations: int
@@ -75,7 +75,7 @@ class KernelCheck:
 
 
 class Architecture(ABC):
-    """Sizes of one model, and functions that compute with its parameters."""
+    """Interface of a model: its sizes, and pure functions of its parameters."""
 
     vocab_size: int  # V, ids in the embedding and output tables
     width: int  # D, width of the hidden states
@@ -108,12 +108,12 @@ class Architecture(ABC):
         return None
 
     def param_specs(self, frozen: Sequence[str] = ()) -> tuple[ParamSpec, ParamSpec]:
-        """Return the specs of the trained and of the frozen parameters; `frozen` names entries."""
+        """Return specs of the trained and the frozen parameters; `frozen` lists frozen entries."""
         return split_params(self, lambda path: path[0] not in frozen)
 
     @property
-    def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Return the per-token arrays that a forward pass records and a later one can replay."""
+    def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
+        """Return the per-token arrays that a forward pass records and a later pass can replay."""
         return {}
 
     def with_kernels(
@@ -143,8 +143,8 @@ class Architecture(ABC):
     def with_head_dtype(self, dtype: str) -> Architecture:
         """Return a copy of this model whose output layer computes in `dtype`.
 
-        Sampler and trainer cast the output weights and the hidden states to it. The copy stores it
-        as `head_dtype`; `output_entry` is the top-level key of the output weights.
+        The sampler and the trainer cast the output weights and the hidden states to `dtype`. The
+        copy stores it as `head_dtype`; `output_entry` is the top-level key of the output weights.
 
         Raises:
             ValueError: The architecture does not support a separate head dtype.
@@ -212,7 +212,7 @@ class Architecture(ABC):
     def hf_names(self) -> dict[str, str]:
         """Return the HF tensor name of each parameter path (keys joined by `/`), in export order.
 
-        The first `{}` is the layer index; a second one is the index along the parameter's next
+        The first `{}` is the layer index. A second `{}` is the index along the parameter's next
         axis, such as the expert. A `kernel` is [in, out] here and [out, in] in HF files.
         """
 
@@ -228,11 +228,11 @@ class Architecture(ABC):
         return ()
 
     def hf_tied_names(self) -> dict[str, str]:
-        """Return the redundant HF tensors in some folders, mapped to the tensors they duplicate."""
+        """Return HF tensors that are redundant in some folders, mapped to their originals."""
         return {}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the HF tensors that, in some folders, replace several tensors of `hf_names`."""
+        """Return HF tensors that, in some folders, replace several tensors of `hf_names`."""
         return {}
 
     @abstractmethod

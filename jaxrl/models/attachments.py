@@ -67,7 +67,7 @@ class Tower(ABC):
 
     @property
     def num_deepstack_layers(self) -> int:
-        """Return the number of leading decoder layers that get features from the tower."""
+        """Return the number of leading decoder layers that receive features from the tower."""
         return 0
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Tower(ABC):
     def find_token_runs(
         self, token_ids: np.ndarray, attachments: Sequence[Any]
     ) -> list[np.ndarray]:
-        """Find the token indices of each attachment; raises the errors of `compute_positions`."""
+        """Find the token indices of each attachment. Raises the errors of `compute_positions`."""
 
     @abstractmethod
     def compute_positions(

@@ -1,9 +1,9 @@
 """Auxiliary inputs and outputs of a forward pass: per-token arrays, and sums over tokens.
 
-An architecture declares its per-token arrays. Those in `Architecture.recorded` are outputs: the
-sampler stores them, trajectories carry them, packing aligns them with the token ids, and training
-reads them. Only the architecture interprets their values. Those in `Tower.input_arrays` are
-inputs, which the engine and packing compute from a text and its attachments.
+An architecture declares its per-token arrays. Arrays in `Architecture.recorded_specs` are outputs:
+the sampler stores them, trajectories carry them, packing aligns them with the token ids, and
+training reads them. Only the architecture interprets their values. Arrays in `Tower.input_arrays`
+are inputs, which the engine and packing compute from text and its attachments.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class AuxArrays:
     """Auxiliary inputs and outputs of a forward pass over M tokens.
 
     Attributes:
-        inputs: Input arrays `[M, ...]` by name: those of `Architecture.recorded` and
+        inputs: Input arrays `[M, ...]` by name: those of `Architecture.recorded_specs` and
             `Tower.input_arrays`.
         attached: Attachments among the tokens, or None. In the full pass, a dict of `patches` and
             `coords`; in the sampler, the result of `Tower.encode`.
         statistics_weights: Weight of each token in `statistics`, float32 `[M]`; None skips the
             statistics.
-        records: True to output the arrays of `Architecture.recorded`.
+        records: True to output the arrays of `Architecture.recorded_specs`.
         recorded: Output arrays `[M, ...]` by name.
         statistics: Output tree of sums over tokens, or None; see `Architecture.statistics`.
     """

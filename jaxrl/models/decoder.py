@@ -76,7 +76,7 @@ def _get_rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_supported(fields: dict[str, Any], source: str) -> None:
-    """Raise ValueError if the fields use a feature that no parity test covers."""
+    """Raise a ValueError if the fields use a feature that no parity test covers."""
     rope = _get_rope_fields(fields)
     activation = canonicalize_activation(fields.get("hidden_act", "silu"))
     unsupported = {
@@ -94,7 +94,7 @@ def check_supported(fields: dict[str, Any], source: str) -> None:
 
 
 def raise_unsupported(features: dict[str, bool], source: str) -> None:
-    """Raise ValueError for the first unsupported feature that is present."""
+    """Raise a ValueError for the first unsupported feature that is present."""
     for feature, is_present in features.items():
         if is_present:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
@@ -293,7 +293,7 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
 
 @jax.custom_vjp
 def embedding_lookup(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
-    """Look up rows of a table; the gradient goes only to `master` and is summed in its dtype."""
+    """Look up rows of a table. The gradient goes only to `master` and is summed in its dtype."""
     return table[ids]
 
 
@@ -322,10 +322,10 @@ def project(
     master: jax.Array,
     precision: jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Multiply hidden states by a table, in float32; the gradient goes to `master`, not `table`.
+    """Multiply hidden states by a table, in float32. The gradient goes to `master`, not `table`.
 
-    Matmuls of the forward and backward pass take operands in the dtype of `hidden` and accumulate
-    in float32, so gradients are summed over chunks of tokens in float32.
+    Forward and backward matmuls take operands in the dtype of `hidden` and accumulate in float32,
+    so gradients are summed over chunks of tokens in float32.
 
     Args:
         axes: Axis order of the table: "vd" or "dv".
@@ -540,7 +540,7 @@ class Decoder(Architecture):
     ) -> tuple[Float[Array, "M D"], Any]:
         """Compute one layer for M tokens of concatenated rows.
 
-        The matmuls are two-dimensional because 3-D by 2-D ones are several times slower on a CPU.
+        The matmuls are 2-D by 2-D, because 3-D by 2-D matmuls are several times slower on a CPU.
         """
         x, extra_state = carry
         weights = layer["attention"]
@@ -640,7 +640,7 @@ class Decoder(Architecture):
     ) -> Float[Array, "... V"]:
         """Compute float32 logits; ids >= `num_tokens` get `MASK_VALUE`.
 
-        These ids pad the vocabulary of a checkpoint. Masking them here gives sampler and trainer
+        These ids pad a checkpoint's vocabulary. Masking them here gives the sampler and the trainer
         the same distribution.
         """
         is_tied = "lm_head" not in params

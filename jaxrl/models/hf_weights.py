@@ -166,7 +166,7 @@ def load_hf(
     is_lazy: bool = False,
     log: LogCallback = lambda _: None,
 ) -> Params:
-    """Load the parameters of an HF folder; each device reads only its part of each tensor.
+    """Load the parameters in an HF folder. Each device reads only its part of each tensor.
 
     Args:
         path: Folder with `config.json` and `model.safetensors`, or several safetensors files and
@@ -175,7 +175,7 @@ def load_hf(
         architecture: Architecture name or dotted path; see `read_architecture`.
         entries: Parameter entries to load; None loads all.
         dtype: Dtype of the parameters; float32 represents every supported dtype exactly.
-        progress: Callback with the loaded and the total MiB, called after each parameter.
+        progress: Callback that receives the loaded and the total MiB after each parameter.
         is_lazy: True to return, for each parameter, a function that loads it.
         log: Callback for the warning about ignored tensors.
 
@@ -211,8 +211,8 @@ def load_tensors(
         config: Model that the tensors belong to.
         stored: Validated tensors by the names in `config.hf_names()`, or a function that opens
             them. With a function, nothing is read yet: each returned parameter is a function that
-            opens the tensors and loads the parameter. safetensors keeps data that it reads from a
-            file in memory until the file is closed.
+            opens the tensors and loads the parameter. safetensors keeps everything it has read from
+            a file in memory until the file is closed.
         shardings: Sharding of each parameter, by path (keys joined by `/`).
         dtype: Dtype of the parameters.
         progress: See `load_hf`.
@@ -332,7 +332,7 @@ def canonicalize_name(config: Architecture, name: str) -> str:
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Open all tensors of an HF folder by name, reading only the headers of its files.
+    """Open all tensors in an HF folder by name, reading only the headers of its files.
 
     Raises:
         FileNotFoundError: The folder has no weights, or a file named by the index is missing.
@@ -384,7 +384,7 @@ def open_safetensors(file: Path) -> list[StoredTensor]:
 
 
 def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
-    """Raise if a tensor is missing, is unexpected, or has a wrong shape or unsupported dtype."""
+    """Raise if a tensor is missing or unexpected, or has a wrong shape or unsupported dtype."""
     locations, copies = locate_hf_tensors(config), config.hf_tied_names()
     for name, location in locations.items():
         if name not in stored:
@@ -442,7 +442,7 @@ def save_hf(
 ) -> None:
     """Write parameters as an HF folder, atomically.
 
-    Every process must call this; the first one writes. An existing export at `path` is replaced.
+    Every process must call this; process 0 writes. An existing export at `path` is replaced.
 
     Args:
         params: Stacked parameters, on any devices.
@@ -487,7 +487,7 @@ def write_hf(
     """Write tensors as an HF folder; see `save_hf`.
 
     Args:
-        get_tensor: Function of a tensor's name and dtype that returns its value on the host; called
+        get_tensor: Function that maps a tensor's name and dtype to its value on the host; called
             for each tensor in order.
         config: Architecture of the tensors.
         path: Folder to write.
@@ -531,7 +531,7 @@ def write_tensors(
     Args:
         folder: Folder to write to.
         sizes: Size of each tensor in bytes, by HF name.
-        get_tensor: Function of a name that returns the tensor on the host, called in order.
+        get_tensor: Function that maps a name to the tensor on the host; called in order.
         max_shard_size: Maximum bytes of tensors per file.
         is_writer: True if this process writes to disk.
     """

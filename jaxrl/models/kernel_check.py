@@ -1,6 +1,6 @@
 """Select kernels that pass a numerical self-test before a run uses them.
 
-A kernel may fail or return wrong results on another chip, or with another release of its compiler.
+A kernel may fail or return wrong results on a different chip or with a different compiler release.
 Each operation has a list of candidate kernels, with XLA last, and a trial: small random arrays with
 the run's heads, pages and dtype. The run uses the first candidate that passes. Kernels and the
 comparison with XLA are extras.
@@ -36,7 +36,7 @@ class Trial:
     Attributes:
         operation: Display name of the operation.
         names: Names of the compared values: outputs and gradients.
-        run: Function of a kernel and `arrays` that returns the compared values, `[..., values]`.
+        run: Function of a kernel and `arrays` that returns the values to compare, `[..., values]`.
             They must not depend on anything that the kernel's contract leaves undefined.
         arrays: Arguments on the host; float32 arrays are rounded to the run's dtype.
         reference: Implementation of the operation in XLA.
@@ -95,8 +95,8 @@ def select_kernel(
             selected untested.
         candidates: Import function of each candidate kernel by name, in order of preference.
         reference: Implementation of the operation in XLA, returned if no kernel passes.
-        config_key: Config key in which the user requested the kernel, which must then pass; "" for
-            automatic selection.
+        config_key: Config key with which the user requested the kernel, which then must pass; ""
+            for automatic selection.
 
     Raises:
         ValueError: The requested kernel does not pass.

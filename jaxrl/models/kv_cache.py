@@ -1,4 +1,4 @@
-"""Paged key-value cache of the sampler: head-major pages of a fixed number of tokens, per shard.
+"""Paged key-value cache of the sampler: fixed-size, head-major pages on each shard.
 
 Pages are split over S shards (the mesh's data, fsdp, expert and context axes) and numbered within
 each shard. All functions here work on one shard, without communication between devices. An index
@@ -64,7 +64,7 @@ def write_tokens(
         pages: Keys or values of one layer.
         tables: Page indices of each row, in order.
         start: Position of each row's first new token.
-        counts: Number of valid tokens of each row, at most C; the others are not written.
+        counts: Number of valid tokens in each row, at most C; other tokens are not written.
         new: Keys or values of the tokens.
     """
     P, K, page, H = pages.shape

@@ -1,4 +1,4 @@
-"""Loops over layers: the full forward pass with rematerialization, and the sampler's pass."""
+"""Loops over layers: for the full forward pass with rematerialization, and for the sampler."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class LayerScan:
 
     Attributes:
         remat: Name in `REMAT`.
-        scan: True to compile consecutive layers of one kind once, as a loop. False to unroll the
-            layers; a CPU then saves all activations regardless of `remat`.
+        scan: True to compile consecutive layers of the same kind once, as a loop. False to unroll
+            the layers; on a CPU, all activations are then saved regardless of `remat`.
         aux: Auxiliary arrays of the tokens.
         constrain_to_shards: Sharding constraint for arrays with a leading shard axis.
     """
@@ -105,7 +105,7 @@ class LayerScan:
     def run_with_intermediates(
         self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the activations after all layers, and those after each of `layers`, stacked."""
+        """Return the final activations, and a stack of the activations after each of `layers`."""
         layer = self._with_remat(layer)
         if not self.scan:
             outputs = []

@@ -1,6 +1,6 @@
-"""Dense Llama and Mistral decoders: Qwen2.5's decoder, with all biases or with none.
+"""Dense Llama and Mistral decoders: Qwen2.5's decoder, with either all biases or none.
 
-SmolLM2, Llama 3.x and Mistral's dense models use this class. The class is an example of a derived
+SmolLM2, Llama 3.x and Mistral's dense models use this class. It shows how to derive an
 architecture: it parses `config.json` differently and inherits all computation.
 """
 

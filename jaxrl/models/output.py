@@ -59,7 +59,7 @@ def _gather_slots(
 ) -> jax.Array:
     """Gather the entries at `index` on each shard; invalid entries become 0.
 
-    `inverse` is the inverse index, with which the backward pass gathers instead of scattering.
+    `inverse` is the inverse index, which lets the backward pass gather instead of scatter.
     """
     gathered = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
     return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), gathered, 0)
@@ -102,7 +102,7 @@ def split_evenly(num_tokens: int, max_tokens: int) -> tuple[int, int]:
 
 
 def choose_block_tokens(platform: str, num_ids: int) -> int:
-    """Return the tokens per block: 2 MB of logits on a CPU, which stores every intermediate."""
+    """Return the tokens per block: 2 MB of logits on a CPU, where all intermediates are stored."""
     return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
 
 
@@ -141,7 +141,7 @@ class OutputLayer:
     Attributes:
         unembed: Function that computes the logits.
         mesh: Device mesh; its data, fsdp, expert and context axes are the shards.
-        chunk_tokens: Maximum number of tokens per shard with logits in memory at a time.
+        chunk_tokens: Maximum number of tokens per shard whose logits are in memory at a time.
         block_tokens: Maximum number of a chunk's tokens processed at a time.
         entropy_gradient: True if gradients flow through the entropies.
         trains_tables: True if gradients flow to the arrays that `unembed` reads.

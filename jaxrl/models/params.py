@@ -1,4 +1,4 @@
-"""Split a policy's parameters into trained and frozen ones."""
+"""Split a policy's parameters into trained and frozen parameters."""
 
 from __future__ import annotations
 

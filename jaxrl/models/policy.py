@@ -71,13 +71,14 @@ class Model:
 
         Args:
             architecture: Architecture of the policy.
-            mesh: Device mesh. Its data, fsdp and expert axes split the rows, context each row.
+            mesh: Device mesh. Its data, fsdp and expert axes split the batch by rows; its context
+                axis splits each row.
             attention: Attention kernels.
             num_tokens: Number of token ids in the tokenizer; ids beyond it have probability 0.
             dtype: Dtype of activations and matmuls; master weights are float32.
             remat: Rematerialization mode, a key of `layers.REMAT`.
-            scan_layers: True to compile layers of one kind once, as a loop.
-            logits_chunk_tokens: Maximum number of tokens with logits in memory at a time.
+            scan_layers: True to compile layers of the same kind once, as a loop.
+            logits_chunk_tokens: Maximum number of tokens whose logits are in memory at a time.
             frozen: Parameter entries that are not trained; see `Architecture.param_specs`.
         """
         pass_settings = mesh, attention, num_tokens, dtype, remat, scan_layers, logits_chunk_tokens
@@ -104,7 +105,7 @@ class Model:
         return model
 
     def merge(self, params: Params) -> Params:
-        """Merge the trained parameters with the frozen ones."""
+        """Merge the trained and the frozen parameters."""
         return merge_params(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
@@ -122,7 +123,7 @@ class Model:
         return self.mesh.shape[CONTEXT_AXIS]
 
     def without_attachments(self, batch: Batch) -> Batch:
-        """Return the batch without attachments and their arrays, to treat every token as text."""
+        """Return the batch without attachments and their arrays, so that every token is text."""
         tower = self.architecture.tower
         remaining = {
             n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.input_arrays
@@ -131,12 +132,12 @@ class Model:
 
     def without_recorded_arrays(self, batch: Batch) -> Batch:
         """Return the batch without the arrays that the sampler recorded."""
-        recorded = self.architecture.recorded
+        recorded = self.architecture.recorded_specs
         remaining = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=remaining)
 
     def make_aux(self, batch: Batch, *, counts: bool = True) -> AuxArrays:
-        """Build the `AuxArrays` for a pass over a micro-batch; `counts` requests statistics."""
+        """Build the `AuxArrays` for a pass over a micro-batch, with statistics if `counts`."""
         inputs = {name: split_into_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         inputs = {name: x.reshape(-1, *x.shape[2:]) for name, x in inputs.items()}
         aux = AuxArrays(inputs=inputs, attached=batch.attached)
@@ -155,10 +156,10 @@ class Model:
         logit_capacity: int = 4,
         aux: AuxArrays | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute each token's log-probability given the tokens before it, and the entropy there.
+        """Compute each token's log-probability given the tokens before it, and its entropy.
 
-        Only this method shifts results: index t has the values of token t, which the logits at
-        t - 1 predict. Tokens outside `loss_mask` and a trajectory's first token get 0.
+        This is the only place that shifts results: index t has the values of token t, which come
+        from the logits at t - 1. Tokens outside `loss_mask` and a trajectory's first token get 0.
 
         Args:
             params: All parameters of the policy; trained ones are float32.

@@ -108,7 +108,7 @@ class QwenConfig(Decoder):
         }
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Return the memory of attention and MLP, split over `tensor` (the MLP if divisible)."""
+        """Return the memory of attention and the MLP (if divisible), split over `tensor`."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attention_width = self.num_heads // tensor * self.head_dim
         kv_width = self.num_kv_heads // tensor * self.head_dim

@@ -71,7 +71,7 @@ def read_hf_config(path: str | Path) -> tuple[dict[str, Any], str]:
 def suggest_model(path: str | Path) -> str:
     """Return a hint for a model folder that does not exist, or "".
 
-    For a path that could be a Hugging Face Hub name, suggest the prefix `hf://`.
+    For a path that could be a Hugging Face Hub name, suggest the `hf://` prefix.
     """
     name = os.path.relpath(path)
     is_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).parent.exists()

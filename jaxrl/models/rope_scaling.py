@@ -1,7 +1,7 @@
-"""RoPE scaling, for contexts longer than in pretraining.
+"""RoPE scaling, for contexts longer than those in pretraining.
 
-Each class repeats the computation of transformers for its `rope_type`, in float32 and in the same
-order of operations, so that angles at distant positions agree.
+Each class replicates the computation in transformers for its `rope_type`, in float32 and with the
+same order of operations, so that angles at distant positions agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RopeScaling(ABC):
     Attributes:
         rope_type: Value of `rope_type` in `config.json`.
         attention_factor: Multiplier of cosines and sines; its square scales the scores.
-        factor: Ratio of the extended context length to that in pretraining, at least 1.
+        factor: Ratio of the extended context length to the pretraining length, at least 1.
     """
 
     rope_type: ClassVar[str]
@@ -99,7 +99,7 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1 scaling, which divides low frequencies and keeps high ones, with interpolation.
+    """Llama 3.1 scaling: divide low frequencies, keep high frequencies, interpolate in between.
 
     Attributes:
         low_freq_factor: Wavelengths above the pretraining length / low_freq_factor are divided.
@@ -113,7 +113,7 @@ class Llama3Scaling(RopeScaling):
     original_max_position_embeddings: int
 
     def compute_frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Divide low frequencies by `factor`, keep high ones, and interpolate in between."""
+        """Divide low frequencies by `factor`, keep high frequencies, and interpolate in between."""
         unscaled = compute_default_frequencies(head_dim, theta)
         scaled = unscaled / np.float32(self.factor)
         length = np.float32(self.original_max_position_embeddings)
@@ -129,7 +129,7 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (https://arxiv.org/abs/2309.00071), which keeps high frequencies and divides low ones.
+    """YaRN (https://arxiv.org/abs/2309.00071): keep high frequencies and divide low frequencies.
 
     A pair that rotates at least `beta_fast` times in the pretraining context keeps its frequency. A
     pair that rotates at most `beta_slow` times has its frequency divided by `factor`. In between,

@@ -40,7 +40,7 @@ class WrappedArchitecture(Architecture):
     output_entry: Any = _delegate("output_entry")
     num_experts: int = _delegate("num_experts")
     statistics: Any = _delegate("statistics")
-    recorded: Any = _delegate("recorded")
+    recorded_specs: Any = _delegate("recorded_specs")
     kernel_summary: Any = _delegate("kernel_summary")
     kernel_checks: Any = _delegate("kernel_checks")
     tower: Tower | None = _delegate("tower")
@@ -82,7 +82,7 @@ class WrappedArchitecture(Architecture):
 
     @property
     @abstractmethod
-    def plan(self) -> str:
+    def memory_module(self) -> str:
         """Return the dotted name of the module that defines `count_decode_bytes`."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class WrappedArchitecture(Architecture):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
-        """Raise NotImplementedError: no `config.json` describes a wrapper."""
+        """Raise a NotImplementedError: no `config.json` describes a wrapper."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

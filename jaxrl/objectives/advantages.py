@@ -1,4 +1,4 @@
-"""Advantage estimators, which map rewards and groups to an advantage per trajectory."""
+"""Advantage estimators, which map rewards and groups to one advantage per trajectory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ def grpo(
 ) -> Float[Array, " N"]:
     """Compute group-relative advantages: `(reward - mean) / (std + epsilon)` within each group.
 
-    DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division it is Dr. GRPO
-    (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise a
-    rounding error in the mean, divided by a small `epsilon`, would become an advantage. A group of
+    DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300). Without the division, this is Dr.
+    GRPO (https://arxiv.org/abs/2503.20783). A group with equal rewards gets exact zeros; otherwise,
+    a rounding error in the mean divided by a small `epsilon` would become an advantage. A group of
     size 1 also gets zero; other implementations keep its raw reward.
 
     Args:
@@ -86,7 +86,7 @@ def reinforce_plus_plus(
         rewards: One reward per trajectory.
         group_ids: See `grpo`. Without `baseline`, only the sign matters: negative ids are excluded.
         token_counts: Number of sampled tokens in each trajectory.
-        baseline: True to subtract the group mean first. In a group with equal rewards `x` is then
+        baseline: True to subtract the group mean first. In a group with equal rewards, `x` is then
             0, and the advantage is `-mean / std`.
     """
     if baseline:
@@ -202,7 +202,7 @@ def pass_at_k_bootstrap(
     Args:
         is_correct: See `pass_at_k`.
         group_ids: See `grpo`. Group sizes may differ.
-        key: Random key, a new one for each call.
+        key: Random key. Use a new key for each call.
         k: Subset size, from 1 to the group size.
     """
     if k > len(group_ids):
@@ -244,9 +244,9 @@ def pass_at_k_entropy_guided(
 ) -> Float[jax.Array, " N"]:
     """Compute pass@1 advantages for groups with high entropy and pass@k advantages for the others.
 
-    From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploit
-    (pass@1), the others explore (pass@k). With an odd number of groups, the middle group explores;
-    so do groups that tie at the boundary.
+    From https://arxiv.org/abs/2508.10751: the half of the groups with the highest entropy exploits
+    (pass@1), and the other half explores (pass@k). With an odd number of groups, the middle group
+    explores, as do groups that tie at the boundary.
 
     Args:
         is_correct: See `pass_at_k`.
@@ -270,7 +270,7 @@ def pass_at_k_entropy_guided(
 
 
 def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
-    """Return True for each pair of trajectories in the same group; never for negative ids."""
+    """Return True for each pair of trajectories in the same group, except negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 
@@ -278,7 +278,7 @@ def _make_group_mask(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
 def _count_members(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
 ) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
-    """Return the size and correct members of each trajectory's group; 0 for negative ids."""
+    """Return the size and correct count of each trajectory's group; 0 for negative ids."""
     same = _make_group_mask(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 

@@ -16,16 +16,16 @@ def token_weights(
 ) -> list[Float[np.ndarray, " _"]]:
     """Compute the weight of every token in a mini-batch; the loss is `(weights * values).sum()`.
 
-    Token counts are those of the complete mini-batch. The sums over micro-batches therefore add up
-    to the same loss, however the mini-batch is split, packed or sharded.
+    Tokens are counted over the complete mini-batch. The sums over micro-batches therefore add up to
+    the same loss, however the mini-batch is split, packed or sharded.
 
     Args:
         loss_masks: Mask of each trajectory, True for tokens that are trained on.
-        aggregation: Function from the token count of each trajectory to the weight of each of its
+        aggregation: Function that maps each trajectory's token count to the weight of each of its
             tokens, such as `token_mean`.
 
     Raises:
-        ValueError: A user-supplied aggregation returned a wrong shape or an invalid weight.
+        ValueError: A user-supplied aggregation returned the wrong shape or an invalid weight.
     """
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
     weights = np.asarray(aggregation(token_counts))

@@ -1,4 +1,4 @@
-"""Balanced partitioning of items of different sizes: the largest differencing method."""
+"""Balanced partitioning of items of different sizes, with the largest differencing method."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
     """Split items into parts with nearly equal total sizes.
 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982). Each partial solution
-    has `num_parts` bundles. Each step joins the two solutions with the largest spread, the heaviest
-    bundle of one with the lightest of the other and so on, until one solution remains. The result
+    has `num_parts` bundles. Each step joins the two solutions with the largest spread (the heaviest
+    bundle of one with the lightest of the other, and so on), until one solution remains. The result
     is deterministic and close to optimal.
 
     Args:
@@ -21,8 +21,8 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int, *, equal_size: bool) ->
             starts from `num_parts` items of similar size instead of one item.
 
     Returns:
-        The item indices of each part in ascending order. Parts are sorted by first item, empty ones
-        last.
+        The item indices of each part in ascending order. Parts are sorted by first item, with empty
+        parts last.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], i))
     step = num_parts if equal_size else 1

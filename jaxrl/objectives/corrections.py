@@ -1,4 +1,4 @@
-"""Importance weights that correct for the mismatch between sampler and trainer."""
+"""Importance weights that correct for the mismatch between the sampler and the trainer."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ def window_entropy(
     """Compute the mean entropy of the `window` tokens that the policy samples after each token.
 
     `W[t] = mean(H[t + 1], ..., H[t + window])`, skipping prompts and observations. The token itself
-    is excluded: the paper's text includes it, but its code does not.
+    is excluded: the paper's text includes it, but the paper's code does not.
 
     Computes in numpy if all arguments are numpy arrays (on the host), else in JAX.
 
@@ -84,8 +84,9 @@ def kl_weights(
 ) -> Float[Array, "R T"]:
     """Compute KL coefficients: `kl_coef * bucket_scale`, times `low_factor` at uncertain tokens.
 
-    This is the token-level budget of the paper; its code has one coefficient per difficulty bucket
-    instead. Computes in numpy if all arguments are numpy arrays or plain numbers, else in JAX.
+    This is the token-level budget of the paper; the paper's code has one coefficient per difficulty
+    bucket instead. Computes in numpy if all arguments are numpy arrays or plain numbers, else in
+    JAX.
 
     Args:
         high_entropy_mask: Mask from `high_window_entropy_mask`.

@@ -30,8 +30,8 @@ def keep_informative(
     """Keep groups whose metric values are not all equal (dynamic sampling).
 
     DAPO section 3.2 (https://arxiv.org/abs/2503.14476). If all values of a group are equal, its
-    advantages are zero. A group of size 1 is always kept, because it has no second value to
-    compare.
+    advantages are zero. A group of size 1 is always kept, because there is no second value to
+    compare with.
 
     Args:
         metric: Value to compare within groups. DAPO uses correctness: if length shapes the reward,

@@ -59,7 +59,7 @@ def kl_estimate(
         estimator: Function of the log-ratios, such as `k3`.
 
     Raises:
-        ValueError: A user-supplied estimator returned a wrong shape.
+        ValueError: A user-supplied estimator returned the wrong shape.
     """
     # Masking only the result would leave 0 * inf in the gradient.
     d = jnp.asarray(anchor_logprobs - logprobs)

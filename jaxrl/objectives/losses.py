@@ -14,7 +14,7 @@ Array = jax.Array | np.ndarray
 
 
 class PolicyLoss(NamedTuple):
-    """Result of a policy loss; loss and metrics are zero outside `loss_mask`.
+    """Result of a policy loss. The loss and the metrics are zero outside `loss_mask`.
 
     Metrics are averaged over the sampled tokens and carry no gradient.
     """

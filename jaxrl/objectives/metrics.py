@@ -44,11 +44,11 @@ class Reduction:
     """Reduction of per-token values to one number.
 
     Attributes:
-        reduce: Function from the values, loss mask and token weights `[R, T]` of a micro-batch to a
+        reduce: Function that maps a micro-batch's values, loss mask and token weights `[R, T]` to a
             partial result.
         combine: Function that combines the partial results of two micro-batches.
-        finish: Function from the partial result of all micro-batches, and their number of sampled
-            tokens, to the final result.
+        finish: Function that maps the partial result of all micro-batches and their number of
+            sampled tokens to the final result.
         merge: Function that merges the final results of several updates, on the host.
     """
 

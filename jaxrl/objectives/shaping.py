@@ -60,12 +60,12 @@ def boundary_aware_rewards(
     - Stage gate: in the early stage, if at least `max_rate` of the batch abstains, all scores are
       unchanged. The paper's code uses 0.05.
     - Sample gate: in the late stage, a group that still explores gets no bonus. It explores if its
-      members that do not abstain give at least n/2 distinct answers, with n the group size.
+    non-abstaining members give at least n/2 distinct answers, where n is the group size.
 
     Args:
         scores: Correctness, at most 0 if there is none, negative for a bad format.
         is_abstention: True if the answer says that the model does not know. Malformed abstentions
-            count in the rate but earn nothing.
+            count toward the rate but earn nothing.
         is_well_formed: True if the response follows the protocol.
         answers: Normalized final answers, "" if there is none. Those of abstentions are ignored.
         group_ids: Trajectories with the same id form a group, in any order. A negative id excludes
@@ -133,7 +133,7 @@ def entropy_reward(
 ) -> Float[np.ndarray, " N"]:
     """Compute a reward for exploration that matches the difficulty of the task.
 
-    It is added to the accuracy reward. ARES (https://arxiv.org/abs/2510.08457). With `delta` the
+    ARES (https://arxiv.org/abs/2510.08457). It is added to the accuracy reward. With `delta` the
     count minus the bucket's target, `M = max(1, phi * max(target, 1))` and `C` the bucket's
     coefficient times `kappa`:
 
@@ -216,7 +216,7 @@ def relaxed_kl_factors(
 ) -> Float[np.ndarray, " N"]:
     """Compute KL factors, which are lower for wrong, exploratory answers to easy tasks.
 
-    ARES (https://arxiv.org/abs/2510.08457); its released code never uses it.
+    ARES (https://arxiv.org/abs/2510.08457), whose released code never uses it.
 
     Args:
         buckets: Difficulty of each trajectory's task.

@@ -22,7 +22,7 @@ def compute_turn_returns(
     This is the reward-to-go of the policy gradient theorem with turns as steps, as in GTPO
     (https://arxiv.org/abs/2511.14846): a turn cannot change the rewards of earlier turns. After the
     last turn, a row continues with `outcome_rewards`, which are not discounted. Sums use float64,
-    so that equal returns stay equal in any order of summation.
+    so that equal returns stay equal regardless of summation order.
 
     Args:
         outcome_rewards: Trajectory-level reward, assigned to no turn, such as answer correctness.

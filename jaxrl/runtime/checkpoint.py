@@ -43,7 +43,8 @@ class CheckpointError(ValueError):
 def filter_orbax_logs() -> Iterator[None]:
     """Hide log lines in which Orbax and its threads repeat errors that they also raise.
 
-    If the body raises, the filters stay active: some of these lines appear when Python exits.
+    If the body raises, the filters stay active, because some of these lines appear when Python
+    exits.
     """
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
@@ -66,7 +67,7 @@ def filter_orbax_logs() -> Iterator[None]:
 
 
 class Checkpointer:
-    """Checkpoint manager for `TrainState`, reference parameters and the run's position.
+    """Checkpoint manager for `TrainState`, the reference parameters and the run's position.
 
     The position is a small JSON object. It is read first, because it determines the structure of
     the optimizer state.
@@ -83,7 +84,7 @@ class Checkpointer:
         """Open or create a checkpoint folder.
 
         Keep the newest `keep` checkpoints and the `keep_best` with the highest evaluation scores.
-        `log` receives lines about damaged checkpoints.
+        `log` receives messages about damaged checkpoints.
         """
         self._folder = folder.absolute()
         self._keep, self._keep_best = keep, keep_best
@@ -114,7 +115,7 @@ class Checkpointer:
     ) -> None:
         """Save the state after global step `step`, replacing an earlier checkpoint of that step.
 
-        Return once the arrays are copied to the host; the caller may then donate them. Writing
+        Returns once the arrays are copied to the host; the caller may then donate them. Writing
         continues in the background.
 
         Args:
@@ -122,7 +123,7 @@ class Checkpointer:
             state: Training state, on the devices.
             position: Run's position, as JSON values.
             ref_params: Reference parameters, if any.
-            value: Score of the evaluation after this step, if any; `keep_best` compares it.
+            value: Score of the evaluation after this step, if any; used by `keep_best`.
         """
         self.wait()
         items = {
@@ -148,7 +149,7 @@ class Checkpointer:
             return
         write_manifest(self._folder / str(step), step, value)
         (self._folder / "saving").unlink()
-        values = self._read_values()
+        values = self._read_scores()
         for old in values.keys() - select_steps_to_keep(values, self._keep, self._keep_best):
             remove_atomic(self._folder / str(old))
         _finish_interrupted(self._folder)
@@ -167,14 +168,14 @@ class Checkpointer:
             self._executor.shutdown()
             self._manager.close()
 
-    def values(self) -> dict[int, float | None]:
+    def scores(self) -> dict[int, float | None]:
         """Return the evaluation score of each saved step; None for a step without evaluation."""
         self.wait()
-        pairs = list(self._read_values().items()) if distributed.is_main() else []
+        pairs = list(self._read_scores().items()) if distributed.is_main() else []
         return dict(distributed.broadcast(pairs))  # as pairs: keys of JSON objects are strings
 
-    def _read_values(self) -> dict[int, float | None]:
-        return {step: read_value(self._folder / str(step)) for step in list_steps(self._folder)}
+    def _read_scores(self) -> dict[int, float | None]:
+        return {step: read_score(self._folder / str(step)) for step in list_steps(self._folder)}
 
     def find_latest_position(self) -> tuple[int, dict[str, Any]] | None:
         """Return the step and position of the newest undamaged checkpoint; None if there is none.
@@ -182,16 +183,16 @@ class Checkpointer:
         Raises:
             CheckpointError: See `restore`.
         """
-        step = self._choose_undamaged(sorted(self.values(), reverse=True))
+        step = self._choose_undamaged(sorted(self.scores(), reverse=True))
         return None if step is None else (step, self._read_position(step))
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints after `step` if `step` or an earlier step has an undamaged one.
+        """Remove the checkpoints after `step` if one at or before `step` is undamaged.
 
         Raises:
-            CheckpointError: No step up to `step` has an undamaged checkpoint; nothing is removed.
+            CheckpointError: No checkpoint at or before `step` is undamaged; nothing is removed.
         """
-        steps = sorted(self.values(), reverse=True)
+        steps = sorted(self.scores(), reverse=True)
         earlier = [number for number in steps if number <= step]
         is_main = distributed.is_main()
         target = choose_step(self._folder, earlier)[0] if is_main else None
@@ -215,16 +216,17 @@ class Checkpointer:
         Newer damaged checkpoints are logged and moved to `damaged/`.
 
         Args:
-            targets: Function from a position to the shapes, dtypes and shardings of the items to
-                restore: `params`, `optimizer` (see `make_optimizer_items`), `ref_params`.
-            step: Step of the checkpoint; None for the newest undamaged one.
+            targets: Function that maps a position to the shapes, dtypes and shardings of the items
+                to restore: `params`, `optimizer` (see `make_optimizer_items`), `ref_params`.
+            step: Step of the checkpoint; None for the newest undamaged checkpoint.
 
         Raises:
             CheckpointError: All checkpoints are damaged (none is moved), or restoring an undamaged
-                one failed, for example because memory is too small or the configuration changed.
+                checkpoint failed, for example because there is too little memory or the
+                configuration changed.
         """
         step = self._choose_undamaged(
-            [step] if step is not None else sorted(self.values(), reverse=True)
+            [step] if step is not None else sorted(self.scores(), reverse=True)
         )
         if step is None:
             return None
@@ -239,7 +241,7 @@ class Checkpointer:
         Raises:
             CheckpointError: No undamaged checkpoint has a score, or restoring it failed.
         """
-        step = self._choose_undamaged(rank_steps(self.values()))
+        step = self._choose_undamaged(rank_steps(self.scores()))
         if step is None:
             raise CheckpointError(
                 f"{self._folder} has no checkpoint with an evaluation score, so there is no "
@@ -251,7 +253,7 @@ class Checkpointer:
         return step, TrainState(params=items["params"], **items["optimizer"])
 
     def _choose_undamaged(self, steps: Sequence[int]) -> int | None:
-        """Return the first undamaged step in `steps`; move damaged ones before it to `damaged/`."""
+        """Return the first undamaged step in `steps`; move those before it to `damaged/`."""
         self.wait()
         is_main = distributed.is_main()
         step, damaged = choose_step(self._folder, steps) if is_main else (None, [])
@@ -298,7 +300,7 @@ class Checkpointer:
 
 
 def choose_step(folder: Path, steps: Iterable[int]) -> tuple[int | None, list[tuple[int, str]]]:
-    """Return the first undamaged step in `steps`, and (step, damage) for each one before it."""
+    """Return the first undamaged step in `steps`, and (step, damage) for each step before it."""
     damaged: list[tuple[int, str]] = []
     for step in steps:
         damage = find_damage(folder / str(step), step)
@@ -351,7 +353,7 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     Args:
         folder: Checkpoint folder of a run.
         target: Shapes, dtypes and shardings of the parameters.
-        step: Step of the checkpoint; None for the newest undamaged one.
+        step: Step of the checkpoint; None for the newest undamaged checkpoint.
 
     Raises:
         CheckpointError: There is no undamaged checkpoint.
@@ -383,7 +385,7 @@ def write_manifest(folder: Path, step: int, value: float | None) -> None:
         json.dump({**content, "sha256": _hash_json(content)}, file, indent=1)
 
 
-def read_value(folder: Path) -> float | None:
+def read_score(folder: Path) -> float | None:
     """Return the evaluation score in a checkpoint's manifest; None if missing or unreadable."""
     try:
         return read_object(folder / MANIFEST)["value"]
@@ -405,7 +407,7 @@ def find_damage(folder: Path, step: int) -> str | None:
 
 
 def _hash_files(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return the size and SHA-256 of files, with None for unreadable ones."""
+    """Return the size and SHA-256 of each file; None for an unreadable file."""
 
     def hash_file(name: str) -> dict[str, Any] | None:
         try:

@@ -1,4 +1,4 @@
-"""Compiled functions with fixed sets of shapes, a program cache, interruptible compilation."""
+"""Compiled functions with fixed sets of shapes, a program cache and interruptible compilation."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def cached_jit(
 ) -> Any:
     """Return `jax.jit` of a function, or the result of an earlier call with an equal key.
 
-    A notebook that trains twice thus traces and compiles its programs only once. Each run calls
-    `clear_cache_if_edited` first.
+    A notebook that trains twice therefore traces and compiles its programs only once. Each run
+    calls `clear_cache_if_edited` first.
 
     Args:
         function: Function without arrays in its closure, because it stays in memory.
@@ -167,7 +167,7 @@ class CompiledFunction:
 
     An unexpected shape is an error, because compiling it would take seconds to minutes. The caller
     names the variant of each call, because `jax.jit` would retrace whenever its tracing context
-    changes: since JAX 0.12, for example, after the first import of `jax.experimental.pallas`.
+    changes (since JAX 0.12, for example, after the first import of `jax.experimental.pallas`).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Setup of JAX's persistent compilation cache."""
+"""Set up JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
     """Enable JAX's persistent compilation cache. All processes of a job must call this.
 
     If `setting` is empty, a folder that the user set in JAX, for example with
-    `JAX_COMPILATION_CACHE_DIR`, is kept. Without a usable folder, nothing is cached.
+    `JAX_COMPILATION_CACHE_DIR`, is kept. If no folder is usable, nothing is cached.
 
     Args:
         setting: Value of `config.compilation_cache`: a folder, "" for the user's cache, or "off".

@@ -1,6 +1,6 @@
-"""Exchange of host-side values between the processes of a job.
+"""Exchange host-side values between the processes of a job.
 
-Each host runs one process. Processes sample on their local devices (`sharding.local_mesh`), without
+Each host runs one process. Processes sample on their local devices (`sharding.local_mesh`) without
 waiting for each other. Updates run on the mesh of all devices. In between, `gather` collects the
 samples in process order, so that all processes base decisions about the batch on the same values.
 """
@@ -34,8 +34,8 @@ def local_slice(count: int) -> slice:
 def gather(value: Value) -> list[Value]:
     """Gather a value from every process, in process order; all processes must call this.
 
-    Values are sent as JSON over the device network, in blocks of a few sizes. Tuples arrive as
-    lists.
+    Values are sent as JSON over the device network, in blocks of a few fixed sizes. Tuples arrive
+    as lists.
     """
     if jax.process_count() == 1:
         return [value]
@@ -61,7 +61,7 @@ def _gather_lengths(length: int) -> list[int]:
 
 
 def barrier() -> None:
-    """Wait for all processes, whose earlier writes to disk are then complete."""
+    """Wait for all processes; their earlier writes to disk are then complete."""
     gather(None)
 
 

@@ -1,17 +1,17 @@
-"""Monitor of one process of a job, run separately because a stopped process cannot report.
+"""Monitor for one process of a job, run separately because a stopped process cannot report.
 
 Each process of a job starts a monitor in a new session and sends it one line per second. The
-monitor of process 0 is the hub, to which all others connect. A process is lost if it was killed,
-stopped, cut off or failed. The hub sends the first loss to all monitors. Each monitor prints it to
+monitor of process 0 is the hub, to which all others connect. A process is lost if it failed, or was
+killed, stopped or cut off. The hub sends the first loss to all monitors. Each monitor prints it to
 standard error and ends the monitored process, which would otherwise wait forever in a collective
 operation. This module imports neither JAX nor the rest of jaxrl.
 
 Lines are JSON objects. The first line on standard input has the settings. The process then sends
 `alive`, `finished`, `failed` (the reason) and `stop` (it received a signal). It receives `stop` and
-`lost` (the reason, with the `index` of the process and whether it `failed` by itself). Monitors
+`lost` (the reason, with the `index` of the process and whether it `failed` on its own). Monitors
 exchange `alive`, `finished`, `stop` and `lost`.
 
-The first line from a monitor to the hub is not JSON but the job's token and the monitor's index.
+The first line from a monitor to the hub is not JSON: it is the job's token and the monitor's index.
 The hub parses no JSON from a caller before that, and stops listening once all monitors have joined.
 """
 
@@ -76,7 +76,7 @@ class ProcessLoss:
 
     Attributes:
         index: Index of the process in the job.
-        lost: Reason why the process counts as lost.
+        lost: Reason the process counts as lost.
         failed: True if the process itself reported an error.
     """
 
@@ -137,10 +137,10 @@ class _Link:
 
 
 class Monitor:
-    """Monitor of one process; `run` returns once the process has finished or been terminated."""
+    """Monitor for one process; `run` returns once the process has finished or been terminated."""
 
     def __init__(self, settings: MonitorSettings):
-        """Open the link to the process on standard input and output; join or become the hub."""
+        """Open the link to the process over standard input and output; join or become the hub."""
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._process_link = _Link(index=settings.index, read_fd=0)
@@ -222,7 +222,7 @@ class Monitor:
         return [link for link in self._links if link.index is None]
 
     def _read_link(self, link: _Link) -> ProcessLoss | None:
-        """Read from a link; return the loss that it reports or that its end implies, if any."""
+        """Read from a link; return the loss that it reports or that its closing implies, if any."""
         is_open = link.receive()
         if link.index is None and not self._authenticate(link, is_open=is_open):
             return None
@@ -300,7 +300,7 @@ class Monitor:
         return self._first_failure[1]
 
     def _broadcast(self, **line: Any) -> None:
-        """Write a line to the other monitors that this one is connected to."""
+        """Write a line to all other monitors that this monitor is connected to."""
         for link in self._links:
             if link.index is not None:
                 link.write(**line)
@@ -311,7 +311,7 @@ class Monitor:
             os.write(1, json.dumps(line).encode() + b"\n")
 
     def _terminate(self, loss: ProcessLoss) -> None:
-        """Report the lost process to all monitors and terminate the monitored one."""
+        """Report the lost process to all monitors and terminate the monitored process."""
         settings = self._settings
         self._broadcast(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:

@@ -1,4 +1,4 @@
-"""Join processes, one per host, into a job, and detect lost processes."""
+"""Join the processes of a job, one per host, and detect lost processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SETTINGS = 4  # type of the first frame that a server sends
 
 
 def check_coordinator(job: Job, *, timeout_s: float = 5.0) -> None:
-    """Check that no other program listens at the coordinator's address.
+    """Check that no other program is listening at the coordinator's address.
 
-    JAX's coordinator speaks gRPC over HTTP/2. Process 0 detects a conflict when it listens.
+    JAX's coordinator uses gRPC over HTTP/2. Process 0 detects a conflict when it starts listening.
 
     Raises:
         OSError: The program at the address does not respond like an HTTP/2 server.
@@ -133,7 +133,7 @@ class MonitorClient:
             os._exit(EXIT_LOST)
 
     def extend_to_job(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a function that returns True if `should_stop` does in any process of the job."""
+        """Return a function that is True once `should_stop` is True in any process of the job."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -210,7 +210,7 @@ def join_job(job: Job, *, deadline_s: float) -> MonitorClient | None:
 
 
 def _check_port(coordinator: str) -> None:
-    """Check that the port is free: JAX's own error would name neither the port nor a fix."""
+    """Check that the port is free. JAX's own error names neither the port nor a fix."""
     _, _, port = coordinator.rpartition(":")
     bind_host, _, _ = (
         _make_bind_options(coordinator).get("coordinator_bind_address", "").rpartition(":")
@@ -230,7 +230,7 @@ def _check_port(coordinator: str) -> None:
 def _report_waiting(
     job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_TIMEOUT_S
 ) -> Iterator[None]:
-    """Report a wait of `silent_s` seconds for the others; exit after `limit_s` seconds."""
+    """Report a wait of `silent_s` seconds for other processes; exit after `limit_s` seconds."""
     has_joined = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
     where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
@@ -302,8 +302,8 @@ def _get_address_family(address: str) -> socket.AddressFamily:
 def open_listener(routes: Sequence[str]) -> socket.socket:
     """Open a socket that listens on the address at which the other processes reach this host.
 
-    It listens on all addresses if `routes` differ, or if this host does not have the address, such
-    as a virtual one.
+    It listens on all addresses if `routes` differ, or if this host does not have the address, as
+    with a virtual address.
     """
     if len(set(routes)) == 1:
         with contextlib.suppress(OSError):

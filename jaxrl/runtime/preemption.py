@@ -1,4 +1,4 @@
-"""Early stopping of a run: on a signal, or when evaluations no longer improve."""
+"""Stop a run early: on a signal, or when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTHING_TO_SAVE = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """Early end of work on request. The rollout and its engine can be used again."""
+    """Error raised when work stops early on request. The rollout and engine stay usable."""
 
 
 _SHOW_CURSOR = "\x1b[?25h"  # shows the cursor, which a live line hides
@@ -63,12 +63,12 @@ def stop_on_signals(
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once SIGTERM or SIGINT has arrived.
 
-    The first signal requests a stop; the second one ends the process immediately. A thread handles
-    them, because the main thread may be compiling or waiting for other processes.
+    The first signal requests a stop; the second signal ends the process immediately. A thread
+    handles them, because the main thread may be compiling or waiting for other processes.
 
     Args:
-        has_started: Function that returns False while there is nothing to save. A signal then ends
-            the process immediately with `EXIT_INTERRUPTED`.
+        has_started: Function that returns False while there is nothing to save. Until then, a
+            signal ends the process immediately with `EXIT_INTERRUPTED`.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     stop_requested = threading.Event()
@@ -119,7 +119,7 @@ class Best:
 def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
     """Return `best` updated with an evaluation; NaN (no score) changes nothing.
 
-    Any higher value is the new best. Patience restarts when the value exceeds the one at its last
+    Any higher value is the new best. Patience restarts when the value exceeds the value at the last
     restart by more than `min_delta`, so small improvements add up.
     """
     if math.isnan(value):

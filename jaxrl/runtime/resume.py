@@ -1,12 +1,13 @@
 """Record of a run in its workdir, and the configuration changes that a resume allows.
 
-The configuration is stored three times, so that losing one file hides no change: in `config.json`,
-in the position in every checkpoint, and in `config_history.jsonl`. Each start with changes appends
-a line to the history with the time, the step, and the old and new value of every changed key.
+The configuration is stored in three places, so that losing one file hides no change: in
+`config.json`, in the position in every checkpoint, and in `config_history.jsonl`. Each launch with
+changes appends a line to the history with the time, the step, and the old and new value of every
+changed key.
 
-A rollback is recorded in `roll_backs.jsonl` before it is applied, so that a kill in between loses
-nothing. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale` and the usage so far
-(`ledger`). Files and records after `to_step` move to `rolled_back/<number>/`.
+A rollback is recorded in `roll_backs.jsonl` before it is applied, so that nothing is lost if the
+process is killed in between. A line has `number` from 1, `sign`, `from_step`, `to_step`, `lr_scale`
+and the usage so far (`ledger`). Files and records after `to_step` move to `rolled_back/<number>/`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Key or file that differs between a run and the start that resumes it."""
+    """Key or file that differs between a run and the launch that resumes it."""
 
     key: str  # config key, or fingerprint name followed by ` (content)`
     before: Any
@@ -175,9 +176,9 @@ def check_fixed_keys(
 def find_changes(
     record: RunRecord, config: Mapping[str, Any], contents: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """Return the differences between a run and this start.
+    """Return the differences between a run and this launch.
 
-    `contents` holds the fingerprints of this start's files; None if files are not compared yet.
+    `contents` holds the fingerprints of this launch's files; None if files are not compared yet.
     """
     now = normalize_json(config)
     changed_keys = [key for key in now if key in record.config and record.config[key] != now[key]]
@@ -219,7 +220,7 @@ def find_changes(
 
 
 def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Return True if a key, or the file that it names, may change without --accept_changes."""
+    """Return True if a key, or the file that it refers to, may change without --accept_changes."""
     # A fingerprint such as `loss.name's file` follows the rule of its key.
     suffixes = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
     matches = [name for name, suffix in suffixes.items() if not re.match(r"\w", suffix)]
@@ -243,15 +244,15 @@ def is_free(key: str, before: Mapping[str, Any], config: Mapping[str, Any]) -> b
 
 
 def _select_fingerprints(key: str, contents: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints of the files that a key names."""
+    """Return the fingerprints of the files that a key refers to."""
     return {name: value for name, value in contents.items() if name.partition("/")[0] == key}
 
 
 def check_changes(workdir: Path, record: RunRecord, changes: Sequence[Change]) -> None:
-    """Check that no change makes this a different experiment.
+    """Check that no change turns this into a different experiment.
 
     Raises:
-        ValueError: Some changes make it a different experiment. The message lists them.
+        ValueError: Some changes turn it into a different experiment. The message lists them.
     """
     rejected = [change for change in changes if not change.is_free]
     if rejected:
@@ -270,7 +271,7 @@ def record_start(
     config: ConfigDict,
     contents: Mapping[str, str],
 ) -> None:
-    """Record this start: first its changes in the history, then its configuration."""
+    """Record this launch: first its changes in the history, then its configuration."""
     write_history(workdir, record, changes, contents, config.stages)
     if record is None or set(config.stages) != {"evaluate"}:
         write_config(workdir, config)
@@ -283,9 +284,9 @@ def write_history(
     contents: Mapping[str, str],
     stages: Sequence[str],
 ) -> None:
-    """Append this start to the history if it is the first or has changes.
+    """Append this launch to the history if it is the first or has changes.
 
-    An evaluation-only start does not change the run, so only its differences are recorded.
+    An evaluation-only launch does not change the run, so only its differences are recorded.
     """
     known_contents = {} if record is None else record.contents
     is_run = set(stages) != {"evaluate"} or record is None
@@ -324,7 +325,7 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_config(workdir: Path, config: ConfigDict) -> None:
-    """Write `config.json`; first rename an existing one that is unreadable."""
+    """Write `config.json`; first rename the existing file if it is unreadable."""
     path = workdir / "config.json"
     try:
         read_flat_config(path)
@@ -337,36 +338,36 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
 
 
 def read_launch_folder(run: Path) -> Path:
-    """Return the folder from which a run was last started, or the current one if unknown."""
-    folder = Path(str(_read_starts(run)[-1].get("folder", "")))
+    """Return the folder from which a run was last launched, or the current folder if unknown."""
+    folder = Path(str(_read_launches(run)[-1].get("folder", "")))
     return folder if folder.is_absolute() and folder.is_dir() else Path.cwd()
 
 
 def add_code_folders(run: Path) -> None:
     """Append the folders from which a run imported user code to `sys.path`."""
-    for folder in _read_starts(run)[-1].get("code_folders", []):
+    for folder in _read_launches(run)[-1].get("code_folders", []):
         if folder not in sys.path and Path(folder).is_dir():
             sys.path.append(folder)
 
 
 def read_prompt_time(run: Path) -> datetime:
-    """Return the time shown in a run's prompts: the time of its first start, if recorded.
+    """Return the time shown in a run's prompts: the time of its first launch, if recorded.
 
     Chat templates may insert today's date. A run that resumes on another day keeps the first date.
     """
-    times = [start["prompt_time"] for start in _read_starts(run) if "prompt_time" in start]
+    times = [start["prompt_time"] for start in _read_launches(run) if "prompt_time" in start]
     return datetime.fromisoformat(times[0]) if times else datetime.now().replace(microsecond=0)
 
 
-def _read_starts(run: Path) -> list[dict[str, Any]]:
-    """Read the starts in a run's `environment.json`; return `[{}]` if there are none."""
+def _read_launches(run: Path) -> list[dict[str, Any]]:
+    """Read the launches in a run's `environment.json`; return `[{}]` if there are none."""
     try:
-        return read_starts(run / "environment.json") or [{}]
+        return read_launches(run / "environment.json") or [{}]
     except (OSError, ValueError):
         return [{}]
 
 
-def read_starts(path: Path) -> list[dict[str, Any]]:
+def read_launches(path: Path) -> list[dict[str, Any]]:
     """Read `environment.json`, which has one object per launch of a run.
 
     Raises:
@@ -430,7 +431,7 @@ def archive_later_output(workdir: Path, step: int, number: int) -> None:
 
 
 def delete_later_output(workdir: Path, step: int) -> None:
-    """Delete the files that a killed run wrote after `step`, from which it resumes."""
+    """Delete files that a killed run wrote after `step`, the step it resumes from."""
     unfinished = (path for name in _FOLDERS for path in workdir.glob(f"{name}/*.unfinished"))
     for path in [*_list_later_output(workdir, step), *unfinished]:
         path.unlink()

@@ -2,7 +2,7 @@
 
 Parameters name their axes (`Architecture.logical_axes`), and the rules below map those names to
 mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each row over context.
-The sampler's rows, which are not packed, are split over all four.
+The sampler's rows, which are not packed, are split over all four axes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def compute_mesh_sizes(
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
-    """Return the sizes of the mesh axes. One size may be -1, for the remaining devices.
+    """Return the sizes of the mesh axes. One size may be -1, for all remaining devices.
 
     The mesh excludes `rollout_devices` devices of each process.
 
     Raises:
-        ValueError: The sizes do not multiply to the number of devices, or are otherwise invalid.
+        ValueError: The product of the sizes is not the number of devices, or a size is otherwise
+            invalid.
     """
     num_local = num_devices // num_processes
     replica_size = max(tensor, 1) * max(expert, 1)
@@ -118,13 +119,14 @@ def arrange_devices(
 
     On a TPU, axes follow the links between chips if that keeps `expert` and `tensor` within a
     process; several axes may share a dimension of the torus. Otherwise, devices are in process
-    order. `jax.make_mesh` ignores processes and supports neither GPUs on several hosts nor shared
-    dimensions.
+    order. Unlike this function, `jax.make_mesh` ignores processes and supports neither GPUs on
+    several hosts nor shared dimensions.
 
     Args:
         devices: Devices of the mesh.
         sizes: Sizes of the mesh axes, in order.
-        with_gaps: True if some devices are excluded, so that the others do not form a torus.
+        with_gaps: True if some devices are excluded, so that the remaining devices do not form a
+            torus.
 
     Raises:
         ValueError: A process's number of devices is not a multiple of `expert` times `tensor`.
@@ -197,7 +199,7 @@ def check_even_split(mesh: Mesh, config: Architecture) -> None:
     """Check that the mesh splits the model's experts and key-value heads evenly.
 
     Raises:
-        ValueError: A mesh axis does not divide them. The message names it.
+        ValueError: A mesh axis does not divide them evenly. The message names the axis.
     """
     counts = {
         "expert": (config.num_experts, "experts"),
@@ -275,8 +277,8 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
 def param_shardings(mesh: Mesh, spec: ParamSpec, *, for_decode: bool = False) -> dict[str, Any]:
     """Return the sharding of every parameter in `spec`.
 
-    A dimension is not split by mesh axes that do not divide it. With `for_decode`, only `tensor`
-    and, for experts, `expert` split weights, so that a decode step gathers no weights.
+    A dimension is not split by mesh axes that do not divide it. With `for_decode`, weights are
+    split only over `tensor` and, for experts, `expert`, so that a decode step gathers no weights.
     """
     return _make_shardings(mesh, spec.logical_axes(), spec.abstract_params(), for_decode)
 
@@ -323,7 +325,7 @@ def _find_dividing_axes(mesh: Mesh, names: str | tuple[str, ...] | None, size: i
 
 
 def make_restore_target(tree: Any, shardings: Any) -> Any:
-    """Combine a tree's shapes and dtypes with shardings, as the target of a restore."""
+    """Combine a tree's shapes and dtypes with shardings into a restore target."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,

@@ -1,4 +1,4 @@
-"""Record of each start of a run: versions, devices, commit, model size and data counts."""
+"""Record each launch of a run: versions, devices, commit, model size and data counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 
 import jaxrl
 from jaxrl.models.architecture import KernelCheck
-from jaxrl.runtime.resume import read_starts
+from jaxrl.runtime.resume import read_launches
 from jaxrl.training.run_state import Components
 from jaxrl.utils.callables import list_user_code_folders
 from jaxrl.utils.files import open_atomic, quarantine_file
@@ -28,13 +28,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 def write_environment(
     path: Path, step: int, components: Components, log: Callable[[str], None] = print
 ) -> None:
-    """Append this start of a run, after global step `step`, to its `environment.json`.
+    """Append this launch of a run, after global step `step`, to its `environment.json`.
 
     An unreadable file is renamed and replaced.
     """
     starts = []
     try:
-        starts = read_starts(path)
+        starts = read_launches(path)
     except FileNotFoundError:
         if step > 0:
             log(f"warning: {path} is missing: the record of earlier starts is lost")
@@ -83,7 +83,7 @@ def describe_environment(components: Components) -> dict[str, Any]:
 
 
 def collect_kernel_checks(components: Components) -> tuple[KernelCheck, ...]:
-    """Return the kernel checks of the attention, followed by those of the architecture."""
+    """Return the kernel checks of the attention kernels, followed by those of the architecture."""
     if components.external:
         return ()
     return *components.model.attention.kernel_checks, *components.model.architecture.kernel_checks

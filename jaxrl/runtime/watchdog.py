@@ -1,4 +1,4 @@
-"""Watchdog: dump stack traces of a run that stops making progress, and end the run."""
+"""Watchdog: dump stack traces when a run stops making progress, then end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrl.runtime.preemption import EXIT_LOST
 
 
 class HasProgress(Protocol):
-    """Protocol of a display that records progress, such as `logs.display.Display`."""
+    """Protocol for a display that records progress, such as `logs.display.Display`."""
 
     last_progress_at: float  # time of the last progress, from `time.monotonic`
     last_activity: str  # description of the last progress
@@ -40,11 +40,11 @@ def watchdog(
 
     Args:
         display: Display that records all progress.
-        stall_s: Seconds without progress before a warning with the stacks of all threads, doubled
-            for each further warning. 0 for no warnings.
+        stall_s: Seconds without progress before a warning with the stacks of all threads; doubled
+            after each warning. 0 for no warnings.
         deadline_s: Seconds without progress before the process ends with `EXIT_LOST`; 0 for never.
         exit_process: Function that ends the process with an exit code. Nothing is saved, because
-            the thread that hangs may be using the state.
+            the hanging thread may be using the state.
     """
     limits = [timeout_s for timeout_s in (stall_s, deadline_s) if timeout_s]
     if not limits:

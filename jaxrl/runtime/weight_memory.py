@@ -1,4 +1,4 @@
-"""Size of a policy's weights on one device, for a model or for an adapter and its base."""
+"""Size of a policy's weights on one device, for a full model or an adapter and its base."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Host-side page allocator for the KV cache.
 
 Pages are reference-counted: rows share them, and a page is free once its reference count is 0.
-Allocation is deterministic: the lowest free page first.
+Allocation is deterministic: the lowest free pages come first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shape buckets: the few sizes for which the sampler's programs are compiled."""
+"""Shape buckets: the small set of sizes for which the sampler's programs are compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl.runtime.compilation import CPU_HAS_BFLOAT16_MATMUL
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
     """Return the row counts for which decoding is compiled, in ascending order.
 
-    Halving the rows saves little time on an accelerator, but half of the time on a CPU. On a CPU in
+    Halving the rows saves little time on an accelerator, but half the time on a CPU. On a CPU in
     bfloat16, the minimum is two rows: for a single row, XLA would first copy all weights to
     float32, which takes longer.
     """

@@ -46,7 +46,7 @@ def drop_observations(turns: Sequence[TurnIds], count: int) -> list[int]:
 
 
 def keep_last_turns(turns: Sequence[TurnIds], count: int) -> list[int]:
-    """Keep the newest `count` turns in full; omit older ones."""
+    """Keep the newest `count` turns in full; omit older turns."""
     return [token for turn in turns[-count:] for token in (*turn.sampled, *turn.observation)]
 
 
@@ -64,8 +64,8 @@ class ContextRule:
     Attributes:
         name: Key of `CONTEXT_POLICIES`.
         max_tokens: Maximum length of a context: prompt, sampled tokens and observations.
-        keep: Maximum number of observations or turns that the policy keeps; fewer if they do not
-            fit.
+        keep: Maximum number of observations or turns that the policy keeps; it keeps fewer if they
+            do not fit.
         turn_tokens: Tokens that a turn needs; if fewer are left, the next context begins.
     """
 
@@ -81,7 +81,7 @@ class ContextRule:
     def next_context(
         self, prompt: Sequence[int], turns: Sequence[TurnIds]
     ) -> tuple[list[int], int] | None:
-        """Return the ids of the next context, and the number of them that repeat earlier tokens.
+        """Return the ids of the next context, and how many of them repeat earlier tokens.
 
         Return None if no turn fits, even when the policy keeps only one observation or turn.
         """

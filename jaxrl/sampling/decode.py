@@ -1,8 +1,8 @@
-"""Device programs of the sampler: prefill tokens into the cache, decode chunks of tokens.
+"""Device programs of the sampler: prefill tokens into the cache, and decode chunks of tokens.
 
-Each program is a pure function of the cache, which the engine donates. The *pending* token of a
-row is the last token of its prompt, its samples or an observation. It is not in the cache yet: a
-decoding step reads it and samples the next one. No hidden state is kept between steps.
+Each program is a pure function of the cache, which the engine donates. The *pending* token of a row
+is the last token of its prompt, its samples or an observation. It is not in the cache yet: a
+decoding step reads it and samples the next token. No hidden state is kept between steps.
 
 Arrays are ordered by the S shards (the mesh's data, fsdp, expert and context axes), each with the
 same number of rows, pages and tokens. Row and page indices are local to the shard.
@@ -86,8 +86,8 @@ class ChunkReport:
     entropies: Array  # float32 [r, C], nats
     status: Array  # int32 [r], RUNNING or the reason why the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, if the row is running
-    # [r, C, ...] of `Programs.recorded`. Values at step i belong to the token read in that step,
-    # which precedes the sampled token.
+    # [r, C, ...] of `Programs.recorded_specs`. Values at step i belong to the token read in that
+    # step, which precedes the sampled token.
     recorded: dict[str, Array]
 
 
@@ -120,7 +120,7 @@ class Programs:
         num_steps: Decoding steps per chunk.
         num_rows: Maximum number of rows in a chunk.
         dtype: Type of weights, activations and pages.
-        records: True if the programs return the arrays of `Architecture.recorded`.
+        records: True if the programs return the arrays of `Architecture.recorded_specs`.
         scan_layers: True to loop over stacked layers, which compile once; False to unroll them.
     """
 
@@ -135,9 +135,9 @@ class Programs:
     scan_layers: bool = False
 
     @property
-    def recorded(self) -> Mapping[str, TokenArraySpec]:
+    def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
         """Return the specs of the per-token arrays that the programs record."""
-        return self.architecture.recorded if self.records else {}
+        return self.architecture.recorded_specs if self.records else {}
 
     def convert_params(self, params: Params) -> Params:
         """Convert all of the policy's parameters to the layout and dtype used for decoding."""
@@ -307,7 +307,7 @@ class Programs:
 
     def _check_recorded(self, aux: AuxArrays, num_tokens: int) -> dict[str, Array]:
         """Validate and return the arrays `[M, ...]` recorded by a pass over M tokens."""
-        for name, spec in self.recorded.items():
+        for name, spec in self.recorded_specs.items():
             expected = (num_tokens, *spec.shape), spec.dtype
             array = aux.recorded.get(name)
             if array is None or (array.shape, array.dtype) != expected:
@@ -318,7 +318,7 @@ class Programs:
                     f"as {name!r} in `layer_scan.aux.recorded`; expected {spec.dtype} "
                     f"{list(expected[0])}. Correct the pass, or set the key to False."
                 )
-        return {name: self._constrain_rows(aux.recorded[name]) for name in self.recorded}
+        return {name: self._constrain_rows(aux.recorded[name]) for name in self.recorded_specs}
 
     def decode_chunk(
         self,
@@ -350,8 +350,8 @@ class Programs:
             top_p: See `next_token.sample`.
             kind: Sampling method, static; see `next_token.sample`.
             past_pages: Static number of leading pages in each block table that contain all tokens
-                to read; None for all. Kernels that copy the past copy only these pages; copying the
-                pages of the longest trajectory took a third of a chunk's time.
+                to read; None for all. Kernels that copy the past copy only these pages; copying as
+                many pages as the longest possible trajectory has took a third of a chunk's time.
         """
         # Take each row's state from the host or from the previous chunk.
         rows = self._constrain_rows(rows)
@@ -385,7 +385,7 @@ class Programs:
             stop_state=state.stop_state,
             recorded={
                 name: jnp.full((self.num_steps, num_rows, *array.shape), array.fill, array.dtype)
-                for name, array in self.recorded.items()
+                for name, array in self.recorded_specs.items()
             },
         )
 
@@ -599,10 +599,10 @@ def unpack_report(packed: PackedReport) -> ChunkReport:
 def should_scan_layers(scan_layers: bool, platform: str, *, has_adapter: bool) -> bool:
     """Return True if the sampler loops over stacked layers, given `config.model.scan_layers`.
 
-    In a loop, XLA copies each layer's weights before it multiplies with them. On a CPU this took a
-    fifth of the time; on a GPU it moves the weights three times per step, and unrolled layers
-    compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly, so
-    the weights are in memory only once, which matters more on a GPU.
+    In a loop, XLA copies each layer's weights before it multiplies by them. On a CPU, this took a
+    fifth of the time. On a GPU, it moves the weights three times per step, while unrolled layers
+    compile in seconds. With an adapter, however, a loop reads the trainer's arrays directly, so the
+    weights are in memory only once, which matters more on a GPU.
     """
     return scan_layers and (platform == "tpu" or (platform == "gpu" and has_adapter))
 

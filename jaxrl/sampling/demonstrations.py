@@ -70,13 +70,13 @@ def read_demonstrations(
     The messages before the first assistant message are the prompt. Messages with role `tool` are
     raw results, rendered by the protocol and truncated like the environment's observations. `tools`
     has the names of the tools that this run can call; `chat_tools` has the tool schemas for the
-    chat template. Prompts may have images, like those of tasks; `processor` preprocesses them (None
-    for a text-only model). The limits on total, observation and image tokens apply (0 image tokens:
-    no limit).
+    chat template. Prompts may have images, as in tasks; `processor` preprocesses them (None for a
+    text-only model). The limits on total, observation and image tokens apply; an image limit of 0
+    means no limit.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: A line is malformed or too long; the message names file and line.
+        ValueError: A line is malformed or too long. The message names the file and the line.
     """
 
     def parse(fields: dict[str, Any], location: str) -> Demonstration:
@@ -207,7 +207,7 @@ def _join_segments(
     tokenizer: Tokenizer,
     location: str,
 ) -> Demonstration:
-    """Join the prompt and segments, in as many contexts as necessary.
+    """Join the prompt and the segments, in as many contexts as necessary.
 
     Raises:
         ValueError: There is nothing to train on, a trained token is a placeholder for images or

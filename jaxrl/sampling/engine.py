@@ -1,4 +1,4 @@
-"""The sampling engine: continuous batching over a paged KV cache.
+"""Sampling engine: continuous batching over a paged KV cache.
 
 The engine works on token ids. `prefill.py` batches the tokens and attachments to prefill.
 
@@ -10,9 +10,9 @@ prefilled on resume. All samples of a prompt share its full pages.
 If pages run out, the youngest request is preempted: its pages are swapped out to the host, and
 swapped in before any newer request is admitted. The oldest request therefore always makes progress.
 
-A chunk may be dispatched before the report of the previous one is read, so that the host works
-while the device decodes. Scheduling then depends on the reports read so far. Their number follows
-from the requests, never from timing.
+A chunk may be dispatched before the report of the previous chunk is read, so that the host works
+while the device decodes. Scheduling then depends on the reports read so far. Their number depends
+only on the requests, never on timing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Request:
 
     @cached_property
     def prompt(self) -> PromptTokens:
-        """Return the prompt's ids and attachments, the key of the prefix cache."""
+        """Return the prompt's ids and attachments, which are the key in the prefix cache."""
         return PromptTokens(self.prompt_ids, self.attachments)
 
 
@@ -130,9 +130,9 @@ class Engine:
     """Sampler with a fixed number of rows and a fixed number of cache pages.
 
     Compiled shapes come from small sets: rows per shard in `row_sizes`, prefill tokens per shard in
-    `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists
-    them. There are at most `MAX_PROGRAMS` programs. If chunks copy the past that they read, each
-    decoding program is compiled once for each of `past_sizes`.
+    `prefill_sizes`, attachment patches in `patch_sizes`; `describe_shapes` lists them. There are at
+    most `MAX_PROGRAMS` programs. If chunks read a copy of the past, each decoding program is
+    compiled once for each of `past_sizes`.
 
     It allocates device memory for weights in `set_weights` and for the cache in the next `submit`,
     and frees both in `release`.
@@ -170,13 +170,13 @@ class Engine:
             eos_ids: Ids that also end a turn.
             num_rows: Maximum number of rows decoded together; a multiple of data * fsdp * expert *
                 context.
-            num_pages: Pages per shard; 0 for enough to hold `num_rows` rows of full length.
+            num_pages: Pages per shard; 0 for enough pages for `num_rows` rows of full length.
             max_prompt_tokens: Maximum prompt length.
-            max_total_tokens: Maximum length of prompt, samples and observations together.
+            max_total_tokens: Maximum combined length of the prompt, samples and observations.
             chunk_tokens: Decoding steps per chunk.
             dtype: Type of weights, activations and cache.
             kernels: Attention kernels.
-            records: True if events have the arrays of `Architecture.recorded`.
+            records: True if events have the arrays of `Architecture.recorded_specs`.
             train_mesh: Mesh of the parameters passed to `set_weights`; `mesh` by default.
             max_units: Maximum number of attachment tokens in a trajectory; 0 for as many as fit.
             scan_layers: See `decode.Programs`.
@@ -318,7 +318,7 @@ class Engine:
         return join_keys(self.programs, self.programs.architecture.program_key)
 
     @property
-    def functions(self) -> tuple[CompiledFunction, ...]:
+    def compiled_functions(self) -> tuple[CompiledFunction, ...]:
         """Return all programs of the engine, including those not compiled yet."""
         return self._append, self._decode, self._copy, self._swap, self._embed
 
@@ -405,9 +405,9 @@ class Engine:
         return sorted([*every_second, *between[::-1]][:count])
 
     @property
-    def recorded(self) -> Mapping[str, TokenArraySpec]:
+    def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
         """Return the specs of the per-token arrays in `Event.recorded`."""
-        return self.programs.recorded
+        return self.programs.recorded_specs
 
     def describe_shapes(self) -> str:
         """Describe the shapes that may be compiled, for display."""
@@ -430,7 +430,7 @@ class Engine:
     @property
     def num_compilations(self) -> int:
         """Return the number of programs compiled, or loaded from the compilation cache, so far."""
-        return sum(function.num_programs for function in self.functions)
+        return sum(function.num_programs for function in self.compiled_functions)
 
     def set_weights(self, params: Params) -> None:
         """Cast and reshard all parameters of the policy for decoding; call once per update.
@@ -478,7 +478,8 @@ class Engine:
             top_p: Nucleus sampling probability in (0, 1].
 
         Raises:
-            RuntimeError: There are no weights, or current requests have other sampling settings.
+            RuntimeError: There are no weights, or current requests have different sampling
+                settings.
             ValueError: A prompt is too long or a budget is below 1; no request is queued.
         """
         if self._weights is None:
@@ -519,7 +520,7 @@ class Engine:
         return self._select_kind(self._temperature, self._top_p)
 
     def _get_sampling_params(self, running: list[list[Row]], num_rows: int) -> tuple[Any, Any]:
-        """Return temperature and `top_p` for a chunk of these rows: float32 [], or per row."""
+        """Return the temperature and `top_p` for a chunk of these rows: float32 [], or per row."""
         return np.float32(self._temperature), np.float32(self._top_p)
 
     def _check_budget(self, length: int, budget: int) -> None:
@@ -576,7 +577,7 @@ class Engine:
 
     @property
     def wait_reason(self) -> str:
-        """Return the reason why decoding has stalled, from `WAIT_REASONS`."""
+        """Return the reason decoding has stalled, from `WAIT_REASONS`."""
         if self._can_progress:
             return "lag"
         is_short = self._queue or any(row.saved is not None for row in self._rows.values())
@@ -590,8 +591,8 @@ class Engine:
         """Resume stopped requests.
 
         Args:
-            resumed: (request id, token ids to append, possibly none, new token budget) for each
-                request.
+            resumed: (request id, token ids to append, new token budget) for each request. The ids
+                may be empty.
             attachments: Attachments of the appended tokens, by request id.
 
         Raises:
@@ -618,8 +619,8 @@ class Engine:
 
         Args:
             ahead: Number of chunks to leave in flight, 0 or 1. With 0, wait for the chunk just
-                dispatched. With 1, read the previous chunk while the device works on the new one.
-                If no chunk can be dispatched, read the oldest one in flight.
+                dispatched. With 1, read the previous chunk while the device works on the new chunk.
+                If no chunk can be dispatched, read the oldest chunk in flight.
         """
         is_dispatched = self._allocate_pages()
         if is_dispatched:
@@ -636,7 +637,8 @@ class Engine:
     def _allocate_pages(self) -> bool:
         """Allocate pages for the next chunk, preempting the youngest rows if necessary.
 
-        Return False if reports must be read first: rows of a chunk in flight keep their pages.
+        Return False if reports must be read first, because rows of a chunk in flight keep their
+        pages.
         """
         for shard in self._shards:
             for row in shard.rows_needing_pages:
@@ -678,7 +680,7 @@ class Engine:
 
     @property
     def _next_prompt(self) -> PromptTokens:
-        """Return the prompt of the next queued request; an empty one if there is none."""
+        """Return the prompt of the next queued request; an empty prompt if there is none."""
         return self._queue[0][1].prompt if self._queue else PromptTokens()
 
     def _select_shard(self, loads: Sequence[int | None] = ()) -> int | None:
@@ -959,13 +961,15 @@ class Engine:
             if status != decode.RUNNING:
                 row.is_waiting, row.in_flight = True, 0
                 ids, logprobs, entropies = ids[:count], logprobs[:count], entropies[:count]
-            recorded = _pop_recorded(row, report, index, count) if report.recorded else _NO_ARRAYS
+            recorded = (
+                _pop_recorded_arrays(row, report, index, count) if report.recorded else _NO_ARRAYS
+            )
             events.append(Event(request, chunk.number, ids, logprobs, entropies, status, recorded))
             self.counts.sampled += count
         return events
 
 
-def _pop_recorded(
+def _pop_recorded_arrays(
     row: Row, report: decode.ChunkReport, index: int, count: int
 ) -> Mapping[str, np.ndarray]:
     """Return the arrays recorded for a row since its last event, and clear its blocks."""

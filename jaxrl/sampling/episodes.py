@@ -1,4 +1,4 @@
-"""Environment episodes (prompts, replies, rewards) with turns from any source.
+"""Environment episodes (prompts, replies, rewards), with turns from any source.
 
 Rollouts derive from `BaseRollout`, which converts between tokens and text; `demonstrations.py` uses
 the same functions. Environment output is encoded once, when it is appended.
@@ -53,17 +53,18 @@ class TokenLimits:
     """Token budgets of one trajectory.
 
     Attributes:
-        max_prompt_tokens: Maximum prompt length; see `overlong_prompts` for longer ones.
+        max_prompt_tokens: Maximum prompt length. `overlong_prompts` decides what happens to longer
+            prompts.
         max_response_tokens: Maximum number of sampled tokens, over all turns.
-        max_total_tokens: Maximum length of prompt, sampled tokens and observations together.
+        max_total_tokens: Maximum combined length of the prompt, sampled tokens and observations.
         max_observation_tokens: Maximum length of one observation's body, which is truncated inside
             its tags.
         overlong_prompts: Handling of longer prompts: `refuse`, `drop` (the task stream skips
             the task) or `truncate_left` (the first tokens are removed).
-        max_image_tokens: Maximum number of image tokens in prompt and observations; 0 for
-            `max_total_tokens`. A prompt with more is overlong; an observation with more ends the
-            trajectory.
-        context: Rule for episodes with several contexts, which all count toward
+        max_image_tokens: Maximum number of image tokens in the prompt and observations; 0 for
+            `max_total_tokens`. A prompt that exceeds it is overlong; an observation that exceeds it
+            ends the trajectory.
+        context: Rule for episodes with several contexts, all of which count toward
             `max_total_tokens`; None for a single context.
     """
 
@@ -95,7 +96,7 @@ class ReplySchedule:
             after they arrive.
         lag_chunks: Lag of the deterministic schedule: replies to rows that stopped in chunk i are
             added before chunk i + lag_chunks. With 1, the device waits for the host and the
-            environment between chunks; with more, it decodes meanwhile.
+            environment between chunks; with more, it decodes in the meantime.
         deadline_s: Timeout of an `Env.step` call in seconds; 0 for none.
     """
 
@@ -146,7 +147,7 @@ class BaseRollout:
         )
 
     @property
-    def _recorded(self) -> Mapping[str, TokenArraySpec]:
+    def _recorded_specs(self) -> Mapping[str, TokenArraySpec]:
         """Return the specs of recorded per-token arrays, by name; {} without an engine."""
         return {}
 
@@ -184,7 +185,7 @@ class BaseRollout:
         """Return True if the prompt of a task is within the limits.
 
         Raises:
-            ValueError: The prompt is empty, or too long and may be neither dropped nor truncated
+            ValueError: The prompt is empty, or it is too long and may not be dropped or truncated
                 (images are never truncated).
             UnreadableImageError: An image cannot be read.
             StartError: The environment has no prompt for the task.
@@ -282,7 +283,7 @@ class BaseRollout:
         )
 
     def _start_episode(self, task: Task) -> Sequence[Message]:
-        """Return the chat that starts an episode, with a mark per image, or raise `StartError`."""
+        """Return an episode's first messages, with image placeholders, or raise `StartError`."""
         try:
             [messages] = self._env.start([task])
             check_chat(messages)
@@ -305,7 +306,7 @@ class BaseRollout:
     ) -> int:
         """Return the number of tokens that may be sampled after `num_added` more tokens.
 
-        `context_length` is the context length with these tokens; None for the current one.
+        `context_length` is the context length with these tokens; None for the current length.
         """
         limits = self._limits
         room = limits.max_total_tokens - len(sample.token_ids) - num_added
@@ -455,7 +456,7 @@ class BaseRollout:
     ) -> tuple[list[int], str | None, tuple[str, ...]]:
         """Encode an observation, truncated to fit; return its ids and text.
 
-        The third item has the truncated results of `ToolResults`.
+        The third item contains the truncated results of `ToolResults`.
         """
         if observation is None:
             return [], None, ()
@@ -509,7 +510,7 @@ class BaseRollout:
                     sample.reward = validate_reward(reward)
                 except (TypeError, ValueError) as error:
                     sample.fail(error)
-        recorded = self._recorded if sampling.keeps_arrays else {}
+        recorded = self._recorded_specs if sampling.keeps_arrays else {}
         return [
             Group(trajectories=tuple(to_trajectory(sample, recorded) for sample in group))
             for group in groups

@@ -118,7 +118,7 @@ class Processor(Protocol):
     """Image preprocessor of a model. Must be thread-safe.
 
     Attributes:
-        is_blank: True if every image is replaced with a blank one, as a control.
+        is_blank: True if every image is replaced with a blank image, as a control.
         patch_values: Number of values per patch.
         patches_per_token: Number of patches per image token.
     """
@@ -148,7 +148,7 @@ class Processor(Protocol):
         """Reload the images of groups that come from another process or a checkpoint."""
 
     def make_blank(self) -> Processor:
-        """Return a processor that replaces every image with a blank one of the same size."""
+        """Return a processor that replaces every image with a blank image of the same size."""
 
 
 PROCESSOR = "jaxrl.extras.vision.processor.HFImageProcessor"

@@ -1,4 +1,4 @@
-"""Sampling of the next token, with log-probability and entropy of the full distribution."""
+"""Sample the next token, with the log-probability and entropy of the full distribution."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def sample(
         logits: Logits, float32; `reference.MASK_VALUE` at ids that must not be sampled.
         uniform: One uniform random number in [0, 1) per row.
         temperature: The distribution is softmax(logits / temperature). One value for all rows, or
-            one per row, where 0 is greedy. Method `greedy` ignores it and reports values at
+            one per row, where 0 is greedy. The `greedy` method ignores it and reports values at
             temperature 1.
-        top_p: Probability mass of the nucleus in (0, 1], for all rows or per row. Only method
-            `top_p` uses it.
+        top_p: Probability mass of the nucleus in (0, 1], for all rows or per row. Only the `top_p`
+            method uses it.
         kind: Method in `KINDS`: `greedy` takes the most likely token, `full` samples from all
             tokens, `top_p` samples from the nucleus.
     """
@@ -81,7 +81,7 @@ def sample(
 
 
 def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Float[Array, "B V"]:
-    """Zero the weights of all tokens except the most likely ones that together reach `top_p`.
+    """Zero the weights of all tokens except the most likely tokens that together reach `top_p`.
 
     Nucleus sampling (https://arxiv.org/abs/1904.09751): the smallest set of tokens with a total
     probability of at least `top_p`, plus tokens as likely as the last of them. Sorting a vocabulary
@@ -90,7 +90,7 @@ def filter_top_p(weights: Float[Array, "B V"], top_p: Float[Array, "*B"]) -> Flo
 
     Args:
         weights: Token weights in [0, 1], float32, proportional to the probabilities.
-        top_p: Probability mass in (0, 1]; 1 keeps all tokens, even those lost to rounding.
+        top_p: Probability mass in (0, 1]; 1 keeps all tokens, even those that rounding would drop.
     """
     target_weight = top_p * weights.sum(axis=-1)
 
@@ -135,7 +135,7 @@ def _sample_index(
 
 
 def _select_per_row(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Select one value per row; unlike indexing by row number, this stays on the row's device."""
+    """Select one value per row. Unlike indexing by row number, this stays on the row's device."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 

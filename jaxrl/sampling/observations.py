@@ -1,4 +1,4 @@
-"""Tokenization of environment output: encoded once, truncated inside its tags."""
+"""Tokenize environment output: encode it once, and truncate it inside its tags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def encode_observation(
         max_body_tokens: Maximum length of the body in tokens.
         room: Maximum length of the complete observation in tokens; None for no limit. Tags and
             images are never truncated.
-        image_tokens: Token count of each image; images go between body and suffix.
+        image_tokens: Token count of each image. Images go between the body and the suffix.
     """
     before, after = (
         _encode_tag(tokenizer, observation.prefix),
@@ -52,7 +52,7 @@ def encode_observation(
 
 
 def _encode_prefix(tokenizer: Tokenizer, text: str, max_tokens: int) -> Sequence[int]:
-    """Return the first `max_tokens` ids of a text, cached because groups often repeat a text."""
+    """Return the first `max_tokens` ids of a text, cached because groups often repeat texts."""
     if len(text) > _MAX_CACHED_CHARS:
         return tokenizer.encode_prefix(text, max_tokens)
     return _encode_cached(tokenizer, text, max_tokens)
@@ -84,7 +84,7 @@ def encode_results(
 ) -> tuple[list[int], str, tuple[str, ...]]:
     """Encode a turn of tool results, each truncated to fit; return its ids and text.
 
-    The third item has the truncated results.
+    The third item contains the truncated results.
 
     Args:
         tokenizer: Tokenizer with the chat template.

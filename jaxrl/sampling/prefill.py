@@ -1,4 +1,4 @@
-"""Host-side batching of prefills: groups attachments to embed and splits tokens into blocks."""
+"""Host-side batching of prefills: group attachments to embed, and split tokens into blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrefillPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatcher:
-    """Builder of input arrays for the prefill programs, from rows with unread tokens.
+    """Builds the input arrays of the prefill programs from rows with unread tokens.
 
     Attributes:
         tower: Encoder of attachments; None for a text-only model.

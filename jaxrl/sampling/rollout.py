@@ -78,8 +78,8 @@ class Rollout(BaseRollout):
         self._unfinished_calls: deque[_EnvCall] = deque()
 
     @property
-    def _recorded(self) -> Mapping[str, TokenArraySpec]:
-        return self._engine.recorded
+    def _recorded_specs(self) -> Mapping[str, TokenArraySpec]:
+        return self._engine.recorded_specs
 
     def __call__(
         self,
@@ -93,8 +93,8 @@ class Rollout(BaseRollout):
 
         The rollout stops between chunks, once at most `SamplingConfig.max_unfinished` groups are
         unfinished. Their entries are None. When their draws are passed again, they continue: their
-        tokens are prefilled again, and sampling uses the same keys. If the last chunk finishes
-        more groups than required, the extra ones are also returned as None.
+        tokens are prefilled again, and sampling uses the same keys. If the last chunk finishes more
+        groups than required, the extra groups are also returned as None.
 
         Any exception leaves the engine empty. Pending calls to the environment get
         `_ABORT_TIMEOUT_S` to finish and are then abandoned.
@@ -105,8 +105,8 @@ class Rollout(BaseRollout):
                 unfinished.
             should_stop: Function called before each chunk and during compilation; if it returns
                 True, the rollout is interrupted.
-            progress: Function called before each chunk with the numbers of finished and of all
-                trajectories.
+            progress: Function called before each chunk with the numbers of finished trajectories
+                and of all trajectories.
 
         Raises:
             Interrupted: `should_stop` returned True.
@@ -231,7 +231,7 @@ class Rollout(BaseRollout):
     def _due_calls(
         self, calls: Sequence[_EnvCall], should_stop: Callable[[], bool]
     ) -> list[_EnvCall]:
-        """Return the calls whose replies are added now; at least one if the engine is stalled."""
+        """Return the calls whose replies are added now, at least one if the engine is stalled."""
         is_stalled = self._engine.is_stalled
         if self._schedule.deterministic:
             chunk = self._engine.counts.chunks
@@ -356,7 +356,7 @@ class Rollout(BaseRollout):
 
 
 def make_group_keys(draws: Sequence[Draw], sampling: SamplingConfig) -> list[tuple[int, int, int]]:
-    """Return (stage, stream index, attempt) of each draw, which identifies an unfinished group."""
+    """Return the (stage, stream index, attempt) of each draw, the key of an unfinished group."""
     return [(sampling.seeds.stage, draw.stream_index, draw.attempt) for draw in draws]
 
 

@@ -20,7 +20,7 @@ def derive_sample_keys(
     """Compute the random keys `uint32 [n, 2]` of n samples.
 
     Args:
-        seed: Seed of the run, `config.seed`.
+        seed: Random seed of the run, `config.seed`.
         stage: Index of the sampling stage.
         step: Training step at which the sample starts.
         positions: Position of each sample's task in the task stream, int32 [n].

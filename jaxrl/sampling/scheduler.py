@@ -43,7 +43,7 @@ class RecordedBlock(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """Ids and attachments of a prompt; requests with equal prompts share pages."""
+    """Ids and attachments of a prompt. Requests with equal prompts share pages."""
 
     ids: tuple[int, ...] = ()
     attachments: tuple[Attachment, ...] = ()
@@ -154,7 +154,7 @@ class BlockScheduler:
         return list(islice(running, self._num_rows))
 
     def num_missing_pages(self, row: Row) -> int:
-        """Return the number of pages that a row still needs for the next chunk; 0 if it waits."""
+        """Return the number of pages a row still needs for the next chunk; 0 if it is waiting."""
         max_length = row.length if row.is_waiting else row.max_length(self._num_steps)
         return max(count_pages(max_length, self._page_tokens) - len(row.pages), 0)
 
@@ -170,7 +170,7 @@ class BlockScheduler:
         ]
 
     def free(self, row: Row) -> None:
-        """Release the pages of a row; shared pages stay until no row uses them."""
+        """Release the pages of a row. Shared pages stay allocated until no row uses them."""
         self.pool.free(row.pages)
         row.pages = []
         prefix = row.prefix
@@ -183,7 +183,7 @@ class BlockScheduler:
         return self.prefixes.get(prefix.prompt) is prefix
 
     def finish(self, row: Row, next_prompt: PromptTokens) -> None:
-        """Remove a row; keep its prompt cached if the next request has the same one."""
+        """Remove a row. Keep its prompt cached if the next request has the same prompt."""
         del self.rows[row.request]
         if row.saved is not None:
             return

@@ -1,4 +1,4 @@
-"""Rollouts split over the processes of a job."""
+"""Rollouts split across the processes of a job."""
 
 from __future__ import annotations
 

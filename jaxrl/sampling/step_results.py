@@ -1,4 +1,4 @@
-"""Validation of environment results: types, and values that JSON can represent."""
+"""Validate environment results: types, and values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def validate_reward(reward: Any) -> Reward:
 
 
 def _check_types(method: str, result: Any, expected: type, fields: Mapping[str, Any]) -> None:
-    """Raise TypeError if `result` is not an `expected`, or if a field has the wrong type."""
+    """Raise a TypeError if `result` is not an `expected`, or if a field has the wrong type."""
     name = expected.__name__
     if not isinstance(result, expected):
         raise TypeError(f"{method} returned {type(result).__name__}; expected {name}")
@@ -162,7 +162,7 @@ def _check_types(method: str, result: Any, expected: type, fields: Mapping[str, 
 
 
 def check_chat(messages: Iterable[Any]) -> None:
-    """Raise KeyError or TypeError unless each message has a role and content that are text."""
+    """Raise a KeyError or TypeError unless each message's role and content are text."""
     for message in messages:
         texts = [message["role"], message["content"]]
         if not all(isinstance(text, str) for text in texts):

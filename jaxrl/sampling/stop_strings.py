@@ -9,11 +9,11 @@ import numpy as np
 class StopAutomaton:
     """Automaton over token ids that detects the token that completes a stop string.
 
-    A tag may not align with token boundaries (`?</` may open it, `>.` may close it). Strings are
-    therefore matched byte by byte with the Aho-Corasick automaton
+    A tag need not align with token boundaries: the token `?</` may open it, and `>.` may close it.
+    Strings are therefore matched byte by byte with the Aho-Corasick automaton
     (https://doi.org/10.1145/360825.360855), with transitions composed over each token's bytes.
 
-    Each turn starts in state 0. After a hit, the state is a valid index without meaning.
+    Each turn starts in state 0. After a hit, the state is a valid index but has no meaning.
 
     Attributes:
         next_state: int8 or int16 [S, V], state after each token.

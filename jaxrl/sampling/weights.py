@@ -1,4 +1,4 @@
-"""Conversion of the trainer's parameters to the weights that the sampler's programs read."""
+"""Convert the trainer's parameters to the weights that the sampler's programs read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrl.types import Params
 
 
 class WeightConverter:
-    """Converter of parameters to sampler weights; it owns the memory of the weights.
+    """Converts parameters to sampler weights, and owns the memory of the weights.
 
     Weights are copies, so later updates of the parameters do not affect them. Only a parameter that
     the architecture never trains, and that the sampler uses unchanged, is shared. Parameters frozen
@@ -42,7 +42,7 @@ class WeightConverter:
         """Prepare the conversion, which is compiled on first use.
 
         Args:
-            prepare: Function from parameters to weights.
+            prepare: Function that converts parameters to weights.
             policy: Architecture of the policy.
             mesh: Mesh that holds the weights.
             train_mesh: Mesh that holds the parameters.
@@ -92,7 +92,7 @@ class WeightConverter:
         }
 
     def _make_program(self, inputs: tuple[int, ...], targets: tuple[int, ...]) -> Any:
-        """Return a function from the parameters at indices `inputs` to the weights at `targets`."""
+        """Return a function that maps the parameters at `inputs` to the weights at `targets`."""
         structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
         prepare = self._prepare
 
@@ -121,10 +121,10 @@ class WeightConverter:
         return call
 
     def convert(self, params: Params) -> Params:
-        """Convert training parameters to sampler weights. Free the previous weights first.
+        """Free the previous weights, then convert training parameters to sampler weights.
 
-        Donated parameters are read a few at a time, the largest first, and freed once their weights
-        exist. The two copies are therefore never both fully in memory.
+        Donated parameters are read a few at a time, largest first, and freed once their weights
+        exist, so that the two copies are never both fully in memory.
         """
         # Donated parameters are callables: convert each independent part separately.
         inputs, shardings = jax.tree.leaves(params), jax.tree.leaves(self.shardings)
@@ -176,7 +176,8 @@ class WeightConverter:
 def donate(params: Params) -> Params:
     """Mark parameters that `WeightConverter.convert` may free after converting them.
 
-    Each parameter becomes a function that returns it, as `load_hf` returns parameters on disk.
+    Each parameter becomes a function that returns it, like the parameters that `load_hf` returns
+    with `is_lazy`.
     """
     return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
 

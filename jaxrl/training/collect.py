@@ -1,7 +1,7 @@
-"""Collection of a step's groups: take tasks, roll out, shape rewards, filter.
+"""Collect a step's groups: take tasks, roll out, shape rewards, filter.
 
-All processes make the same decisions, because each bases them on the trajectories of all processes
-in task order.
+All processes make the same decisions, because each process bases them on all processes'
+trajectories, in task order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DivergenceFn = Callable[[Sequence[Group]], list[Group]]
 
 
 class NotEnoughGroupsError(ValueError):
-    """Error raised when `filter.max_batches` yield too few groups, or all tasks are skipped."""
+    """Error raised if `filter.max_batches` batches have too few groups or all tasks are skipped."""
 
 
 FATAL_ERRORS = (
@@ -165,16 +165,16 @@ def collect(
 
     Args:
         sampler: Sampler of the step.
-        stream: Stream of training tasks, or given tasks.
+        stream: Stream of training tasks, or a fixed list of tasks.
         method: Training method.
         num_tasks_taken: Number of tasks that earlier steps took from the stream.
         buffered_groups: Surplus groups from earlier steps.
         in_flight_tasks: Stream indices of tasks that earlier steps started but did not finish.
-        controllers: Controllers before the step. They hold the tasks to skip, the early or late
-            stage, and the KL coefficient for the filter.
+        controllers: Controllers before the step. They contain the tasks to skip, the stage (early
+            or late), and the KL coefficient for the filter.
         add_divergences: Function that measures divergences, for a filter on rewards minus the KL
             penalty.
-        failures: Counter of failed batches, and log for warnings.
+        failures: Counter of failed batches, which also logs warnings.
 
     Raises:
         NothingWorksError: See `FailureCounter.record_batch`.
@@ -280,7 +280,7 @@ def draw(
 
 
 def compute_group_metrics(sampled_stats: Sequence[GroupStats]) -> dict[str, float]:
-    """Return metrics over all groups that a step sampled; shares are NaN if there are none."""
+    """Return metrics over all groups that a step sampled; fractions are NaN if there are none."""
     kinds = Counter(group.kind for group in sampled_stats)
     num_scored = sum(group.num_scored for group in sampled_stats)
     return {
@@ -397,7 +397,7 @@ def apply_filter(
     `get_column` returns the array with a given name.
 
     Raises:
-        UserCodeError: The filter failed, or returned a wrong dtype or shape.
+        UserCodeError: The filter failed, or returned the wrong dtype or shape.
     """
     call_filter = wrap_user_code(
         group_filter.key, group_filter.name, lambda *arrays: np.asarray(group_filter(*arrays))

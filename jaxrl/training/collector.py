@@ -1,4 +1,4 @@
-"""Collection of each training step's groups, in that step or during the previous one."""
+"""Collect each training step's groups, in that step or during the previous step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxrl.training.usage import UsageStats
 
 @dataclass(kw_only=True)
 class Collector:
-    """Collector of each step's groups, sampled when the step starts or one step ahead.
+    """Collects each step's groups, either when the step starts or one step ahead.
 
     Prefetched groups use the weights from before the current step's update, and the controllers
-    that `update_controllers` returned in that step. The stage gate is updated later, by the step's
-    evaluation, so prefetched groups use the old gate.
+    that `update_controllers` returned in that step. The step's evaluation updates the stage gate
+    later, so prefetched groups use the old gate.
     """
 
     run_state: RunState
@@ -43,7 +43,7 @@ class Collector:
     has_warned: bool = False  # True after the warning about idle devices
 
     def get_groups(self, policy_version: int) -> CollectedGroups:
-        """Return the groups for the current step: the prefetched ones, or else new samples."""
+        """Return the groups for the current step: prefetched groups, or else new samples."""
         run_state, progress = self.run_state, self.run_state.progress
         if self.failure is not None:
             raise self.failure
@@ -83,7 +83,7 @@ class Collector:
     def prefetch(
         self, collected: CollectedGroups, controllers: Controllers, policy_version: int
     ) -> CollectedGroups | None:
-        """Collect the next step's groups; return None if that step must do so.
+        """Collect the next step's groups; return None if that step must collect them itself.
 
         Stop requests are deferred until this returns, because the checkpoint does not contain the
         weights used for this rollout.
@@ -169,7 +169,7 @@ class Collector:
         return dataclasses.replace(collected, metrics=metrics)
 
     def _warn_if_idle(self, idle_s: float, sampling_s: float) -> None:
-        """Warn once if a fixed lag leaves devices idle for 10% of sampling, and at least 1 s."""
+        """Warn once if a fixed lag leaves devices idle for at least 10% of sampling and 1 s."""
         if self.has_warned or idle_s < max(1.0, 0.1 * sampling_s):
             return
         self.has_warned = True
@@ -193,7 +193,7 @@ def make_sampler(
     Args:
         run_state: State of the run.
         method: Training method.
-        step: Global step, counted over all stages; part of the sampling seeds.
+        step: Global step, counted across all stages; part of the sampling seeds.
         policy_version: Number of optimizer steps taken to reach the engine's weights.
         should_stop: Function that returns True to interrupt the rollout.
         max_unfinished: Maximum number of groups that may be left for a later step to finish.

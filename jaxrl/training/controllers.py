@@ -83,7 +83,7 @@ class DifficultyBuckets:
 
 @dataclass(frozen=True)
 class EntropyCoefficients:
-    """Coefficients and target counts of `shaping.entropy_reward`, by difficulty."""
+    """Coefficients and target counts for `shaping.entropy_reward`, by difficulty."""
 
     # Coefficients in units of reward, by bucket.
     alphas: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.5))
@@ -102,8 +102,8 @@ class EntropyCoefficients:
 
         ARES (https://arxiv.org/abs/2510.08457): alpha changes by `rate` times the mean count minus
         the target. It rises with the count for easy and medium tasks, where it scales a penalty,
-        and falls for hard ones, where it scales a bonus. Then the rounded mean becomes the target.
-        The released code updates the target first, so alpha only follows the rounding.
+        and falls for hard tasks, where it scales a bonus. Then the rounded mean becomes the target.
+        The released code updates the target first, so there alpha reacts only to the rounding.
 
         A bucket without groups does not change. A bucket without a target gets only a target.
 
@@ -235,8 +235,8 @@ class LogKL:
 
         The change is `log coef += rate * clip(average, -0.2, 0.2)`. ARES's code
         (https://github.com/shawn0728/ARES) uses this instead of the paper's dual ascent,
-        `KLBudget`. It averages the divergence and, only at changes, averages the error again. Here
-        the error is averaged once per update. NaN changes nothing.
+        `KLBudget`. That code averages the divergence and, at each change, averages the error again.
+        Here, the error is averaged once per update. NaN changes nothing.
 
         Args:
             kl: Divergence of the batch in nats per token.
@@ -264,7 +264,7 @@ def _clip(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class EntropyThreshold:
-    """Threshold from which a window entropy counts as high."""
+    """Threshold at or above which a window entropy counts as high."""
 
     value: float | None = None  # nats; None before the first estimate
 
@@ -277,10 +277,10 @@ class EntropyThreshold:
     ) -> EntropyThreshold:
         """Move the threshold toward the median over samples of their window-entropy percentile.
 
-        The first estimate becomes the value. Later estimates update it to
-        `decay * value + (1 - decay) * estimate`. Samples without windows or with a non-finite
-        value, which would stay in the average forever, are ignored. Without any other samples,
-        nothing changes.
+        The first estimate becomes the value. Later estimates update it to `decay * value + (1 -
+        decay) * estimate`. Samples that have no windows are ignored, as are samples with a
+        non-finite value, which would stay in the average forever. If no samples remain, nothing
+        changes.
 
         Args:
             window_entropies: Defined window entropies of each sample in nats, 1-D.
@@ -365,7 +365,7 @@ class Controllers:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
-        """Create an instance from the result of `asdict`; missing states start fresh."""
+        """Create an instance from the result of `asdict`; initialize missing states."""
         new = cls.init(method)
         states = {field.name: getattr(new, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
@@ -381,7 +381,7 @@ class Controllers:
 
     @property
     def entropy_threshold(self) -> float | None:
-        """Threshold in nats from which a window entropy counts as high; None if unknown."""
+        """Threshold in nats at or above which a window entropy counts as high; None if unknown."""
         return None if self.threshold is None else self.threshold.value
 
     def bucket(self, task_id: str) -> str:
@@ -389,11 +389,11 @@ class Controllers:
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
     def kl_coef(self, kl: KLSettings) -> float:
-        """Return the current KL coefficient: the configured one unless a controller adapts it."""
+        """Return the current KL coefficient: the configured value unless a controller adapts it."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
-        """Return all states as metrics `controller/<name>/<field>`; tasks become counts."""
+        """Return all states as metrics `controller/<name>/<field>`; sets of tasks become counts."""
         states = dataclasses.asdict(self)
         if self.buckets is not None:
             counts = Counter(self.buckets.buckets.values())
@@ -508,7 +508,7 @@ def update_stage_gate(
 
     Args:
         controllers: Controllers before the evaluation.
-        correctness: Share of correct greedy answers; NaN if nothing was scored.
+        correctness: Fraction of correct greedy answers; NaN if nothing was scored.
         shaping: Settings of reward shaping, with the gate's tolerance.
     """
     if controllers.gate is None:
@@ -535,7 +535,7 @@ def _mark_windows(
     is_trigger: np.ndarray | None,
     shaping: ShapingSettings,
 ) -> EntropyWindows:
-    """Return the windows of a trajectory, marked high where they reach the threshold in nats."""
+    """Return a trajectory's windows, marking those that reach `entropy_threshold` as high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=entropy_threshold)[0]
     if is_trigger is not None:
         is_high = is_high & is_trigger[trajectory.token_ids]

@@ -1,4 +1,4 @@
-"""Detection and explanation of steps that learn nothing."""
+"""Detect and explain steps that learn nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = (
 
 
 class NothingWorksError(RuntimeError):
-    """Error raised when every episode of consecutive batches or of an evaluation fails."""
+    """Error raised when all episodes of consecutive batches or of an evaluation fail."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class FailureCounter:
     num_batches: int
 
     def record_batch(self, batch: Sequence[Trajectory]) -> None:
-        """Count a batch if every episode failed, else reset the counter.
+        """Count a batch if every episode in it failed; otherwise, reset the counter.
 
         Raises:
             NothingWorksError: The limit is reached.
@@ -54,7 +54,7 @@ class FailureCounter:
             )
 
     def check_suites(self, errors: Mapping[str, str]) -> None:
-        """Raise an error if every episode of a suite of the final evaluation failed.
+        """Raise an error if every episode of a suite in the final evaluation failed.
 
         Args:
             errors: First error of each suite in which every episode failed.

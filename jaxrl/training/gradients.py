@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradients:
-    """Gradient of several pieces, equal to that of one mini-batch."""
+    """Gradient of several pieces, equal to the gradient of one mini-batch."""
 
     sums: GradAccumulator
     counts: np.ndarray  # int [N], trained tokens of each trajectory

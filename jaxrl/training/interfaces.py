@@ -36,7 +36,7 @@ class CheckpointManager(Protocol):
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """Restore the checkpoint with the highest value; return its step and state."""
 
-    def values(self) -> dict[int, float | None]:
+    def scores(self) -> dict[int, float | None]:
         """Return the evaluation score of each saved checkpoint, by step."""
 
     def wait(self) -> None:
@@ -44,7 +44,7 @@ class CheckpointManager(Protocol):
 
 
 class MetricWriter(Protocol):
-    """Writer of `metrics.jsonl`, implemented by `logs.writers.MetricsLog`."""
+    """Writer for `metrics.jsonl`, implemented by `logs.writers.MetricsLog`."""
 
     num_records: int
 

@@ -1,4 +1,4 @@
-"""Method of a run: frozen settings and functions, built by `builders.method`.
+"""Training method: frozen settings and functions, built by `builders.method`.
 
 docs/configuration.md describes the fields that are named after a config key. The functions below
 also accept config sections, so that validation rules use the same conditions.
@@ -48,8 +48,8 @@ class LossSettings:
 class KLSettings:
     """Settings of the KL term (config section `kl`).
 
-    `adaptive`, `log` and `budget` hold keyword arguments for the `update` method of that KL
-    controller.
+    `adaptive`, `log` and `budget` hold keyword arguments for the `update` method of the KL
+    controller of the same name.
     """
 
     coef: float
@@ -121,7 +121,7 @@ class ShapingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Detection of collapse, and the actions to take (config section `watch`)."""
+    """Settings for detecting collapse and reacting to it (config section `watch`)."""
 
     detector: NamedFunction  # from `training.watch.DETECTORS`, or custom
     action: str  # from `training.watch.ACTIONS`, for signs that `actions` does not name
@@ -132,7 +132,7 @@ class WatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Optimizer (config section `optimizer`, or `sft.optimizer` without the last three fields)."""
+    """Settings of `optimizer`, or of `sft.optimizer`, which lacks the last three fields."""
 
     lr: float
     schedule: NamedFunction  # from `optimizer.SCHEDULES`, or custom; follows the warm-up

@@ -39,9 +39,9 @@ def make_minibatches(
     """Pack groups into mini-batches on the host, in task order and without splitting a group.
 
     Environment errors and trajectories that `filter.trajectories` drops are excluded; dropped
-    trajectories still count in their group's statistics. With `optimizer.skip_signal_free`,
+    trajectories still count toward their group's statistics. With `optimizer.skip_signal_free`,
     trajectories with an advantage of 0 go to `PackedBatch.rest`, which yields metrics but no
-    gradient, unless another loss term gives them a gradient. They still count in
+    gradient, unless another loss term gives them a gradient. They still count toward
     `loss.aggregation`.
 
     Args:
@@ -103,8 +103,8 @@ def cut_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Seque
     return [groups[size * i : size * (i + 1)] for i in range(num_minibatches)]
 
 
-def cut_to_fit(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
-    """Cut groups into pieces of at most `max_sequences` trajectories; split only larger groups."""
+def split_groups(groups: Sequence[Group], max_sequences: int) -> list[list[Group]]:
+    """Split groups into pieces of at most `max_sequences` trajectories, keeping groups whole."""
     pieces: list[list[Group]] = [[]]
     for group in groups:
         for start in range(0, len(group.trajectories), max_sequences):
@@ -145,7 +145,7 @@ def make_trajectory_filter(filter: FilterSettings) -> Callable[[Trajectory], boo
 def compute_trajectory_filter_metrics(
     trajectories: Sequence[Trajectory], filter: FilterSettings
 ) -> dict[str, float]:
-    """Return the share of trajectories that pass `filter.trajectories`; {} if it is not set."""
+    """Return the fraction of trajectories that pass `filter.trajectories`; {} if it is not set."""
     selected = map(make_trajectory_filter(filter), trajectories)
     return (
         {}
@@ -165,7 +165,7 @@ def loss_weights(masks: Sequence[np.ndarray], loss: LossSettings) -> list[np.nda
 
 
 def with_loss_mask(trajectory: Trajectory, loss: LossSettings) -> Trajectory:
-    """Add observations, except repeated tokens, to the loss mask if `mask_observations` is off."""
+    """Add observations, except repeated tokens, to the loss mask if not `mask_observations`."""
     if loss.mask_observations:
         return trajectory
     is_response = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
@@ -180,7 +180,8 @@ def compute_token_kl_weights(
 
     Args:
         trajectories: Trajectories to train on, with `windows` if the coefficient depends on them.
-        controllers: Controllers after the step, except for the KL state, which is from before it.
+        controllers: Controllers after the step, except for the KL state, which is from before the
+            step.
         kl: Settings of the KL term.
     """
     scales = np.ones(len(trajectories))

@@ -1,4 +1,4 @@
-"""Optimizer of a stage, and learning-rate schedules."""
+"""Optimizer and learning-rate schedules of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of trajectories into batches. No other module packs or pads."""
+"""Pack trajectories into batches. No other module packs or pads."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class BatchShape:
             row_tokens: Length of the longest sequence.
             shards_with_prompts: Number of row shards if the attention kernels support shared
                 prompts, else 0. Each device then has one long row per micro-batch instead of
-                several: more sequences share a prompt, and there is less padding. These kernels
+                several, so more sequences share a prompt and there is less padding. These kernels
                 skip tokens that are not attended to.
             settings: Other fields of the shape.
         """
@@ -157,8 +157,8 @@ def compute_logit_capacities(
 ) -> list[int]:
     """Return the logit capacity of each non-empty micro-batch, one of `LOGIT_CAPACITIES`.
 
-    It is the smallest capacity, in quarters of a device's tokens, that holds the tokens with loss
-    of every device. Rows are split over `num_shards`, and each row into `num_pieces`.
+    It is the smallest capacity, in quarters of a device's tokens, that holds every device's loss
+    tokens. Rows are split over `num_shards`, and each row into `num_pieces`.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
     if num_pieces > 1:  # the logits for a token are computed at the token before it
@@ -261,7 +261,7 @@ def _has_equal_prefix(
 def assign_rows(
     items: Sequence[Item], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Pack sequences into rows by first fit, trying rows with the same prompt first.
+    """Pack sequences into rows first-fit, trying rows with the same prompt first.
 
     Tries two orders and uses the one that needs fewer rows: by decreasing length, or by prompt and
     then by decreasing length.
@@ -362,8 +362,8 @@ def pack(
         shape: Shape of the batch.
         token_fields: Other per-token fields of `Batch` by name, float32 [L] per sequence. If
             `token_weights` is missing, all weights are 0.
-        num_loss_tokens: Number of sampled tokens in the complete mini-batch; those of `sequences`
-            if None.
+        num_loss_tokens: Number of sampled tokens in the complete mini-batch; None to count those in
+            `sequences`.
         num_shards: Number of devices that split the rows of a micro-batch.
 
     Raises:
@@ -418,10 +418,10 @@ def _count_tokens(items: Sequence[Item], row: Row) -> int:
 def balance_rows(
     rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
 ) -> tuple[list[Row], list[int]]:
-    """Order rows so that all devices get equal numbers of rows and similar numbers of tokens.
+    """Order rows so that devices get equal numbers of rows and similar numbers of tokens.
 
-    Devices split the rows of a micro-batch in order. Rows are first assigned to devices by largest
-    differencing, then the rows of each device are distributed over the micro-batches.
+    Devices split the rows of a micro-batch in order. Rows are first assigned to devices by the
+    largest differencing method; each device's rows are then distributed over the micro-batches.
 
     Returns:
         Rows, including empty ones that complete a micro-batch, and the number of tokens by device.
@@ -495,8 +495,8 @@ def pack_attachments(
 ) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
     """Pack attachments; return the arrays of `Tower.input_arrays` and a `PackedAttachments`.
 
-    Returns {} and None without attachments. A device holds each attachment of its rows once. The
-    capacity is the smallest that suffices on every device; see `CAPACITY_DIVISORS`.
+    Returns {} and None if there are no attachments. A device holds each attachment of its rows
+    once. The capacity is the smallest that suffices on every device; see `CAPACITY_DIVISORS`.
 
     Raises:
         ValueError: The attachments exceed the largest capacity.
@@ -550,7 +550,7 @@ def pack_attachments(
 def _iterate_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
-    """Yield each attachment once for each device that has tokens of it.
+    """Yield each attachment once for each device that holds any of its tokens.
 
     Yields (micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens on that
     device, and the positions of these tokens within the attachment.

@@ -1,4 +1,4 @@
-"""The policy loss: ratio, correction, KL and entropy terms, compiled into the update step."""
+"""Policy loss: ratio, correction, KL and entropy terms, compiled into the update step."""
 
 from __future__ import annotations
 

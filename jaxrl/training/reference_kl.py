@@ -1,4 +1,4 @@
-"""KL divergence of the policy from its reference, measured in each step before the update."""
+"""KL divergence of the policy from its reference, measured before each step's update."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def unpack(
 ) -> list[np.ndarray]:
     """Split values `[A, b, T]` into an array `[L]` per sequence, in packing order.
 
-    Tokens that a context repeats from an earlier one have no loss and get 0.
+    Tokens that a context repeats from an earlier context have no loss and get 0.
     """
     segments, positions = (
         np.asarray(x).ravel() for x in (packed.batch.segment_ids, packed.batch.positions)

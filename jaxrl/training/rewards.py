@@ -1,7 +1,7 @@
 """Reward shaping: length, abstention, KL, entropy.
 
 Each function returns groups with adjusted rewards, and records the adjustment in `reward_parts`.
-Trajectories with environment errors have no reward and do not change.
+Trajectories with environment errors have no reward and are left unchanged.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Stage:
     update: UpdateStep
 
     def last_lr(self, state: TrainState) -> float:
-        """Return the learning rate of the latest optimizer step, or else of the first one."""
+        """Return the learning rate of the latest optimizer step, or of the first before any."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 
@@ -89,7 +89,7 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """Sampler of the policy; requires that no model behind an endpoint samples."""
+        """Sampler of the policy. Not available if a model behind an endpoint samples."""
         assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
 
@@ -155,7 +155,7 @@ class Progress:
 
     @property
     def effective_weights_step(self) -> int:
-        """Step that produced the weights: the last one, unless the stage stopped early."""
+        """Step that produced the weights: the last step, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
     def restore_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
@@ -276,7 +276,7 @@ class RunState:
             )
 
     def init_or_restore_state(self, params: Params) -> TrainState:
-        """Create the training state at the start of a stage, or else restore it."""
+        """Create the training state at the start of a stage; otherwise, restore it."""
         if "optimizer" in self.restored:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
@@ -310,7 +310,7 @@ class RunState:
         return metrics
 
     def check_budget(self) -> None:
-        """Raise `BudgetSpentError` if the run has spent its budget, prefetched groups included."""
+        """Raise a BudgetSpentError if the run, with prefetched groups, has spent its budget."""
         prefetched, limits = self.progress.prefetched, self.settings.ledger
         spent = (
             self.progress.ledger

@@ -96,7 +96,7 @@ def move_moments(state: TrainState, memory: str) -> TrainState:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """Put a host batch on the mesh; each process holds all of it and supplies its local shards."""
+    """Put a host batch on the mesh. Every process holds all of it and supplies its local shards."""
 
     def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, batch_sharding(mesh), array.__getitem__)
@@ -145,7 +145,7 @@ class MicroBatchLoop:
         `logit_capacity` is static. `name` and `key` identify the program; see `cached_jit`.
         """
         self._mesh, self._dtype = model.mesh, model.dtype
-        self._recorded = model.architecture.recorded
+        self._recorded = model.architecture.recorded_specs
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT_AXIS]
         self._is_looped = is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
@@ -179,7 +179,7 @@ class MicroBatchLoop:
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: PackedBatch) -> Any:
-        """Run `step` on each micro-batch of `packed`, whose device copy is `batch`."""
+        """Run `step` on each micro-batch of `packed`; `batch` is its copy on the devices."""
         capacities, attachments = (
             compute_logit_capacities(packed, *self._pieces),
             packed.attachments,
@@ -234,7 +234,7 @@ class ScoreStep:
         return self.add.program.num_programs
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> jax.Array:
-        """Score `packed`, whose device copy is `batch`; tokens without loss get 0."""
+        """Score `packed`; `batch` is its copy on the devices. Tokens without loss get 0."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.merge(params), zeros, batch, packed)
 
@@ -439,7 +439,7 @@ class GradientStep:
         self.accumulate_metrics = MicroBatchLoop(model, "update_metrics", accumulate_metrics, key)
 
     def __call__(self, params: Params, batch: Batch, packed: PackedBatch) -> GradAccumulator:
-        """Return the sums over the micro-batches of `packed`, whose device copy is `batch`."""
+        """Sum over the micro-batches of `packed`; `batch` is its copy on the devices."""
         policy, rest = self._model.merge(params), batch.rest
         batch = replace(batch, rest=None)
         # Attachments do not change the shapes of the sums.
@@ -527,7 +527,7 @@ class UpdateStep:
     def __call__(
         self, state: TrainState, batch: Batch, packed: PackedBatch, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Take an optimizer step on `packed`, whose device copy is `batch`.
+        """Take an optimizer step on `packed`; `batch` is its copy on the devices.
 
         `lr_scale` multiplies the learning rate.
         """

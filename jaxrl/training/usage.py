@@ -21,7 +21,7 @@ Number = TypeVar("Number", int, float)
 
 
 class BudgetSpentError(RuntimeError):
-    """Error raised when a run has spent its budget; it can resume with a higher one."""
+    """Error raised when a run has spent its budget. The run can resume with a higher budget."""
 
 
 def _add_counts(left: Mapping[str, Number], right: Mapping[str, Number]) -> dict[str, Number]:
@@ -50,7 +50,7 @@ class Usage:
 class UsageStats:
     """Usage of a set of trajectories. The sum of two instances is the usage of both sets.
 
-    Calls and tokens depend only on weights and seeds, so they are equal in a repeated run.
+    Calls and tokens depend only on weights and seeds, so a repeated run has the same counts.
     `usage` also depends on caches, servers and clocks.
     """
 
@@ -74,8 +74,7 @@ class UsageStats:
         Args:
             trajectories: Trajectories of any outcome.
             prices: Price per attempt, by tool name; other tools are free.
-            is_control: True to skip searches, which a control answered instead of the search
-                engine.
+            is_control: True to skip searches, because a control engine answered them.
         """
         trajectories = list(trajectories)
         calls = [call for t in trajectories for turn in t.turns for call in get_call_records(turn)]

@@ -1,4 +1,4 @@
-"""Detection of signs of collapse, and the run's reaction."""
+"""Detect signs of collapse and react to them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_step(
     groups: Sequence[Group],
     step: int,
 ) -> tuple[WatchState, dict[str, float]]:
-    """Check a step for signs of collapse; return the next state, and metrics with a 1 per sign.
+    """Check a step for signs of collapse; return the next state, and metrics that are 1 per sign.
 
     A sign seen fewer than `SIGN_COOLDOWN_STEPS` steps ago is recorded but causes no action.
 
@@ -144,7 +144,7 @@ def resolve_action(sign: Mapping[str, Any], watch: WatchSettings) -> str:
 def rollback_target(
     sign: Mapping[str, Any], watch: WatchSettings, watched: WatchState, steps: Sequence[int]
 ) -> int:
-    """Return the step to roll back to: the newest healthy checkpoint, else the oldest.
+    """Return the step to roll back to: the newest healthy checkpoint, or else the oldest one.
 
     `steps` are the steps of the stage that have a checkpoint.
 

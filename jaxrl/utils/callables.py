@@ -1,4 +1,4 @@
-"""Callables named in the config, built-in or user-supplied, and descriptions of their errors."""
+"""Callables named in the config, built-in or user-supplied, and formatting of their errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ERROR_CHARS = 2000
 
 
 class UserCodeError(ValueError):
-    """Error for user code that failed or returned an invalid value. The text names its key."""
+    """Error for user code that failed or returned an invalid value. The message names the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class NamedFunction:
 
     @classmethod
     def from_callable(cls, key: str, function: Callable[..., Any]) -> NamedFunction:
-        """Name a function that is passed instead of the config key `key`."""
+        """Wrap a function that is passed in instead of being named by the config key `key`."""
         owner = function if hasattr(function, "__qualname__") else type(function)
         name = f"{owner.__module__}.{owner.__qualname__}"
         return cls(key=key, name=name, function=function, settings={})

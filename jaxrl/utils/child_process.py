@@ -53,7 +53,7 @@ class ChildProcess(contextlib.AbstractContextManager):
             what: Name of the child in messages.
             max_unread_bytes: Maximum size of unread output per stream in bytes; the rest is
                 dropped.
-            stderr: Argument of `subprocess.Popen`. With a pipe, its text is in `stderr_buffer`.
+            stderr: Argument of `subprocess.Popen`. With a pipe, the output is in `stderr_buffer`.
             options: Other arguments of `subprocess.Popen`. By default, `stdin` is a pipe.
 
         Raises:
@@ -108,7 +108,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         """Read stdout and stderr until `is_enough()`; return False if the child closes them first.
 
         Raises:
-            ChildTimeoutError: The child did neither within `timeout_s` seconds.
+            ChildTimeoutError: Neither happened within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         with selectors.PollSelector() as selector:

@@ -74,7 +74,7 @@ def run_in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 class ThreadPool:
-    """Pool of daemon threads, since starting a thread takes as long as a short call."""
+    """Pool of daemon threads, because starting a thread takes as long as a short call."""
 
     def __init__(self) -> None:
         self._lock, self._is_closed = threading.Lock(), False
@@ -181,7 +181,8 @@ def run_with_deadline(deadline_s: float, coroutine: Coroutine[Any, Any, Result])
     """Run a coroutine in the event loop of `get_event_loop` and cancel it at the deadline.
 
     Raises:
-        DeadlineError: The coroutine exceeded the deadline. It continues if it ignores cancellation.
+        DeadlineError: The coroutine exceeded the deadline. It keeps running if it ignores
+            cancellation.
     """
 
     async def timed() -> Result:

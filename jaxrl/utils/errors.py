@@ -8,7 +8,7 @@ class ToolError(Exception):
 
     Attributes:
         retry_after_s: Seconds that the server asked to wait, or None.
-        is_permanent: True if a retry would fail too, for example with a wrong key or URL.
+        is_permanent: True if a retry would also fail, for example because of a wrong key or URL.
         status: HTTP status of the server's response, or None.
     """
 

@@ -1,4 +1,4 @@
-"""Atomic files and folders: complete or absent, even if the process is killed."""
+"""Atomic files and folders: either complete or absent, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def format_os_error(error: OSError, remedy: str = "", path: Path | None = None) 
 
 
 def find_disk_full_error(error: BaseException | None) -> OSError | None:
-    """Find the disk-full error among an exception and its causes; return None if there is none.
+    """Find a disk-full error in an exception and its causes; return None if there is none.
 
     Some libraries report it only in the text of another exception.
     """
@@ -125,9 +125,9 @@ def atomic_folder(path: Path, *, marker: str, is_writer: bool = True) -> Iterato
     """Yield a temporary folder that replaces `path` on exit.
 
     Args:
-        path: Final folder. An existing one is replaced if it is empty or contains `marker`.
+        path: Final folder. An existing folder is replaced if it is empty or contains `marker`.
         marker: Name of a file in every earlier output. Other folders are not replaced.
-        is_writer: True in the one process that writes to disk.
+        is_writer: True in the process that writes to disk.
 
     Raises:
         FileExistsError: `path` is a file, or a nonempty folder without `marker`.
@@ -210,7 +210,7 @@ def find_unused_path(path: Path) -> Path:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line to a text file. If a kill truncated its last line, terminate it first."""
+    """Append a line to a text file, first terminating a last line that a kill truncated."""
     with path.open("a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -220,7 +220,7 @@ def append_line(path: Path, text: str) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process. The system releases the lock when the process ends.
+    """Lock a folder for this process. The OS releases the lock when the process ends.
 
     Raises:
         ValueError: Another process holds the lock, or the folder cannot be created.

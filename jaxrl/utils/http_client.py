@@ -161,7 +161,7 @@ def _format_body(body: bytes | bytearray) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user, password and query."""
+    """Return a URL without its user, password and query."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("?")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
@@ -237,7 +237,7 @@ def fix_surrogates(text: str) -> str:
 def _parse_retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Return how long a server asks to wait, in seconds, bounded; None if it does not ask.
 
-    Read from Retry-After (RFC 9110, 10.2.3), or from the quotas in `X-RateLimit-Remaining` and
+    Parses Retry-After (RFC 9110, 10.2.3), or the quotas in `X-RateLimit-Remaining` and
     `X-RateLimit-Reset`, which in Brave's API have one number per window.
     """
     value = headers.get("retry-after", "").strip()

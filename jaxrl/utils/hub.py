@@ -1,8 +1,9 @@
 """Downloads from the Hugging Face Hub.
 
-A model is `hf://org/name`, a data file `hf://datasets/org/name/path`, whose path may contain `*`.
-Both take a revision: `hf://org/name@v1`, `hf://datasets/org/name@v1/path`. Cache, token and
-endpoint are those of `huggingface_hub` (`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`).
+A model is `hf://org/name`. A data file is `hf://datasets/org/name/path`, where the path may contain
+`*`. Both accept a revision: `hf://org/name@v1`, `hf://datasets/org/name@v1/path`. The cache, token
+and endpoint are those of `huggingface_hub` (`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`,
+`HF_HUB_OFFLINE`).
 """
 
 from __future__ import annotations

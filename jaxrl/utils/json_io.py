@@ -1,4 +1,4 @@
-"""Parsing of untrusted JSON, with one-line errors and a nesting limit."""
+"""Parse untrusted JSON, with one-line errors and a nesting limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON Lines reader, with errors that name the format of files that are not JSONL."""
+"""JSON Lines reader, whose errors identify the format of files that are not JSONL."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def read_objects(
     Args:
         path: JSONL file.
         skip_bytes: Size in bytes of the leading lines to skip.
-        skip_lines: Number of lines in these bytes.
+        skip_lines: Number of lines in those bytes.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file has another format, or a line is not a JSON object.
+        ValueError: The file has a different format, or a line is not a JSON object.
     """
     with open(path, "rb") as lines:
         reject_other_formats(path, lines.peek(4096))

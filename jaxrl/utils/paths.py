@@ -1,4 +1,4 @@
-"""Suggestions for paths that do not exist."""
+"""Suggest alternatives to paths that do not exist."""
 
 from __future__ import annotations
 

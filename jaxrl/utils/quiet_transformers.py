@@ -1,4 +1,4 @@
-"""Suppression of warnings from transformers."""
+"""Suppress warnings from transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate limiter and circuit breaker for a service. The caller passes the current time."""
+"""Rate limiter and circuit breaker for a service. Callers pass in the current time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def clip_wait_s(wait_s: float | None) -> float:
 
 
 class RateLimiter:
-    """Limiter of the number of queries that start per second.
+    """Limits the number of queries that start per second.
 
     At rate r, at most b = max(1, floor(r)) queries start within any b / r seconds.
     """
@@ -39,7 +39,7 @@ class RateLimiter:
 class CircuitBreaker:
     """Circuit breaker that pauses calls to a failing service.
 
-    When closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. Then it
+    When closed, it admits all calls. Consecutive failures open it for `cooldown_s` seconds. It then
     admits one call (half open), which closes it or opens it again.
     """
 
@@ -106,7 +106,7 @@ class CircuitBreaker:
         return 0.0 if self.rejects_all else self._patience_s - self.get_outage_s(now)
 
     def get_cooldown_s(self, now: float) -> float:
-        """Return the seconds for which no call is admitted."""
+        """Return the number of seconds for which no call is admitted."""
         return max(self._open_until - now, 0.0) if self._is_open else 0.0
 
     @property

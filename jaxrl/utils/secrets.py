@@ -1,4 +1,4 @@
-"""Redaction of registered secrets, such as API keys, in messages, results and files."""
+"""Redact registered secrets, such as API keys, from messages, results and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _patterns: dict[str, re.Pattern[str]] = {}  # by encoded form of a secret
 def register_secret(value: str) -> None:
     """Register a secret for redaction in plain, JSON-escaped and percent-encoded form.
 
-    Its long words are redacted too, such as the token in `Bearer TOKEN`.
+    Its long words, such as the token in `Bearer TOKEN`, are also redacted.
     """
     for secret in {value, *(word for word in value.split() if len(word) >= _MIN_LENGTH)} - {""}:
         escaped = json.dumps(secret)[1:-1]

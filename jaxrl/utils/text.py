@@ -1,4 +1,4 @@
-"""Cleaning of untrusted text for files, terminals and web pages."""
+"""Clean untrusted text for files, terminals and web pages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fold_case(text: str) -> str:
 
 
 def replace_unencodable_output() -> None:
-    """Configure stdout to replace characters that its encoding lacks.
+    """Configure stdout to replace characters that its encoding cannot represent.
 
     Every command calls this first, since output may contain arbitrary names and text.
     """
@@ -72,7 +72,7 @@ def replace_unencodable_output() -> None:
 def escape_control_chars(text: str) -> str:
     r"""Escape control characters, so that text is safe for a terminal or web page.
 
-    Newline and tab stay. A terminal escape sequence becomes plain text such as `\x1b[2J`.
+    Newlines and tabs are kept. A terminal escape sequence becomes plain text such as `\x1b[2J`.
     """
     return _INVISIBLE.sub(
         lambda m: m[0].encode("unicode_escape").decode("ascii"), replace_surrogates(text)

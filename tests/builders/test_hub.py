@@ -42,7 +42,7 @@ def named(world, **changes):
 
 def recorded(c):
     """Return the configuration that a run's workdir records, as it is read on resume."""
-    return json.loads(json.dumps(flatten(c.recorded)))
+    return json.loads(json.dumps(flatten(c.recorded_config)))
 
 
 def test_the_run_reads_local_files_and_records_names_with_commits(hub, world):
@@ -60,7 +60,7 @@ def test_the_run_reads_local_files_and_records_names_with_commits(hub, world):
     assert values["tasks.train.sources"] == [
         {"source": f"hf://datasets/org/people@{data}/questions_train.jsonl", "weight": 2.0}
     ]
-    assert build_run_settings(c).values == c.recorded.to_dict()  # in every checkpoint
+    assert build_run_settings(c).values == c.recorded_config.to_dict()  # in every checkpoint
     assert flatten(c.config)["model.path"] == c.model.path
 
 

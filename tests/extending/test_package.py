@@ -60,7 +60,7 @@ def test_a_run_uses_each_registered_name(tiny_world, tmp_path):
     assert config.reward.settings == {"my_package:brevity": {"most": 10_000}}
     validate(config)
     parts = build(config)
-    assert parts.engine.recorded.keys() == {"skips"}
+    assert parts.engine.recorded_specs.keys() == {"skips"}
     (tmp_path / "run").mkdir()
     run(settings_of(config), tmp_path / "run", parts, Display())
     record = records(tmp_path / "run")[-1]

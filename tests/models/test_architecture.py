@@ -41,7 +41,7 @@ class Recording(QwenConfig):
     store: object = None
 
     @property
-    def recorded(self):
+    def recorded_specs(self):
         return {"pair": TokenArraySpec(shape=(2,), dtype=np.dtype(np.uint8), fill=0)}
 
     def init_extra_state(self, aux, num_tokens):

@@ -159,7 +159,7 @@ def test_saving_a_step_again_replaces_it(open_checkpoints, folder):
     assert position == {"seed": 2}
     assert_equal(state, make_state(2))
     assert [path.name for path in folder.iterdir()] == ["3"]
-    assert checkpoint.read_value(folder / "3") == 2.0
+    assert checkpoint.read_score(folder / "3") == 2.0
 
 
 @pytest.mark.parametrize("moment", ["before", "during", "after"])

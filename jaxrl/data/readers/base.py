@@ -1,4 +1,4 @@
-"""Reader interface: random access to the records of a source, with little memory."""
+"""Reader interface: memory-efficient random access to the records of a source."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ANSWER_KEYS = ("answers", "golden_answers", "answer")
 class Reader(ABC):
     """Random access to the records of a source, with only an index in memory.
 
-    The factory of a reader accepts some of these arguments by name: `source` (the configured
-    string), `config_key` (the key that holds it, for error messages), `split`, `columns` and the
-    configured settings. It raises a `ValueError` or `OSError` with a one-line message.
+    A reader's factory accepts some of these arguments by name: `source` (the configured string),
+    `config_key` (the key that holds it, for error messages), `split`, `columns` and the configured
+    settings. It raises a `ValueError` or `OSError` with a one-line message.
 
     Attributes:
         pads_with_nulls: True if all objects in a column have the same fields, with nulls for
@@ -98,7 +98,7 @@ class SequenceReader(Reader):
         """Wrap a sequence of records.
 
         Args:
-            records: Sequence of mappings. Its method `location(index)` is used if it has one.
+            records: Sequence of mappings. Its `location(index)` method is used if it has one.
             name: Configured name of the factory that returned the sequence.
             key: Config key that holds the name.
         """
@@ -131,12 +131,12 @@ class SequenceReader(Reader):
         return str(get_location(index)) if get_location else f"{self._name}:{index + 1}"
 
     def folder(self, index: int) -> Path:
-        """See `Reader`. Return the working directory if the sequence has no method `location`."""
+        """See `Reader`. Return the working directory if the sequence has no `location` method."""
         return super().folder(index) if hasattr(self._records, "location") else Path()
 
 
 class UnchangedFile:
-    """Open file that must not change while it is read, but may be renamed or removed."""
+    """An open file that must not change while it is read, but may be renamed or removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -161,7 +161,7 @@ def open_files(
     expected: str,
     suffixes: Sequence[str],
 ) -> Reader:
-    """Open a reader over a file, all files that match a pattern, or the files in a folder.
+    """Open a reader for a file, for all files that match a pattern, or for the files in a folder.
 
     Args:
         open_file: Function that opens the reader of a file.
@@ -196,7 +196,8 @@ def to_record(fields: Mapping[str, Any], location: str) -> Record:
     """Convert a row to a record: non-null fields as JSON values. See `to_json_value`.
 
     Raises:
-        ValueError: A value has no JSON form. The message names the field and `location`.
+        ValueError: A value cannot be represented in JSON. The message names the field and
+            `location`.
     """
     record = {}
     for name, value in fields.items():
@@ -236,10 +237,10 @@ def shorten_error(error: Exception) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a Python, NumPy or Arrow value to a JSON value. Invalid UTF-8 stays bytes.
+    """Convert a Python, NumPy or Arrow value to a JSON value, but keep bytes that are not UTF-8.
 
     Raises:
-        TypeError: The type has no JSON form.
+        TypeError: The type cannot be represented in JSON.
     """
     match value:
         case None | bool() | int() | str():

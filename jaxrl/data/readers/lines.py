@@ -28,7 +28,7 @@ def open_jsonl(source: str, config_key: str) -> Reader:
 
 
 class _LineReader(Reader):
-    """Reader of a text file in which each record starts on a new line.
+    """Reader for a text file in which each record starts on a new line.
 
     Attributes:
         config_key: Config key that names the file.
@@ -63,7 +63,7 @@ class _LineReader(Reader):
 
 
 class _JsonlReader(_LineReader):
-    """Reader of a JSONL file."""
+    """Reader for a JSONL file."""
 
     def _find_records(self) -> None:
         file = self._source.file
@@ -93,7 +93,7 @@ def open_csv(
 
     A cell with a JSON list of strings becomes a list. The columns in `JSON_COLUMNS` may contain any
     JSON or Python literal, as pandas writes it. `_parse_answers` parses columns of answers. Empty
-    cells and columns without a name, such as the row numbers of pandas, are skipped.
+    cells and columns without a name, such as the row numbers that pandas writes, are skipped.
 
     Args:
         source: Path of a file, a pattern, or a folder with .csv and .tsv files.
@@ -121,7 +121,7 @@ csv.field_size_limit(2**30)  # a cell may contain a complete document
 
 
 class _CsvReader(_LineReader):
-    """Reader of a CSV file, in which quoted cells may contain line breaks."""
+    """Reader for a CSV file, in which quoted cells may contain line breaks."""
 
     def __init__(self, path: Path, config_key: str, delimiter: str, columns: Mapping[str, str]):
         self._delimiter, self._columns = delimiter, columns
@@ -227,7 +227,7 @@ _STRING_LIST = re.compile(r"array\(|[\[{]\s*(?:['\"]|nan\b)")
 def _parse_answers(field: str, cell: str, location: str) -> Any:
     """Parse a cell with answers: a list, as JSON or Python literal, or a single answer.
 
-    A collection that contains only numbers is a single answer, such as the interval `[1, 2]`,
+    A collection that contains only numbers, such as the interval `[1, 2]`, is a single answer
     unless it is a list in `answers` or `golden_answers`.
 
     Raises:

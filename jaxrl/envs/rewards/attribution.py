@@ -1,8 +1,8 @@
 """Attribution of an answer to the search results of an episode.
 
 Evidence is the text that executed searches returned and the model saw. Errors and results of other
-tools do not count. Neither does an answer whose words are all in the query, since the result may
-merely repeat the query.
+tools do not count. An answer whose words are all in the query does not count either, since the
+result may merely repeat the query.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_JOINED = 8  # maximum number of query words that a result may write as one 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Relation of an episode's search results to the accepted answers.
+    """Evidence for the accepted answers in an episode's search results.
 
     Attributes:
         has_evidence: True if any search result contains an accepted answer; see `shows_answer`.

@@ -147,8 +147,8 @@ class RewardCombiner:
         custom_parts: Parts that do not come from the environment, by name.
         correct: Name of the part that decides correctness: an answer is correct if the part is
             above 0 and the answer is not an abstention. "" to use the environment's decision.
-        deadline_s: Time limit in seconds for all functions of a batch; late results are errors. 0
-            for no limit; sync functions then run in sequence in the calling thread.
+        deadline_s: Time limit in seconds for all functions of a batch; late results are errors. If
+            0, there is no limit, and sync functions run in sequence in the calling thread.
     """
 
     weights: Mapping[str, float]
@@ -200,7 +200,7 @@ class RewardCombiner:
         ]
 
     def check_task(self, task: Task, key: str) -> None:
-        """Check that a task has the fields that parts require.
+        """Check that a task has the fields that the reward parts require.
 
         Args:
             task: A task of the run.

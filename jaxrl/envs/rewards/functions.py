@@ -1,6 +1,6 @@
 """User reward functions, recognized by the names of their parameters.
 
-There are four calling conventions: a response and the accepted answers, an episode's turns, verl's
+There are four calling conventions: a response and the accepted answers, an episode's turns, verl's,
 and TRL's. Each function is called by keyword with the arguments that its signature accepts.
 """
 

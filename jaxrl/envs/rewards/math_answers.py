@@ -1,4 +1,4 @@
-"""Extraction of math answers and comparison by value."""
+"""Extract math answers and compare them by value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_MATH = 200  # characters; longer answers are compared as text
 
 
 def extract_math_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:` up to the end of the line; None without a match.
+    """Return the rest of the line after the last `Answer:`; None if there is no match.
 
     Ignores case and bold markup. The answer may be on the next line.
     """
@@ -89,7 +89,8 @@ def compare_values(answer: str, truth: str) -> bool | None:
 def join_thousands(text: str) -> str:
     r"""Remove thousands separators: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
 
-    A plain comma stays, since `(1,234)` is a list, and so does a mixed number, `2 100/300`.
+    Plain commas are kept, since `(1,234)` is a list. Mixed numbers, such as `2 100/300`, are also
+    left unchanged.
     """
     return _THOUSANDS.sub(_join_groups, text)
 

@@ -17,7 +17,7 @@ def normalize_answer(text: str) -> str:
     """Lowercase, drop ASCII punctuation and the words a, an, the, and collapse whitespace.
 
     SQuAD's normalization (https://arxiv.org/abs/1606.05250), with two changes: characters are
-    composed (NFC) first, and a text that would become empty keeps its articles, or else its
+    composed (NFC) first, and text that would become empty keeps its articles, or else its
     punctuation.
     """
     lowered = unicodedata.normalize("NFC", text).lower()
@@ -26,13 +26,13 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(answer: str, truths: str | Sequence[str]) -> float:
-    """Return 1.0 if the normalized answer equals any normalized truth, else 0.0."""
+    """Return 1.0 if the normalized answer equals any normalized accepted answer, else 0.0."""
     truths = (truths,) if isinstance(truths, str) else truths
     return float(normalize_answer(answer) in {*map(normalize_answer, truths)} - {""})
 
 
 def f1(answer: str, truths: str | Sequence[str]) -> float:
-    """Return the word-level F1 of the answer, maximized over the truths.
+    """Return the word-level F1 of the answer, maximized over the accepted answers.
 
     SQuAD's F1 (https://arxiv.org/abs/1606.05250) on bags of normalized words. As in HotpotQA
     (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` must match exactly.

@@ -1,4 +1,4 @@
-"""BAPO's format and correctness, abstentions, boxed answers, and a check of weights."""
+"""BAPO's format and correctness rewards, abstentions, boxed answers and weight validation."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _first_answer(response: str) -> str | None:
 def follows_bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
     """Return True if a response follows BAPO's protocol.
 
-    As in BAPO's code (https://arxiv.org/abs/2601.11037), it needs at least one think block, with as
-    many closing as opening tags, and one closed answer with a box. Each tool call must be closed
-    and followed by a closed result. Other results, and text after the answer, are allowed.
+    As in BAPO's code (https://arxiv.org/abs/2601.11037), it needs at least one think block, as many
+    closing as opening tags, and one closed answer that contains a box. Each tool call must be
+    closed and followed by a closed result. Other results, and text after the answer, are allowed.
 
     Args:
         response: Response, including tool results but not the prompt.

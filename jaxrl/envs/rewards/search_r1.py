@@ -20,7 +20,8 @@ def check_format_correctness(text: str, *, tools: Sequence[str] = ("search",)) -
     """Return True if a response follows Search-R1's protocol.
 
     Outside closed think blocks, the tags must form any number of closed calls, each followed by a
-    closed information block, then one answer that ends the text. Other text may appear between.
+    closed information block, and then one answer that ends the text. Other text may appear in
+    between.
 
     Args:
         text: Response, including observations but not the prompt.
@@ -56,7 +57,7 @@ def check_answer_correctness(
     Args:
         answer: The model's answer.
         truth: One accepted answer. If a task has several, the caller takes the maximum reward.
-        reward: Reward for an answer that is close to the truth; see `is_close_answer`.
+        reward: Reward for an answer that is close to `truth`; see `is_close_answer`.
         exact_match_bonus: Reward for an exact match, instead of `reward`.
         not_found: Reward for `NOT_FOUND`, unless that is the truth.
     """
@@ -73,15 +74,16 @@ MAX_SIMILAR_CHARS = 400
 
 
 def is_close_answer(answer: str, truth: str) -> bool:
-    """Return True if an answer equals the truth or is close to it; `NOT_FOUND` must be equal.
+    """Return True if an answer is close to the truth; `NOT_FOUND` requires an exact match.
 
     Close means a `SequenceMatcher` ratio of at least 0.5, ignoring whitespace and case. The ratio
-    is not symmetric. It takes cubic time, so texts longer than `MAX_SIMILAR_CHARS` must be equal.
+    is not symmetric. Computing it takes cubic time, so texts longer than `MAX_SIMILAR_CHARS` must
+    be equal.
     """
     answer, truth = _normalize(answer), _normalize(truth)
     if answer in ("", truth, NOT_FOUND):
         return answer != "" and answer == truth
-    answer, truth = _fold_for_similarity(answer), _fold_for_similarity(truth)
+    answer, truth = _normalize_for_similarity(answer), _normalize_for_similarity(truth)
     if max(len(answer), len(truth)) > MAX_SIMILAR_CHARS:
         return answer == truth
     return SequenceMatcher(None, answer, truth, autojunk=False).ratio() >= 0.5
@@ -92,5 +94,5 @@ def _normalize(text: str) -> str:
     return unicodedata.normalize("NFC", text.strip())
 
 
-def _fold_for_similarity(text: str) -> str:
+def _normalize_for_similarity(text: str) -> str:
     return "".join(text.split()).lower()

@@ -1,4 +1,4 @@
-"""Search engine interface: query in, text of an observation out."""
+"""Search engine interface: query in, observation text out."""
 
 from __future__ import annotations
 

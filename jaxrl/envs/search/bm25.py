@@ -85,14 +85,14 @@ _NUM_THREADS = min(os.cpu_count() or 1, 16)  # tantivy releases the GIL
 class LocalSearch(DocumentSearch):
     """BM25 over a JSONL corpus, from an index on disk.
 
-    A document matches if it shares a word with the query; title words count twice. Queries have
-    no syntax, and only their first `MAX_QUERY_WORDS` distinct words count. Equal scores are ordered
-    by id, so an index always returns the same text.
+    A document matches if it shares a word with the query; title words count twice. Queries have no
+    syntax, and only their first `MAX_QUERY_WORDS` distinct words count. Ties are ordered by id, so
+    an index always returns the same text.
 
     The index is built on first use, in a subfolder of `index` named by a hash of the corpus. If
     lines were appended to an indexed corpus, only the new lines are read; scores then differ from
     those of a fresh index by at most a few parts per million. Several processes may start at once,
-    and a killed build starts over. Opening verifies the checksums of all files.
+    and an interrupted build starts over. Opening an index verifies the checksums of all its files.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class LocalSearch(DocumentSearch):
             FileNotFoundError: The corpus does not exist.
             PermissionError: The corpus or index cannot be read, or the index cannot be written.
             NotADirectoryError: `index` is a file.
-            ValueError: The corpus is malformed or empty, the index damaged, or `topk` less than 1.
+            ValueError: The corpus is malformed or empty, the index is damaged, or `topk` is less
+                than 1.
         """
         corpus, index_dir = Path(corpus), get_index_folder(corpus, index)
         if topk < 1:
@@ -144,7 +145,7 @@ class LocalSearch(DocumentSearch):
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the documents with the highest BM25 scores, several queries in parallel.
 
-        Tied documents share the score of the first one.
+        Tied documents get the score of the first of them.
         """
         best = functools.partial(self._search, topk=topk)
         return parallel_map(best, queries, max_threads=_NUM_THREADS)
@@ -203,7 +204,8 @@ def _check_files(folder: Path, corpus_sha256: str) -> None:
 
     Raises:
         PermissionError: A file is not readable.
-        ValueError: A file is missing or has changed, or the index belongs to another corpus.
+        ValueError: A file is missing or has changed, or the index was built from a different
+            corpus.
     """
     try:
         manifest = read_object(folder / _MANIFEST_FILE)
@@ -233,7 +235,7 @@ def _open_index(folder: Path) -> Any:
     """Open an index, even if it is read-only for this user.
 
     Tantivy writes a lock file into the folder. If it cannot, open links in a temporary folder
-    instead. Deleting them later is safe: an open index no longer looks up files by name.
+    instead. The links can be deleted later: an open index no longer looks up files by name.
     """
     try:
         return tantivy.Index.open(str(folder))

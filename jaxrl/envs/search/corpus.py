@@ -53,11 +53,12 @@ def read_corpus(path: Path, prefix: IndexedPrefix | None = None) -> Iterator[Doc
 
     Args:
         path: JSONL file.
-        prefix: Prefix to skip. Ids in it must not occur again.
+        prefix: Prefix to skip. Its ids must not occur again.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: A line is malformed or repeats an id, or a document is blank, or there is none.
+        ValueError: A line is malformed or repeats an id, a document is blank, or the corpus is
+            empty.
     """
     prefix = prefix or IndexedPrefix()
     seen = set(prefix.ids)
@@ -224,7 +225,8 @@ def build_index_once(
     Args:
         folder: Folder of the index.
         build: Function that builds the index.
-        lock: Lock file next to the folder. The system releases the lock when the process dies.
+        lock: Lock file next to the folder. The operating system releases the lock when the process
+            dies.
         corpus: JSONL file, for messages.
         section: Config section of the engine, for messages.
 
@@ -270,9 +272,9 @@ _MTIME_RESOLUTION_NS = 2 * 10**9  # some file systems round modification times t
 def compute_corpus_digest(corpus: Path, index_dir: Path) -> str:
     """Return the SHA-256 of a corpus.
 
-    Cached in the index folder by file name, size and modification time, so both may be moved. A
-    corpus modified within the last two seconds is always read, since it may change again with the
-    same modification time.
+    The digest is cached in the index folder by file name, size and modification time, so the corpus
+    and the folder may be moved. A corpus modified within the last two seconds is always read, since
+    it may change again with the same modification time.
     """
     stat, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {stat.st_size} {stat.st_mtime_ns}"

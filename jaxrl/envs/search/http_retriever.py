@@ -31,8 +31,8 @@ class HttpRetriever(DocumentSearch):
 
     `search_r1` is `POST /retrieve` of Search-R1 and verl, with `queries`, `topk` and
     `return_scores`; the response is `{"result": [[..]]}`. `flashrag` is `POST /batch_search` of
-    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the response has one list
-    per query, or is a pair of these lists and their scores. With a `flashrag` URL that ends in
+    FlashRAG, ReCall and BAPO, with `query`, `top_n` and `return_score`; the response is one list
+    per query, or a pair of such lists and their scores. With a `flashrag` URL that ends in
     `/search`, each query is a separate request.
 
     Scores and ids are optional. Malformed documents are skipped; a query with only malformed
@@ -176,7 +176,7 @@ def parse_hits(result: Any, hit_reader: HitReader) -> list[Hit]:
 
 
 def _parse_hit(item: Any) -> Hit:
-    """Parse one document, alone or with its score.
+    """Parse one document, with or without its score.
 
     Raises:
         ValueError: The item is not a document.

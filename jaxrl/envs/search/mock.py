@@ -1,4 +1,4 @@
-"""Mock search engine: fixed texts by keyword."""
+"""Mock search engine that returns fixed text for each keyword."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class MockSearch(SearchEngine):
             path: JSON file with such an object, instead of `documents`.
 
         Raises:
-            OSError, ValueError: The file is missing or malformed, or not exactly one is given.
+            OSError, ValueError: The file is missing or malformed, or both or neither of the
+                arguments are given.
         """
         if bool(documents) == bool(path):
             raise ValueError(

@@ -13,7 +13,7 @@ class RandomSearch(DocumentSearch):
     """Search engine that returns uniformly random documents, determined by query and seed."""
 
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
-        """Copy the documents and settings of the engine to replace.
+        """Copy the documents and settings of the engine that this one replaces.
 
         Raises:
             ValueError: The engine's documents are not available.

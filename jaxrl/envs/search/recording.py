@@ -1,4 +1,4 @@
-"""Recording of search results on disk, to repeat a run without the engine."""
+"""On-disk recording of search results, to repeat a run without the engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Recording:
     ```
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
-    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines from
-    old versions have no digest. The first result of a query wins. Each process writes a separate
-    file. Memory holds the position of each result, not its text.
+    Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines from old
+    versions have no digest. If a query has several results, the first one is used. Each process
+    writes a separate file. Only the positions of results are kept in memory, not their text.
     """
 
     def __init__(

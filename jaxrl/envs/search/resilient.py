@@ -11,7 +11,7 @@ A query passes these stages in order:
 7. Circuit breaker: after consecutive failures, calls pause for a while; then one call is tried.
 8. Outage: if no call succeeds for too long, the run stops or continues without results.
 
-Failures are never cached. A batched engine gets all cache misses of a batch in one call.
+Failures are never cached. A batched engine receives all cache misses of a batch in one call.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def health_check(
 
 @dataclass(eq=False, kw_only=True)
 class _Miss:
-    """A query that is not in the cache, in flight to the engine."""
+    """An in-flight query whose result is not in the cache."""
 
     query: str
     started_at: float
@@ -155,7 +155,7 @@ class ResilientSearch(SearchEngine):
         Args:
             engine: Tool with the name `search`.
             config: Limits and deadlines.
-            recording: Recorded results, to which new ones are added; None to record nothing.
+            recording: Recorded results, to which new results are added; None to record nothing.
             is_replay: True to return recorded results only.
             log: Callback for warnings about outages.
             warn_after_s: Duration of an outage, in seconds, after which a warning is logged.
@@ -283,7 +283,7 @@ class ResilientSearch(SearchEngine):
         return result is not None
 
     def _send_with_retries(self, misses: list[_Miss]) -> None:
-        """Send queries as a batch, with retries, until each has a result.
+        """Send queries as a batch, retrying until each has a result.
 
         The last attempt sends each query separately, so that one query cannot fail the others.
         """
@@ -335,7 +335,7 @@ class ResilientSearch(SearchEngine):
         return not miss.future.done()
 
     def _record(self, query: str, result: str) -> str | ToolError:
-        """Record a result and return the recorded one, which may be earlier."""
+        """Record a result and return the recorded result, which may be an earlier one."""
         if self._recording is None:
             return result
         try:
@@ -347,7 +347,7 @@ class ResilientSearch(SearchEngine):
     def _probe_engine(self, miss: _Miss, *, is_forced: bool = False) -> bool:
         """Repeat the last query that succeeded; return True if it succeeds again.
 
-        `is_forced` bypasses the breaker, which still records the outcome.
+        `is_forced` bypasses the circuit breaker, which still records the outcome.
         """
         query = self._last_good_query
         if query is None:
@@ -408,7 +408,7 @@ class ResilientSearch(SearchEngine):
     def _acquire_slot(self, *, is_new: bool, is_forced: bool) -> bool:
         """Wait for a slot to call the engine; return False if the outage has lasted too long.
 
-        Even then, a new query may be tried once if the breaker admits it.
+        Even after such an outage, a new query may be tried once if the circuit breaker allows it.
         """
         with self._condition:
             while True:
@@ -472,7 +472,7 @@ class ResilientSearch(SearchEngine):
     def _make_outage_error(
         self, miss: _Miss, reason: str, remedy: str = _OUTAGE_REMEDY
     ) -> OutageError:
-        """Build a query's error during an outage, with a fallback text if the run continues."""
+        """Build the error for a query during an outage, with fallback text if the run continues."""
         if self._config.on_outage == "stop":
             return OutageError(f"{reason}. {remedy}")
         with self._lock:

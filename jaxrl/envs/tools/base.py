@@ -74,8 +74,8 @@ class Tool(abc.ABC):
     def run(self, call: str, /) -> str:
         """Run a call and return its result, which may describe an error in the model's call.
 
-        Equal calls must return equal results of bounded length. The result may be a `Pictured`,
-        except for search engines.
+        Identical calls must return identical results of bounded length. The result may be a
+        `Pictured`, except for search engines.
 
         Raises:
             ToolError: The tool failed, not the model's call.
@@ -84,13 +84,13 @@ class Tool(abc.ABC):
     def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
         """Run several calls concurrently; return a result or a ToolError for each.
 
-        If an override cannot determine which call failed, it raises; each call is then retried
+        An override that cannot determine which call failed should raise; each call is then retried
         alone.
         """
         return parallel_map(functools.partial(run_call, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[CallResult]:
-        """Run calls and record each one. Retry failed calls once, each alone.
+        """Run calls and record each one. Retry each failed call once, on its own.
 
         Retries run concurrently; otherwise, a dead server would cost one timeout per call.
         Permanent failures are not retried.

@@ -23,7 +23,7 @@ def get_call_records(turn: Turn) -> tuple[CallRecord, ...]:
 class Budget:
     """Upper bound on the cost of one trajectory's calls.
 
-    Every call counts once, whatever its source and number of attempts, so only the policy
+    Every call counts once, regardless of its source and number of attempts, so only the policy
     determines when an episode ends.
 
     Attributes:

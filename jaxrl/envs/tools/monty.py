@@ -38,8 +38,8 @@ class MontyTool(Tool):
 
         Args:
             timeout_s: Timeout of a snippet in seconds.
-            max_memory: Maximum memory of a snippet in bytes.
-            max_output: Maximum output of a snippet in bytes.
+            max_memory: Memory limit of a snippet in bytes.
+            max_output: Output limit of a snippet in bytes.
             max_workers: Maximum number of worker processes.
 
         Raises:
@@ -71,7 +71,7 @@ class MontyTool(Tool):
         """Run code and return its output, or the type and text of its error.
 
         A worker may be killed from outside, for example when memory runs out, so the code is run
-        again in another worker. If that worker dies too, the code is at fault.
+        again in another worker. If that worker also dies, the code is to blame.
         """
         try:
             for _ in range(2):

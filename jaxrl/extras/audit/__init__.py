@@ -1,6 +1,6 @@
-"""Audit of a run's tasks against the search corpus, before training.
+"""Audit a run's tasks against the search corpus before training.
 
-`coverage` finds accepted answers that occur in no document, `figures` computes all figures,
+`coverage` finds accepted answers that occur in no document, `figures` computes all statistics,
 `__main__` implements `jaxrl audit`, and `startup` checks the training tasks when a run starts.
 Without this folder, runs start without the check and `filter.unanswerable` does not exist.
 """

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def format_table(figures: Mapping[str, Mapping[str, Figure]]) -> Table:
-    """Format the figures as a table with a column per split."""
+    """Format the statistics as a table with a column per split."""
     table = Table()
     table.add_column("tasks")
     for split in figures:

@@ -36,8 +36,8 @@ def split_words(text: str) -> list[str]:
 def make_phrases(task: Task) -> set[Phrase]:
     """Return the accepted answers to search for in documents.
 
-    The set is empty if the task has no accepted answer, or if one is yes, no or noanswer, or
-    consists of articles and punctuation: then documents cannot show that it is answerable.
+    The set is empty if documents cannot show that the task is answerable: it has no accepted
+    answer, or one that is yes, no or noanswer, or one that consists of articles and punctuation.
     """
     phrases = set()
     for answer in filter(str.strip, task.answers):
@@ -53,9 +53,9 @@ def make_phrases(task: Task) -> set[Phrase]:
 def find_phrases(phrases: Iterable[Phrase], documents: Iterable[Document]) -> set[Phrase]:
     """Return the phrases that occur in the title or text of at least one document.
 
-    Phrases that were not found yet are indexed by first word and length. A word of a document costs
-    one lookup, plus one per length of the phrases that start with it. Memory is proportional to the
-    number of words in all phrases. The pass ends once all phrases are found.
+    Phrases that have not been found yet are indexed by first word and length. Each word of a
+    document costs one lookup, plus one for each length of the phrases that start with it. Memory is
+    proportional to the number of words in all phrases. The pass ends once all phrases are found.
     """
     missing: dict[str, dict[int, set[Phrase]]] = {}
     for phrase in phrases:
@@ -89,8 +89,8 @@ def find_unanswerable(
     """Find the tasks whose accepted answers occur in no document.
 
     Returns:
-        A flag per task, True if no answer occurs, and the number of tasks that were checked. The
-        flag is False for unchecked tasks (see `make_phrases`).
+        A flag per task, True if none of its answers occurs, and the number of tasks that were
+        checked. The flag is False for unchecked tasks (see `make_phrases`).
     """
     phrases = [make_phrases(task) for task in tasks]
     found = find_phrases(set().union(*phrases), documents)

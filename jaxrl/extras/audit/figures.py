@@ -1,4 +1,4 @@
-"""Figures of an audit: coverage, retrieval, answers, duplicates and prompt lengths."""
+"""Audit statistics: coverage, retrieval, answers, duplicates and prompt lengths."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ Figure = dict[str, Any]
 def audit(
     c: ResolvedConfig, *, max_tasks: int, show: Callable[[str], None], log: Callable[[str], None]
 ) -> dict[str, dict[str, Figure]]:
-    """Compute the figures by split and name, omitting those that do not apply to the run.
+    """Compute the statistics by split and name, omitting those that do not apply to the run.
 
     Args:
         c: Resolved configuration.
         max_tasks: Maximum number of tasks to sample from each split; 0 for no limit. Duplicates are
-            always counted among all tasks.
+            always counted over all tasks.
         show: Function that displays the current activity.
         log: Function that logs a message.
 
@@ -128,7 +128,7 @@ def audit(
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
 ) -> Figure:
-    """Return the figure for tasks with a flag, among the tasks that `counts` includes."""
+    """Return the statistic for tasks with a flag, among the tasks that `counts` includes."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
     return {"count": len(ids), "of": total, "share": len(ids) / max(total, 1), "tasks": ids}
@@ -164,10 +164,10 @@ def get_question(task: Task) -> str:
 
 
 def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figure:
-    """Count the accepted answers to which a reward part gives no reward.
+    """Count the accepted answers that a reward part does not reward.
 
-    Each answer is scored as the only accepted answer of its task, in each response of
-    `ANSWER_FORMS`, verbatim and normalized.
+    Each answer is scored as the only accepted answer of its task, verbatim and normalized, in each
+    response form of `ANSWER_FORMS`.
 
     Args:
         env: Built-in environment.

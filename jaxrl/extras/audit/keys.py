@@ -15,8 +15,8 @@ def _lacks_corpus(config: Any) -> bool:
 # Manually formatted table, as in `config/schema.py`.
 # fmt: off
 KEYS = {
-    "filter.unanswerable": Key("keep", "Training tasks with an accepted answer in no document: "
-        "`keep` or `drop`.", one_of=("keep", "drop")),
+    "filter.unanswerable": Key("keep", "Training tasks whose accepted answers occur in no "
+        "document: `keep` or `drop`.", one_of=("keep", "drop")),
 }
 # fmt: on
 

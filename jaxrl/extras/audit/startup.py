@@ -1,4 +1,4 @@
-"""Check of training tasks against the corpus at the start of a run."""
+"""Check training tasks against the corpus at the start of a run."""
 
 from __future__ import annotations
 

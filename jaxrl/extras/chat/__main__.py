@@ -2,10 +2,11 @@
 
 Each question is an episode of the run's environment, with the same prompt, tags, tools and search
 engine as in training. The output shows the model's text, the observations and the answer. Questions
-on the command line are independent of each other. Without such questions, each line from the
-terminal or a pipe is a question of one conversation, and an empty line starts a new conversation.
-The run does not change. Relative paths in its config and in `--config.` keys are relative to the
-folder in which the run was started; RUN, --model and --image to the current folder.
+on the command line are independent of each other. Without questions on the command line, each line
+from the terminal or a pipe is a question in one conversation, and an empty line starts a new
+conversation. The run does not change. Relative paths in its config and in `--config.` keys are
+resolved from the folder in which the run was started; RUN, --model and --image are resolved from
+the current folder.
 """
 
 from __future__ import annotations

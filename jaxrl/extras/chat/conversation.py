@@ -45,18 +45,18 @@ class Conversation:
         self._exchanges = []
 
     def ask(self, question: str, images: Sequence[str] = ()) -> tuple[Trajectory, int]:
-        """Run an episode for a question, after as much of the latest history as fits.
+        """Run an episode for a question, preceded by as much of the recent history as fits.
 
         Args:
             question: User message.
-            images: Image paths; the images replace the marks in the question, or precede it.
+            images: Image paths. The images replace the placeholders in the question, or precede it.
 
         Returns:
             The trajectory, and the number of earlier questions that were dropped.
 
         Raises:
-            ValueError: The question leaves no tokens for a response, or its marks do not match the
-                images. The history is unchanged.
+            ValueError: The question leaves no tokens for a response, or its placeholders do not
+                match the images. The history is unchanged.
             OutageError: A server that the environment needs is down.
         """
         number, self._num_questions = self._num_questions, self._num_questions + 1
@@ -75,7 +75,7 @@ class Conversation:
         return trajectory, num_dropped
 
     def _build_messages(self, question: str) -> list[Message]:
-        """Build the chat that ends with a question. The first uses the training template."""
+        """Build a chat that ends with the question. The first one uses the training template."""
         system = self._prompt.system
         system_messages = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*system_messages, *self._prompt.examples]

@@ -51,7 +51,7 @@ class BertConfig:
 
     @property
     def partial_stacks(self) -> Stacks:
-        """Parameter entries that only some layers have: none."""
+        """Empty: all layers have the same parameters."""
         return {}
 
     @classmethod
@@ -59,7 +59,7 @@ class BertConfig:
         """Validate the fields of a `config.json` and build the config.
 
         Raises:
-            ValueError: A field is missing, has the wrong type or an unsupported value.
+            ValueError: A field is missing, or has the wrong type or an unsupported value.
         """
         fields = fill_hf_defaults(fields, "bert", source=source)
         supported: dict[str, list[Any]] = {"hidden_act": [*ACTIVATIONS], "is_decoder": [False]}

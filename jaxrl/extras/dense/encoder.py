@@ -1,4 +1,4 @@
-"""Text encoder, which tokenizes texts and encodes batches of similar length on devices."""
+"""Text encoder that tokenizes texts and encodes batches of similar length on devices."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def compute_folder_digest(folder: str | Path) -> str:
 class Encoder:
     """Text encoder. Thread-safe.
 
-    The batch width of a text depends only on the length of the text, so the vector is independent
-    of other texts in the batch.
+    The batch width of a text depends only on the text's length, so its vector is independent of
+    other texts in the batch.
     """
 
     def __init__(
         self, model: EmbeddingModel, folder: str | Path, devices: Sequence[Any], *, dtype: str
     ) -> None:
-        """Load weights and tokenizer.
+        """Load the weights and the tokenizer.
 
         Args:
             model: Architecture and settings of the model in `folder`.
@@ -97,7 +97,7 @@ class Encoder:
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:
-    """Load the tokenizer of a folder, with truncation to the model's `max_tokens`.
+    """Load the tokenizer in a folder, set to truncate to the model's `max_tokens`.
 
     Raises:
         FileNotFoundError: The folder has no `tokenizer.json`.

@@ -2,8 +2,8 @@
 
 sentence-transformers writes the pooling and normalization of a model to `modules.json`, the
 prefixes of queries and passages to `config_sentence_transformers.json`, and the maximum length to
-`sentence_bert_config.json`. The run's config overrides these files. Defaults of the model family
-apply to values that are in neither.
+`sentence_bert_config.json`. The run's config overrides these files. Values that are in neither get
+the defaults of the model family.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EmbeddingModel:
         normalize: True to scale vectors to norm 1.
         query_prefix: Text prepended to each query.
         passage_prefix: Text prepended to each passage.
-        max_tokens: Length at which texts are truncated, in tokens, including special tokens.
+        max_tokens: Length to which texts are truncated, in tokens, including special tokens.
     """
 
     model: BertConfig | Architecture
@@ -158,14 +158,15 @@ def read_embedding_model(
 
     Args:
         path: Folder with the `config.json` of a BERT or Qwen model.
-        pooling: One of `POOLINGS`; "" for the value of the folder or else the model family.
+        pooling: One of `POOLINGS`; "" for the value in the folder, or else that of the model
+            family.
         query_prefix: Text prepended to each query; "auto" as for `pooling`.
         passage_prefix: Text prepended to each passage; "auto" as for `pooling`.
         max_tokens: Maximum tokens per text, in addition to the model's limit.
 
     Raises:
         FileNotFoundError: The folder or its `config.json` is missing.
-        ValueError: A setting of the folder is unsupported, or a setting has no value.
+        ValueError: A setting in the folder is unsupported, or a setting has no value.
     """
     # Defaults of the family, overridden by the folder's files, then by the arguments.
     folder = Path(path)

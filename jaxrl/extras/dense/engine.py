@@ -28,9 +28,10 @@ MIN_COSINE = 0.95
 class DenseSearch(DocumentSearch):
     """Search engine that ranks documents by the exact inner product of their vectors.
 
-    The vectors are built on first use, in a subfolder of `index` named by a hash of build settings
-    and corpus, and are memory-mapped from there. With several processes, one builds. A killed build
-    resumes. If documents were appended to a corpus, only the new documents are encoded.
+    The vectors are built on first use, in a subfolder of `index` named by a hash of the build
+    settings and the corpus, and are memory-mapped from there. In multi-process runs, one process
+    builds them. An interrupted build resumes. If documents were appended to a corpus, only the new
+    documents are encoded.
 
     The result of a query depends neither on other queries in the batch nor on the number of
     devices.
@@ -60,8 +61,8 @@ class DenseSearch(DocumentSearch):
     ) -> None:
         """Open the index of a corpus, building it if necessary.
 
-        `progress` receives the number of vectors so far. The other arguments are the settings of
-        `search.dense`; see `keys.py`.
+        `progress` receives the number of vectors encoded so far. The other arguments are the
+        settings of `search.dense`; see `keys.py`.
 
         Raises:
             FileNotFoundError: The corpus, the encoder or the file with prebuilt vectors is missing.
@@ -115,7 +116,7 @@ class DenseSearch(DocumentSearch):
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Return the `topk` documents with the largest inner products, ties by position."""
+        """Return the `topk` documents with the largest inner products. Ties are in corpus order."""
         if not queries:
             return []
         texts = [replace_surrogates(query) for query in queries]

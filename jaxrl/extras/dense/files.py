@@ -6,8 +6,8 @@ An index folder contains
     lines.npy       [N] records: byte offset and CRC-32 of each document's corpus line
     manifest.json   build settings, SHA-256 of `lines.npy` and of each chunk of vectors
 
-The folder name contains a hash of build settings and corpus, and ends in `.building` until the
-index is complete.
+The folder name contains a hash of the build settings and the corpus, and ends in `.building` until
+the index is complete.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class VectorFiles(NamedTuple):
 def open_index(
     spec: IndexSpec, make_reader: Callable[[CorpusDocuments], ReadRows], progress: Progress
 ) -> VectorFiles:
-    """Open an index, building it or resuming a killed build if necessary.
+    """Open an index, building it or resuming an interrupted build if necessary.
 
     One process builds; other processes that open the same index wait.
 
     Args:
         spec: Build settings of the index.
         make_reader: Function that returns a `ReadRows` for documents, called only to build.
-        progress: Callback that receives the number of vectors so far.
+        progress: Callback that receives the number of vectors written so far.
 
     Raises:
         FileNotFoundError: The corpus is missing.

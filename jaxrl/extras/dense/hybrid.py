@@ -13,7 +13,7 @@ from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse_rankings(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:
-    """Fuse rankings by a score per document, the sum of 1 / (k + rank) over rankings.
+    """Fuse rankings by scoring each document with the sum of 1 / (k + rank) over rankings.
 
     Reciprocal rank fusion, equation 1 of Cormack, Clarke and Büttcher, SIGIR 2009
     (https://doi.org/10.1145/1571941.1572114), which uses k = 60. Ranks start at 1. Documents are

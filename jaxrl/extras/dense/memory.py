@@ -1,4 +1,4 @@
-"""Estimate of the device memory of dense retrieval."""
+"""Estimate the device memory of dense retrieval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl.extras.dense.passages import count_device_bytes
 def count_search_bytes(
     config: ResolvedConfig, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the permanent and temporary memory of search on a device, in bytes.
+    """Return the permanent and temporary memory that search needs on a device, in bytes.
 
     Both dicts are empty if the run does not use dense retrieval, or searches on the CPU.
 
@@ -24,7 +24,8 @@ def count_search_bytes(
         platform: Platform of the devices: cpu, gpu or tpu.
 
     Raises:
-        FileNotFoundError: The encoder is missing, or the corpus if its passages must be counted.
+        FileNotFoundError: The encoder is missing, or the corpus is missing and its passages must be
+            counted.
         ValueError: The encoder is not supported.
     """
     dense = config.search.dense

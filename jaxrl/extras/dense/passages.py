@@ -1,4 +1,4 @@
-"""Exact inner-product search over passages sharded over devices.
+"""Exact inner-product search over passages sharded across devices.
 
 Each device scores its passages block by block and keeps the best score of every group of
 `GROUP_SIZE`. The best groups contain the best passages, even if scores are tied, so a device
@@ -86,7 +86,7 @@ def count_device_bytes(
 
 
 def _compute_int8_scales(rows: np.ndarray) -> np.ndarray:
-    """Compute float32 scales [N] by which to divide rows [N, D] for the range -127..127."""
+    """Compute float32 scales [N] that bring rows [N, D] into the range -127..127 when divided."""
     largest = np.abs(rows).max(axis=1).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -199,7 +199,7 @@ class PassageIndex:
         Args:
             vectors: Floats [N, D], in memory or memory-mapped. Searches read candidates from this
                 array.
-            devices: Devices of this process, which get consecutive shards of the passages.
+            devices: Devices of this process, which hold consecutive shards of the passages.
             dtype: Dtype on the devices, one of `DTYPES`; int8 has one scale per vector.
             candidates: Minimum number of candidates per query to rescore from `vectors`.
             query_rows: Number of queries per batch.
@@ -257,7 +257,7 @@ class PassageIndex:
         return passages, scales
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Find the passages with the largest inner products, best first, ties by position.
+        """Find the passages with the largest inner products, best first. Ties are in corpus order.
 
         Args:
             queries: Queries, float32 [Q, D].
@@ -300,7 +300,7 @@ class PassageIndex:
     def _find_candidates(
         self, queries: np.ndarray, num_candidates: int
     ) -> tuple[list[np.ndarray], list[float]]:
-        """Return candidates and an upper bound on the other passages' scores, per query."""
+        """Return each query's candidates and an upper bound on the scores of all other passages."""
         # A single query is not padded. This may change scores on the devices, but not the results,
         # which depend on scores computed from the file.
         rows = np.zeros(

@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible chat completions for judges and external policies."""
+"""Client for OpenAI-compatible chat completions, used by judges and external policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_QUOTED = 200  # characters of a response to quote in an error message
 
 
 class EndpointTool(Tool):
-    """Client of a chat-completions endpoint, which sends one request per call."""
+    """Client for a chat-completions endpoint, which sends one request per call."""
 
     name, blank = "endpoint", ""
 
@@ -94,11 +94,11 @@ def wrap_endpoint(
         endpoint_class: `EndpointTool` subclass, not instantiated if `replay` is "only".
         settings: Settings of the endpoint; see `EndpointTool`.
         key: Config key of the settings, for error messages.
-        identity: Settings that determine responses; a recording must have equal settings.
+        identity: Settings that affect responses. A recording is reused only if these match.
         folder: Name of the recording's default folder in `workdir`.
         workdir: Folder of the run, or None.
         process: JAX process index.
-        log: Function that logs lines about outages.
+        log: Function that logs a message about an outage.
 
     Raises:
         ValueError: The environment variable of the API key is not set.

@@ -18,8 +18,8 @@ def prepare_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     """Return the image as an upright PNG, or unchanged if it is an upright PNG or JPEG.
 
     Args:
-        picture: Image in any format that Pillow reads.
-        is_blank: True to return a gray image of equal size.
+        picture: Image in any format that Pillow can read.
+        is_blank: True to return a gray image of the same size.
 
     Raises:
         UnreadableError: The file is damaged or not an image.

@@ -1,4 +1,4 @@
-"""LLM judges, which score responses with models behind an OpenAI-compatible endpoint.
+"""LLM judges that score responses with models behind an OpenAI-compatible endpoint.
 
 A judge is a reward part. `ResilientSearch` wraps it like a search engine: replies are cached in
 memory and recorded in the workdir, calls have a deadline and are retried, and calls pause during an
@@ -131,7 +131,7 @@ class JudgeSettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings that determine a reply, except for prompt and URL."""
+        """Settings that affect a reply, except for the prompt and the URL."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
@@ -173,7 +173,7 @@ def parse_score(reply: str, settings: JudgeSettings) -> float:
     """Parse the score in a reply, scaled to 0 to 1.
 
     Raises:
-        ToolError: The reply has no number from `low` to `high`, or the pattern timed out.
+        ToolError: The reply has no number from `low` to `high`, or matching the pattern timed out.
     """
     pattern = settings.pattern
     if pattern == SCORE_PATTERN:  # takes linear time
@@ -277,7 +277,7 @@ class Judge:
 
 @dataclass(eq=False, kw_only=True)
 class _JudgeCall:
-    """Call of a judge for an episode."""
+    """A judge call for one episode."""
 
     judge: Judge
     prompt: str
@@ -314,6 +314,6 @@ class _JudgeCall:
 
 
 class _ResilientJudge(ResilientSearch):
-    """Resilient wrapper of a judge's endpoint."""
+    """Judge endpoint wrapped with caching, retries and a recording."""
 
     label, section = "the judge", "config.reward.judges[..]"

@@ -10,12 +10,13 @@ KEYS = {
     "policy.openai.model": Key("", "Name of the model at the endpoint.",
         required="the name of a model of the endpoint"),
     "policy.openai.key_env": Key("", "Environment variable with the API key; empty for none."),
-    "policy.openai.max_concurrent": Key(16, "Maximum episodes, and so requests, in flight.",
+    "policy.openai.max_concurrent": Key(16, "Maximum episodes in flight, with one request each.",
         above=0),
     "policy.openai.deadline_s": Key(120.0, "Seconds per request.",
         above=0),
-    "policy.openai.retries": Key(3, "Retries of a request that fails while others succeed; then "
-        "its episode is an environment error. During an outage, retries do not count.", at_least=0),
+    "policy.openai.retries": Key(3, "Retries of a request that fails while others succeed; after "
+        "these, its episode is an environment error. During an outage, retries do not count.",
+        at_least=0),
     "policy.openai.backoff_s": Key(1.0, "Seconds before the first retry, doubled each time up to "
         "30. A server's `Retry-After` applies to all requests.", at_least=0),
     "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any response after which "

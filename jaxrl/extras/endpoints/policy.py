@@ -1,11 +1,11 @@
-"""Rollouts of a model behind an OpenAI-compatible endpoint instead of the run's model.
+"""Rollouts with a model behind an OpenAI-compatible endpoint instead of the run's model.
 
-Environment and budgets are those of the run, whose tokenizer counts tokens and truncates texts.
+The environment and the budgets are the run's, and its tokenizer counts tokens and truncates texts.
 Trajectories contain this tokenizer's ids, without log-probabilities, so they cannot be used for
 training. Images are sent unprocessed; the run's processor counts their tokens.
 
 Endpoints omit the stop string from the text. If an endpoint reports the string (vLLM, SGLang), it
-is appended to the text; otherwise, an open tag is closed, such as `<search>` with `</search>`.
+is appended to the text. Otherwise, an open tag such as `<search>` is closed with `</search>`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Content = str | Sequence[str | Picture]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTurn:
-    """Turn of a model: text and usage."""
+    """A model turn: text and usage."""
 
     text: str  # up to and including the stop string
     is_cut: bool  # True if the token limit was reached
@@ -66,7 +66,7 @@ class ModelTurn:
 
 
 class ChatModel:
-    """Client of a chat model behind an endpoint. Thread-safe."""
+    """Client for a chat model behind an endpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class ChatModel:
     ) -> None:
         """Set up the client without sending a request.
 
-        `keys` contains the values of `policy.openai` that are not defaults. See `wrap_endpoint` for
-        other arguments and for errors.
+        `keys` contains the non-default values of `policy.openai`. See `wrap_endpoint` for other
+        arguments and for errors.
         """
         defaults = {name.removeprefix("policy.openai."): key.default for name, key in KEYS.items()}
         limits = {"cache_mib": 0.0, "queries_per_second": 0.0}
@@ -157,7 +157,7 @@ class ChatModel:
 
 
 def _format_part(part: str | Picture) -> dict[str, Any]:
-    """Return a message part in OpenAI's format, with digests of images for small recordings."""
+    """Return a message part in OpenAI's format, with image digests to keep recordings small."""
     if isinstance(part, str):
         return {"type": "text", "text": fix_surrogates(part)}
     return {"type": "image_url", "image_url": {"url": part.digest}}
@@ -205,13 +205,13 @@ class _ChatEndpoint(EndpointTool):
 
 
 class _ResilientModel(ResilientSearch):
-    """Resilient wrapper of the model's endpoint."""
+    """Model endpoint wrapped with caching, retries and a recording."""
 
     label, section = "the model's endpoint", "config.policy.openai"
 
 
 def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return a completion's text through the first stop string, and True if it was truncated.
+    """Return a completion's text through the first stop string, and whether it was truncated.
 
     Args:
         response: JSON response of the endpoint.
@@ -248,7 +248,7 @@ def parse_turn(response: Any, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
-    """Return the endpoint's counts of prompt and completion tokens; 0 if missing.
+    """Return the prompt and completion token counts from the endpoint; 0 if missing.
 
     Raises:
         ToolError: A count is not an integer from 0 to `MAX_TOKENS`.
@@ -266,7 +266,7 @@ def _count_tokens(response: Mapping[str, Any]) -> dict[str, int]:
 
 
 class ChatRollout(BaseRollout):
-    """Rollout whose turns are sampled by a model behind an endpoint."""
+    """Rollout whose turns are sampled from a model behind an endpoint."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class ChatRollout(BaseRollout):
                 self._apply_step_result(sample, text, self._step_env(sample, text))
 
     def _build_first_messages(self, draw: Draw) -> list[Mapping[str, Any]]:
-        """Start an episode; return its first messages, with images in place of marks."""
+        """Start an episode; return its first messages, with images in place of placeholders."""
         opening, images = self._start_episode(draw.task), self._prepare_images(draw.task.images)
         prompt: list[Mapping[str, Any]] = []
         for message in opening:

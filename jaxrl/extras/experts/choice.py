@@ -1,4 +1,4 @@
-"""Selection of a run's expert kernels."""
+"""Select a run's expert kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _select_cached(
 
 
 def make_trial(width: int, expert_width: int, dtype: DTypeLike, device: jax.Device) -> Trial:
-    """Build a self-test of the grouped matmul, forward and backward.
+    """Build a self-test of the grouped matmul's forward and backward passes.
 
     Rows beyond all groups have unspecified results and are not compared.
 

@@ -1,6 +1,6 @@
 """Dropless dispatch of tokens to experts, sorted by expert.
 
-If experts are split over the mesh axis `expert`, the devices along that axis gather each other's
+If experts are split over the `expert` mesh axis, the devices along that axis gather each other's
 tokens, apply their local experts, and reduce-scatter the results. The time depends on the number of
 tokens routed to a device's experts. Buffers are sized for the worst case, in which all tokens are
 routed to the experts of one device.
@@ -43,7 +43,7 @@ class DispatchOrder(NamedTuple):
 def sort_by_expert(
     topk_ids: Int[Array, "M k"], first_expert: int | jax.Array, num_experts: int
 ) -> DispatchOrder:
-    """Sort the pairs of local experts, which are `num_experts` starting at `first_expert`."""
+    """Sort the pairs of local experts: the `num_experts` experts that start at `first_expert`."""
     M, k = topk_ids.shape
     capacity = M * min(k, num_experts)
     experts = topk_ids.reshape(-1) - first_expert

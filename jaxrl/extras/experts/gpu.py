@@ -43,7 +43,7 @@ def grouped_matmul(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Block sizes, with which three pipeline stages fit in the shared memory of Ampere GPUs."""
+    """Block sizes that let three pipeline stages fit in the shared memory of Ampere GPUs."""
 
     rows: int
     columns: int

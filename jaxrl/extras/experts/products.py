@@ -51,7 +51,7 @@ def count_at_most(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Ar
 
 
 def cumsum(sizes: Int[Array, " G"]) -> Int[Array, " G"]:
-    """Compute cumulative sums without the loop to which JAX 0.12 lowers `jnp.cumsum`."""
+    """Compute cumulative sums. JAX 0.12 lowers `jnp.cumsum` to a loop; this function avoids it."""
     return jax.lax.associative_scan(jnp.add, sizes)
 
 
@@ -83,7 +83,7 @@ def grouped_matmul(
 def grouped_matmul_static(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """Compute a `GroupedMatmul` in a loop of fixed length, without waiting for the host."""
+    """Compute a `GroupedMatmul` in a fixed-length loop, which does not wait for the host."""
     return make_grouped_matmul(_multiply_tiles, _compute_weight_gradient, has_static_length=True)(
         rows, weights, sizes
     )

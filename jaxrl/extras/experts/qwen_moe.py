@@ -111,7 +111,8 @@ class QwenMoeConfig(QwenConfig):
         """Build the model from a `config.json` with old or new field names.
 
         Raises:
-            ValueError: See `QwenConfig.from_dict`. Also if numbers of experts are inconsistent.
+            ValueError: See `QwenConfig.from_dict`. Also raised if the numbers of experts are
+                inconsistent.
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
@@ -188,7 +189,7 @@ class QwenMoeConfig(QwenConfig):
         return {**dense, "moe": MoE(self, rngs=rngs)}
 
     def feed_forward_axes(self) -> dict[str, Any]:
-        """Return the axis names. Experts are sharded over `expert`, and each like an MLP."""
+        """Return the axis names. Experts are sharded over `expert`, and each expert like an MLP."""
         gate_up = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
@@ -209,8 +210,8 @@ class QwenMoeConfig(QwenConfig):
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
     @property
-    def recorded(self) -> Mapping[str, TokenArraySpec]:
-        """Array of each token's selected experts; invalid indices mean unknown experts."""
+    def recorded_specs(self) -> Mapping[str, TokenArraySpec]:
+        """Spec of the array of selected experts per token; invalid indices mark unknown experts."""
         dtype = routing.select_index_dtype(self.num_experts)
         shape = len(self.expert_layers), self.top_k
         return {ROUTED_EXPERTS: TokenArraySpec(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
@@ -280,7 +281,7 @@ class QwenMoeConfig(QwenConfig):
         )
 
     def feed_forward_hf_names(self) -> dict[str, str]:
-        """Return the HF names of MLP, router and experts."""
+        """Return the HF names of the MLP, the router and the experts."""
         return {**super().feed_forward_hf_names(), **HF_NAMES}
 
     def hf_fused_tensors(self) -> dict[str, FusedTensor]:

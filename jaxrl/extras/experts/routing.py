@@ -38,7 +38,7 @@ def route(
     Args:
         logits: Router logits, float32.
         top_k: Number of experts per token.
-        renormalize: True to normalize a token's expert weights to a sum of 1 instead of using the
+        renormalize: True to normalize a token's expert weights to sum to 1; False to use the
             softmax probabilities.
         replayed_ids: Experts to use instead of the top k, with weights from `logits`
             (https://arxiv.org/abs/2510.11370). A token with an invalid index uses the top k.
@@ -85,9 +85,9 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Compute the load-balancing loss: E * sum over experts of token fraction * mean probability.
 
-    Equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961), over all layers
-    together as in transformers. The loss is k for uniform usage and at most E. The counts are
-    constants for differentiation.
+    Equations 4 to 6 of Switch Transformers (https://arxiv.org/abs/2101.03961), computed over all
+    layers together as in transformers. The loss is k for uniform usage and at most E. Counts are
+    treated as constants in the gradient.
 
     Args:
         probabilities: Router probabilities, summed over tokens.

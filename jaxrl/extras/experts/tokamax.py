@@ -1,7 +1,8 @@
 """Grouped matmul on Hopper GPUs, with Mosaic kernels from tokamax and JAX.
 
 The forward pass and input gradients use tokamax. The weight gradient uses JAX, because tokamax's
-kernel takes five times as long as a Triton kernel on an H100 (timings shipped with tokamax 0.0.17).
+kernel takes five times as long as a Triton kernel on an H100, according to timings shipped with
+tokamax 0.0.17.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _multiply_rows(
 def _make_kernel_config(rows_per_group: int) -> Any:
     """Return the fastest block sizes for these group sizes, by tokamax's H100 timings.
 
-    Programs are persistent over tiles if groups fill tiles; otherwise, each tile has a program.
+    If groups fill tiles, each program loops over several tiles; otherwise, each tile has its own
+    program.
     """
     kernels = import_tokamax("ragged_dot.pallas_mosaic_gpu")
     has_tiles = rows_per_group >= 128

@@ -41,7 +41,7 @@ def attend_packed(
     A program processes a block of queries of one head in a loop over the key blocks of a shared
     prompt and of the segment, up to the diagonal. In the backward pass, another program processes a
     block of keys of one KV head in a loop over query blocks, from the diagonal to the last query
-    that reads a key. Tokens are padded to full blocks, heads to a power of two.
+    that reads a key. Tokens are padded to full blocks, and heads to a power of two.
     """
     Q, H = q.shape[1], q.shape[3]
     configs = KernelConfigs.resolve(H, q.dtype, interpret)
@@ -71,7 +71,7 @@ class KernelConfig:
         """Return the positions of block `index` of `size` queries."""
         return self.first + _make_positions(index, size)
 
-    def make_call(self, kernel: Any, name: str, **settings: Any) -> Any:
+    def build_pallas_call(self, kernel: Any, name: str, **settings: Any) -> Any:
         """Build a `pallas_call` of the kernel with these parameters."""
         return pl.pallas_call(
             partial(kernel, config=self),
@@ -93,7 +93,7 @@ class KernelConfigs:
 
     @classmethod
     def resolve(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> KernelConfigs:
-        """Select block sizes that fit in shared memory and registers of a Hopper GPU."""
+        """Select block sizes that fit in the shared memory and registers of a Hopper GPU."""
         scale = head_dim**-0.5 * math.log2(math.e)
         make = partial(KernelConfig, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
         if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
@@ -116,7 +116,7 @@ def _forward(
     R, Q, N, _ = q.shape
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
     lse = jax.ShapeDtypeStruct((R, N, Q), jnp.float32)
-    out, lse = config.make_call(
+    out, lse = config.build_pallas_call(
         _forward_kernel,
         "attention_forward",
         grid=(Q // config.block, N, R),
@@ -216,7 +216,7 @@ def _reshape_to_columns(reads: Reads) -> Reads:
 def _find_key_blocks(
     reads: Reads, config: KernelConfig
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return the number of key blocks that a program reads, and a function to their indices."""
+    """Return the number of key blocks a program reads, and a function that finds their indices."""
     first = config.first // config.step + pl.program_id(0) * (config.block // config.step)
     shared, num_shared, segment = find_key_blocks(reads, first, config.step)
     count = num_shared + first + config.block // config.step - segment
@@ -232,7 +232,7 @@ def _backward(
     query_reads = reads[:, :, config.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, lse_spec = _make_query_specs(q, k, config)
-    dq = config.make_call(
+    dq = config.build_pallas_call(
         _backward_queries_kernel,
         "attention_backward_queries",
         grid=(Q // config.block, N, R),
@@ -245,7 +245,7 @@ def _backward(
     heads = pl.BlockSpec((None, Q, N // K, H), lambda j, k, r: (r, 0, k, 0))
     lse_spec = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
     row = pl.BlockSpec((None, 3, Q), lambda j, k, r: (r, 0, 0))
-    dk, dv = config.make_call(
+    dk, dv = config.build_pallas_call(
         _backward_keys_kernel,
         "attention_backward_keys",
         grid=(T // config.block, K, R),
@@ -355,8 +355,8 @@ def attend_pages(
     """Compute `reference.attend_pages` without reading pages beyond a block's highest limit.
 
     A program processes up to `MAX_ROWS` queries of a block for one KV head, padded to the minimum
-    tile, in a loop over the pages of the block table. Other head sizes than powers of two are split
-    into power-of-two parts, which costs less than a padded copy of the pages.
+    tile, in a loop over the pages of the block table. Head sizes that are not powers of two are
+    split into power-of-two parts, which costs less than a padded copy of the pages.
     """
     B, Q, N, H = q.shape
     P, K, page, _ = keys.shape

@@ -1,4 +1,4 @@
-"""Attention in the update on Hopper and newer NVIDIA GPUs, with tokamax's Mosaic kernels."""
+"""Attention for the update on Hopper and newer NVIDIA GPUs, with tokamax's Mosaic kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attend_packed(
     Each query has two ranges: its segment and a shared prompt. The forward pass therefore runs
     twice, skips blocks that no query reads, and merges the results by log-sum-exp. Tokamax's
     backward kernels process all blocks before the diagonal, so Hopper uses `gradients_hopper`.
-    Other GPUs and wide heads run two backward passes, which use output and log-sum-exp of the
+    Other GPUs and wide heads run two backward passes, which use the output and log-sum-exp of the
     complete softmax, and sum the gradients.
 
     Args:
@@ -140,7 +140,7 @@ def _get_ends(keys: KeyRange, T: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class TokamaxKernels:
-    """Tokamax's kernels with default instead of autotuned block sizes.
+    """Tokamax's kernels, with default instead of autotuned block sizes.
 
     Attributes:
         scale: Factor by which scores are multiplied.
@@ -175,7 +175,7 @@ class TokamaxKernels:
         return attention_gradients["q"], attention_gradients["k"], attention_gradients["v"]
 
     def is_hopper(self) -> bool:
-        """Return True if the GPU is a Hopper, which `gradients_hopper` requires."""
+        """Return True if the GPU is a Hopper GPU, which `gradients_hopper` requires."""
         return bool(import_tokamax("attention.pallas_mosaic_gpu").gpu_utils.is_sm90())
 
     def _make_settings(self, q: jax.Array, k: jax.Array, keys: KeyRange) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Attention on TPUs: splash attention for the update, a Pallas kernel for paged attention."""
+"""Attention on TPUs: splash attention for the update, and a Pallas kernel for paged attention."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def attend_pages(
     """Compute `reference.attend_pages` without fetching pages beyond a block's highest limit.
 
     Each step processes a few live pages of one block; blocks without live pages have no steps.
-    Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix, whose
-    product with the keys of a head is discarded in the rows of other heads.
+    Pages are prefetched a few steps ahead. KV heads with few queries share a query matrix. After
+    its product with one head's keys, the rows of other heads are discarded.
     """
     call = make_pages_call(q, keys, tables, limits)
     grouped_q, row_limits = group_by_kv_head(
@@ -167,7 +167,7 @@ class Steps(NamedTuple):
 
 
 class PagesCall(NamedTuple):
-    """Grid, block specs and sizes of a call of the kernel."""
+    """Grid, block specs and sizes of one kernel call."""
 
     grid: tuple[Any, ...]
     steps: Steps

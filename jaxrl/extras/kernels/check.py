@@ -122,7 +122,7 @@ def _run_trial(
 
 
 def _check_kernel(trial: Trial, load: Callable[[], Callable[..., Any]]) -> tuple[bool, str]:
-    """Return True if a kernel agrees with XLA, and a description of its errors."""
+    """Return whether a kernel agrees with XLA, and a description of its errors."""
     # Skip a kernel that does not compile or run; end the run if a kernel breaks the device.
     start = time.monotonic()
     try:
@@ -180,7 +180,7 @@ class RelativeErrors(NamedTuple):
 
     @classmethod
     def compute(cls, actual: np.ndarray, exact: np.ndarray) -> RelativeErrors:
-        """Compute errors in total, of the worst vector, and by piece.
+        """Compute the total error, the error of the worst vector, and the error of each piece.
 
         Pieces reveal errors in a single head, or in late keys, whose gradients are small.
         """
@@ -202,7 +202,7 @@ class RelativeErrors(NamedTuple):
 
 
 def _check_device(trial: Trial, failure: Exception) -> None:
-    """Raise RuntimeError if a kernel broke the device, for example by an invalid GPU write."""
+    """Raise a RuntimeError if a kernel broke the device, for example with an invalid GPU write."""
     try:
         np.asarray(jax.device_put(np.ones(2), trial.device) + 1)
     except Exception as error:

@@ -82,7 +82,7 @@ def attend_pages(
 
 
 def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
-    """Raise ValueError if the kernel does not support the operands."""
+    """Raise a ValueError if the kernel does not support the operands."""
     if jnp.dtype(dtype).itemsize != 2:
         problem = f"{dtype} operands, which a Hopper GPU would round; expected bfloat16"
     elif head_dim % 16 or head_dim > 256:
@@ -98,7 +98,7 @@ def _check_operands(dtype: Any, head_dim: int, page: int) -> None:
 
 
 class WorkPartition(NamedTuple):
-    """Units of work of F query matrices with all KV heads, and their programs.
+    """Units of work of F query matrices with all KV heads, and the programs that process them.
 
     The units of a matrix are the start of its first KV head, that head's pages, the start of its
     second head, and so on. Starting a head costs about as much as a page. If the last unit of a
@@ -219,7 +219,7 @@ def _run_kernel(
 ) -> tuple[Float[Array, "slots rows H"], Float[Array, "slots rows"]]:
     """Compute the output and log-sum-exp of each slot; unused slots are uninitialized.
 
-    One of a program's two warpgroups copies pages to a ring buffer, the other multiplies. The
+    One of a program's two warpgroups copies pages to a ring buffer; the other multiplies. The
     kernel also computes padding rows of a matrix, because it is memory-bound.
     """
     F, K, rows, H = q.shape
@@ -407,7 +407,7 @@ def _matmul(a: Any, b: Any) -> jax.Array:
 
 
 def _broadcast_columns(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast one value per row over all columns."""
+    """Broadcast one value per row to all columns."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Int
 def find_last_readers(reads: Int[Array, "R 3 T"]) -> Int[Array, "R T"]:
     """Return, for each token, the exclusive end of the tokens that attend to it.
 
-    A token's last reader ends its segment or, for a shared prompt, the last segment that shares it.
+    A token's last reader is the last token of its segment or, for a shared prompt, of the last
+    segment that shares it.
 
     Args:
         reads: Ranges of tokens that each token attends to; see `kernels.find_reads`.

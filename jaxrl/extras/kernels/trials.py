@@ -31,7 +31,7 @@ def make_packed_trial(
     *,
     shares_prompts: bool,
 ) -> Trial:
-    """Build a trial of attention in the update, forward and backward, on two packed rows.
+    """Build a trial of the update's attention, forward and backward, on two packed rows.
 
     Args:
         num_heads: Query heads on one device.

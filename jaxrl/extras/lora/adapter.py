@@ -1,4 +1,4 @@
-"""LoRA adapters: small trained matrices added to frozen weights.
+"""LoRA adapters: small trainable matrices added to frozen weights.
 
 LoRA (https://arxiv.org/abs/2106.09685) computes a linear layer with weights W [in, out] as
 
@@ -58,7 +58,7 @@ def quantize(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compute_scales(kernel: np.ndarray) -> np.ndarray:
-    """Compute each output's float32 scale: largest absolute weight / 127, or 1 if that is 0."""
+    """Compute each output's float32 scale: its largest absolute weight / 127, or 1 if that is 0."""
     largest = np.abs(kernel).max(axis=0).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(127), np.float32(1))
 
@@ -112,8 +112,8 @@ class Adapter(WrappedArchitecture):
         )
 
     @property
-    def plan(self) -> str:
-        """See `WrappedArchitecture.plan`."""
+    def memory_module(self) -> str:
+        """See `WrappedArchitecture.memory_module`."""
         return "jaxrl.extras.lora.memory"
 
     def check(self) -> None:
@@ -254,7 +254,7 @@ class Adapter(WrappedArchitecture):
 
 
 def merge_layer(layer: Params) -> jax.Array:
-    """Merge one layer's adapter, whose B is scaled by s, into a float32 kernel `[in, out]`."""
+    """Merge one layer's adapter, with B already scaled by s, into a float32 kernel `[in, out]`."""
     kernel = layer["kernel"].astype(jnp.float32)
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]

@@ -1,7 +1,7 @@
 """Load adapters and base weights; save adapters in PEFT format, and merged models.
 
 PEFT (https://github.com/huggingface/peft) stores an adapter in a folder with `adapter_config.json`
-and `adapter_model.safetensors`, which stores A as [r, in] and B as [out, r] for each module.
+and `adapter_model.safetensors`, which contains A as [r, in] and B as [out, r] for each module.
 """
 
 from __future__ import annotations

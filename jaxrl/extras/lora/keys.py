@@ -17,7 +17,7 @@ KEYS = {
         "or `int8` with one scale per output of a linear layer.",
         one_of=(*DTYPES, "int8")),
     "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter; "
-        "`merged`: a merged copy of the adapted layers, with fewer products per token.",
+        "`merged`: a merged copy of the adapted layers, with fewer matrix products per token.",
         one_of=("separate", "merged")),
     "model.lora.path": Key("", "Folder of an adapter in PEFT format to continue from, with the "
         "same rank, alpha and targets. Empty: a new adapter.",

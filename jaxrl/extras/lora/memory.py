@@ -1,4 +1,4 @@
-"""Memory estimate of a policy with an adapter."""
+"""Estimate the memory of a policy with an adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of Model Context Protocol servers (https://modelcontextprotocol.io)."""
+"""Tools from Model Context Protocol servers (https://modelcontextprotocol.io)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def connect_tools(
         log: Callback that logs the tool names of each server.
 
     Raises:
-        ValueError: A server cannot be reached, or the package mcp is not installed.
+        ValueError: A server cannot be reached, or the `mcp` package is not installed.
     """
     tools: list[Tool] = []
     for spec in specs:
@@ -99,7 +99,7 @@ def connect_tools(
 
 
 class McpServer:
-    """Client of an MCP server, which connects on first use and reconnects if the server dies.
+    """Client for an MCP server, which connects on first use and reconnects if the server dies.
 
     Connections run on the event loop of `get_event_loop`. `list_tools` and `call` are thread-safe.
     """
@@ -115,7 +115,7 @@ class McpServer:
             deadline_s: Timeout per call and per connection attempt, in seconds.
 
         Raises:
-            ImportError: The package mcp is not installed.
+            ImportError: The `mcp` package is not installed.
             ValueError: An environment variable is not set.
         """
         try:
@@ -201,7 +201,7 @@ class McpServer:
             connection.close()
 
     def _read_stderr(self) -> str:
-        """Return the end of stderr, for an error message, if the server failed to start."""
+        """Return the end of the server's stderr if it failed to start, for an error message."""
         connection = self._connection
         if connection is not None and connection.is_open:
             return ""
@@ -241,7 +241,7 @@ async def _open_client(
 
 
 class _Connection:
-    """Open client, opened and closed by the same task, as anyio requires."""
+    """An open client. The same task opens and closes it, as anyio requires."""
 
     def __init__(self, client_context: contextlib.AbstractAsyncContextManager[Any]) -> None:
         """Start opening the client on the running event loop."""
@@ -345,7 +345,7 @@ def _extract_result_text(result: Any) -> str:
 
 
 class McpTool(JsonTool):
-    """Tool of an MCP server, whose arguments are validated against the server's schema."""
+    """Tool from an MCP server, with arguments validated against the server's schema."""
 
     def __init__(self, server: McpServer, listing: Any) -> None:
         """Read the tool's name, description and schema.
@@ -377,7 +377,7 @@ class McpTool(JsonTool):
 
     @property
     def description(self) -> str:
-        """Description of the tool by the server."""
+        """The server's description of the tool."""
         return self._description
 
     @property

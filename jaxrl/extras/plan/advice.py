@@ -1,4 +1,4 @@
-"""Search for settings, or a number of devices, with which a run fits in memory."""
+"""Search for settings, or a number of devices, that let a run fit in memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def find_micro_rows(
     *,
     must_fit: bool = True,
 ) -> tuple[int, int]:
-    """Return the rows of the fastest micro-batch that fits, and its peak memory in bytes.
+    """Return the number of rows of the fastest micro-batch that fits, and its peak memory in bytes.
 
     On a GPU or TPU, that is the largest micro-batch that fits, up to the size of a mini-batch. On a
     CPU, small micro-batches have less padding and take about as long per token, so a micro-batch
-    has two rows, which can share a prompt, or `CPU_TOKENS` tokens if that is more. The number of
+    has two rows, which can share a prompt, or more rows up to `CPU_TOKENS` tokens. The number of
     rows is a multiple of data * fsdp * expert.
 
     Raises:
@@ -79,7 +79,7 @@ def choose_micro_rows(
     """Replace each `micro_rows` of 0 with the best value that fits, in place; return notes.
 
     A resumed run keeps the value in `recorded_config`, the flat config of its first start, if that
-    fits and is a multiple of the number of batch shards. This adds no note.
+    fits and is a multiple of the number of batch shards; this adds no note.
     """
     # The free memory of a CPU differs at each start, but the selected value must not.
     target = dataclasses.replace(target, free_bytes=None)
@@ -109,7 +109,7 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Suggested settings, and the memory that the plan then needs (`Plan.needed`)."""
+    """Suggested settings, and the memory the plan would need with them (`Plan.needed`)."""
 
     settings: dict[str, Any]
     needed: int
@@ -118,10 +118,10 @@ class Suggestion:
 def suggest_settings(
     config: ResolvedConfig, model: Architecture, target: Target
 ) -> list[Suggestion]:
-    """Find changes of settings with which a run fits, cheapest first.
+    """Find setting changes that let a run fit, cheapest first.
 
-    Returns each key whose change alone suffices, with the smallest sufficient change. Of changes
-    that need equal memory, only the cheapest is returned. If no single key suffices, keys are
+    Returns the smallest sufficient change of each key that suffices on its own. Of changes that
+    need the same memory, only the cheapest is returned. If no single key suffices, keys are
     combined until the plan fits. The list is empty if no combination fits.
     """
 
@@ -266,8 +266,8 @@ def _list_device_splits(
 ) -> list[dict[str, Any]]:
     """Return settings that reserve different numbers of devices for asynchronous sampling.
 
-    The last option is 0 if devices are reserved now. The `fsdp` axis covers all training devices,
-    with an unchanged number of micro-batch rows per device.
+    The last option is 0 if devices are currently reserved. The `fsdp` axis covers all training
+    devices, with an unchanged number of micro-batch rows per device.
     """
     flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
     previous, context = sizes["data"] * sizes["fsdp"], sizes["context"]

@@ -1,4 +1,4 @@
-"""Host memory that is available to this process."""
+"""Host memory available to this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CGROUP_FILES = {
 
 
 def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Return the total and free memory of this process in bytes; None if unknown.
+    """Return the total and free memory available to this process in bytes; None if unknown.
 
     Both are the minimum of /proc/meminfo (`MemTotal`, `MemAvailable`,
     https://docs.kernel.org/filesystems/proc.html) and the cgroup limits, v1 or v2
@@ -55,8 +55,8 @@ def read_host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
 def _list_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's cgroups and their ancestors, with the version.
 
-    In a container, /proc may show the host's path. Then only the last folder exists: the root of
-    the mount, which is the container's cgroup.
+    In a container, /proc may show the host's path. In that case only the last folder exists: the
+    root of the mount, which is the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -88,7 +88,7 @@ class Target:
         platform: One of `cpu`, `gpu` and `tpu`.
         num_devices: Total number of devices on all hosts.
         memory_bytes: Memory per device that JAX may use, in bytes.
-        num_processes: Number of processes, which have equal numbers of devices.
+        num_processes: Number of processes, each with the same number of devices.
         num_passages: Number of passages for `search.dense`; 0 to count the lines of the corpus.
         free_bytes: A CPU device's share of the host's free memory; None if unknown or not a CPU.
     """
@@ -123,7 +123,7 @@ class Phase:
     Attributes:
         name: Name of the phase in the table.
         kept: Terms that are allocated for the entire phase.
-        moments: Additional terms of each moment that could be the peak.
+        moments: Additional terms at each point that could be the peak.
         spare: Bytes of `kept` that are allocated only if memory is free.
     """
 
@@ -134,7 +134,7 @@ class Phase:
 
     @property
     def peak(self) -> int:
-        """Memory at the peak, in bytes."""
+        """Peak memory in bytes."""
         return sum(self.kept.values()) + sum(self.moments[self.moment].values())
 
     @property
@@ -172,12 +172,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Memory of a device at the peak of the run, in bytes."""
+        """Peak memory of a device over the entire run, in bytes."""
         return max(phase.peak for phase in self.phases)
 
     @property
     def needed(self) -> int:
-        """Memory at the peak, excluding optional allocations (`Phase.spare`), in bytes."""
+        """Peak memory in bytes, excluding optional allocations (`Phase.spare`)."""
         return max(phase.peak - phase.spare for phase in self.phases)
 
     @property
@@ -189,7 +189,7 @@ class Plan:
 def detect_target() -> Target:
     """Detect the JAX devices of this job and their memory.
 
-    JAX may use half of the host's memory on CPU devices, which also share its free memory.
+    On a CPU, JAX may use half of the host's memory, and the devices share the free memory.
     """
     devices = jax.local_devices()
     stats, free_bytes = [device.memory_stats() or {} for device in devices], None
@@ -420,7 +420,7 @@ def count_cache_pages(config: ResolvedConfig, model: Architecture, target: Targe
 
     By default (`rollout.cache_gib`), the cache fills the remaining memory, up to twice the pages of
     `rollout.max_num_seqs` trajectories of maximum length. On a CPU, and on devices that sample
-    during updates, it has exactly the pages of these trajectories.
+    during updates, it has exactly the pages for these trajectories.
 
     Raises:
         ValueError: `rollout.cache_gib` is too small for one trajectory.
@@ -594,7 +594,7 @@ def _plan_checkpoint(
 def _add_process_memory(
     phase: Phase, config: ResolvedConfig, model: Architecture, target: Target
 ) -> Phase:
-    """Add a CPU device's share of the memory of the process and the compiler.
+    """Add a CPU device's share of the memory used by the process and the compiler.
 
     The sampler's programs unroll the layers; other programs loop over them if `scan_layers` is
     True.
@@ -633,7 +633,7 @@ class _ParamCounts:
     Attributes:
         layers: All layers, sharded as in training.
         split_tables: Embedding, final norm and output layer, sharded as in training.
-        gathered_layer: One layer, gathered from the shards of training.
+        gathered_layer: One layer, gathered from the training shards.
         decode_layers: All layers, sharded over `tensor`, experts over `expert`, as in decoding.
         tables: Embedding, final norm and output layer, sharded as in decoding.
     """
@@ -665,7 +665,7 @@ class _ParamCounts:
 
 
 def _compute_shard_size(size: int, num_shards: int) -> int:
-    """Return an axis's size per shard: the full size if `num_shards` does not divide it."""
+    """Return an axis's size per shard; the full size if `num_shards` does not divide it."""
     return size if size % num_shards else size // num_shards
 
 
@@ -732,7 +732,7 @@ def _count_decode_weight_bytes(config: ResolvedConfig, model: Architecture, targ
     shares_devices = target.num_processes == 1 and not config.mesh.rollout_devices
     # On a CPU, the sampler cannot share layers, because it stores them separately.
     may_share = shares_devices and target.platform != "cpu" and not _frees_params(config)
-    plan = importlib.import_module(policy.wrapper.plan)
+    plan = importlib.import_module(policy.wrapper.memory_module)
     size: int = plan.count_decode_bytes(policy, mesh, dtype, may_share=may_share)
     return size + head * model.tie_embeddings  # `size` includes an untied output layer
 

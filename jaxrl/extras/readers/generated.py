@@ -1,4 +1,4 @@
-"""Reader of reasoning-gym datasets, which generate each task from its index."""
+"""Reader for reasoning-gym datasets, which generate each task from its index."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 def open_reasoning_gym(
     source: str, config_key: str, *, seed: int = 0, size: int = 1000, **settings: Any
 ) -> Reader:
-    """Return a reader of a reasoning-gym dataset.
+    """Return a reader for a reasoning-gym dataset.
 
     Args:
         source: Name of the dataset, such as `chain_sum`.
         config_key: Config key that holds the name, for error messages.
-        seed: Random seed of the tasks; held-out tasks need a different seed.
+        seed: Random seed for the tasks; held-out tasks need a different seed.
         size: Number of tasks.
-        settings: Further settings of the dataset, such as `min_terms`.
+        settings: Additional settings of the dataset, such as `min_terms`.
 
     Raises:
         ValueError: The extra is not installed, or the dataset or a setting is unknown.

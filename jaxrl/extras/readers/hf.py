@@ -1,4 +1,4 @@
-"""Memory-mapped reader of folders written by `save_to_disk` of Hugging Face `datasets`."""
+"""Memory-mapped reader for folders written by `save_to_disk` of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl.data.readers.base import Reader, Record, shorten_error, to_record
 def open_hugging_face(
     source: str, split: str, config_key: str, columns: Mapping[str, str] | None = None
 ) -> Reader:
-    """Return a reader of a saved `Dataset`, or of one split of a saved `DatasetDict`.
+    """Return a reader for a saved `Dataset`, or for one split of a saved `DatasetDict`.
 
     Columns that `columns` maps to "" are skipped.
 
@@ -47,7 +47,7 @@ def open_hugging_face(
 
 
 class _HuggingFaceReader(Reader):
-    """Reader of a `Dataset`. Images and audio stay encoded."""
+    """Reader for a `Dataset`. Images and audio are not decoded."""
 
     pads_with_nulls = True
 

@@ -24,7 +24,7 @@ HELD_BYTES = 2**25
 
 
 def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:
-    """Return a reader of a Parquet file, a folder, or a pattern such as `train-*.parquet`.
+    """Return a reader for a Parquet file, a folder, or a pattern such as `train-*.parquet`.
 
     Columns that `columns` maps to "" are skipped.
     """
@@ -39,7 +39,7 @@ def open_parquet(source: str, config_key: str, columns: Mapping[str, str] | None
 
 
 class _ParquetReader(Reader):
-    """Reader of one Parquet file."""
+    """Reader for one Parquet file."""
 
     pads_with_nulls = True
 

@@ -1,4 +1,4 @@
-"""Reader of TFDS datasets in array_record format, without TensorFlow."""
+"""Reader for TFDS datasets in array_record format, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl.utils.json_io import parse_json, read_object
 
 
 def open_tfds(source: str, split: str, config_key: str) -> Reader:
-    """Return a reader of one split of a TFDS dataset.
+    """Return a reader for one split of a TFDS dataset.
 
     Empty strings and lists count as missing, since TFDS has no null values. `metadata` may be a
     string that contains a JSON object.
@@ -83,7 +83,7 @@ def _find_decoded_features(feature: Any, feature_types: Any, name: str = "") -> 
 
 
 class _TfdsReader(Reader):
-    """Reader of the examples in one split."""
+    """Reader for the examples in one split."""
 
     def __init__(self, examples: Any, folder: Path, split: str):
         self._examples, self._folder, self._split = examples, folder, split

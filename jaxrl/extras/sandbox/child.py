@@ -49,7 +49,8 @@ _X32 = 0x40000000  # lowest number of an x32 system call on x86_64
 def build_seccomp_filter(machine: str) -> bytes:
     """Build a seccomp filter, a sequence of `struct sock_filter` (`linux/filter.h`).
 
-    Calls of another architecture kill the process; calls in `DENIED_SYSCALLS` fail with EPERM.
+    System calls of a different architecture kill the process; calls in `DENIED_SYSCALLS` fail with
+    EPERM.
     """
     load, jump_equal, jump_greater_equal, ret = 0x20, 0x15, 0x35, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
@@ -65,7 +66,7 @@ def install_seccomp_filter() -> None:
     """Install the seccomp filter for this process and its descendants.
 
     Raises:
-        OSError: The system does not support the filter.
+        OSError: The kernel does not support the filter.
     """
     machine = platform.machine()
     if machine not in DENIED_SYSCALLS:
@@ -84,7 +85,7 @@ def drop_privileges(user: int, devices: list[str]) -> None:
     """Make devices read-only and switch to `user`, dropping groups and capabilities.
 
     Raises:
-        OSError: The system denies a change, or `user` may not read Python's library.
+        OSError: The system denies a change, or `user` is not allowed to read Python's library.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     read_only, no_suid, no_exec, remount, bind = 1, 2, 8, 32, 4096

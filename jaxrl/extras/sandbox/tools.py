@@ -65,7 +65,7 @@ class BubblewrapTool(Tool):
     sockets, and signals to other processes.
 
     If root starts the run, root sets up the sandbox, makes its devices read-only, and switches to
-    `NOBODY`, on the host too, before the code runs.
+    `NOBODY` before the code runs. The switch also applies on the host.
     """
 
     name = "python"
@@ -253,7 +253,7 @@ def _open_root_namespace() -> int:
     the host's root, which owns the host's devices and programs even under another user id.
 
     Raises:
-        OSError: Root may not create such a namespace on this machine.
+        OSError: Root is not allowed to create such a namespace on this machine.
     """
     program = (
         "import ctypes, json, os\n"

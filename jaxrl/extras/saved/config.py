@@ -1,4 +1,4 @@
-"""Config file of a saved run: `--config=jaxrl/extras/saved/config.py:RUN`."""
+"""Config file that loads a saved run's config: `--config=jaxrl/extras/saved/config.py:RUN`."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from jaxrl.builders.saved_run import read_config
 
 
 def get_config(run: str) -> ConfigDict:
-    """Return the config with which a run was started."""
+    """Return the config that a run was started with."""
     return read_config(Path(run))

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(run: Path, step: int | None, settings: Sequence[str]) -> None:
-    """Run the stage `evaluate` of a run in the folder in which the run was started."""
+    """Run the `evaluate` stage of a run, in the folder in which the run was started."""
     run = run.absolute()
     if not (run / "config.json").is_file():
         sys.exit(

@@ -41,7 +41,7 @@ StepStats = dict[str, Any]
 def compute_step_stats(
     record: Mapping[str, Any], groups: Sequence[Group], method: Method
 ) -> StepStats:
-    """Compute the statistics of a step. Fractions refer to scored trajectories.
+    """Compute the statistics of a step. Fractions are of the scored trajectories.
 
     Args:
         record: Metrics of the step, by name.
@@ -50,7 +50,7 @@ def compute_step_stats(
 
     Returns:
         reward, reward_sd, reward_min: Mean, standard deviation and minimum of the rewards.
-        num, groups: Number of scored trajectories, and of groups that contain any.
+        num, groups: Number of scored trajectories, and number of groups that contain any.
         correct: Fraction of correct trajectories.
         is_constant: 1 if all rewards are equal, else 0.
         entropy: Mean entropy per sampled token under the sampler, in nats.
@@ -60,7 +60,7 @@ def compute_step_stats(
         cut: Fraction truncated by a token or turn limit.
         void: Fraction with a turn that has neither a tool call nor the answer.
         loops: Fraction with a repetitive response.
-        alike: Fraction whose response equals another sample's in the group.
+        alike: Fraction whose response is identical to another sample's in the group.
         signal: Fraction of groups with a nonzero advantage.
         searching, searches: Fraction that called a tool, and mean number of calls.
         found: Fraction with an accepted answer in the results, among trajectories with a call.
@@ -144,7 +144,7 @@ def is_repetitive(ids: np.ndarray) -> bool:
 
 
 def find_duplicates(group: Group) -> list[bool]:
-    """Return, per scored trajectory, True if another in the group has the same sampled ids."""
+    """Return True for each scored trajectory whose sampled ids another in its group repeats."""
     texts = list(map(_get_sampled_bytes, group.scored_trajectories))
     return [texts.count(text) > 1 for text in texts]
 

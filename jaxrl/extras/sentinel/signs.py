@@ -1,8 +1,8 @@
-"""Rules that detect failing training from the statistics of a step and of earlier steps.
+"""Rules that detect failing training from the statistics of a step and earlier steps.
 
-Most rules compare a step with up to `BASELINE_STEPS` earlier steps, so a run that starts badly
-raises no sign. Bugs (different prompts in a group, samples that share a random key) raise a sign
-immediately.
+Most rules compare a step with up to `BASELINE_STEPS` earlier steps, so a run that is bad from the
+start raises no sign. Bugs (different prompts in a group, samples that share a random key) raise a
+sign immediately.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def detect_signs(
             (log-likelihoods of identical samples, summed over steps).
         method: Training method.
         step: Step number within the stage, from 1.
-        reward_fall: Drop of the mean reward below its best, as a fraction of the reward range.
+        reward_fall: Drop of the mean reward from its best, as a fraction of the reward range.
         share: Fraction of malformed, truncated, ... responses that raises a sign.
         gap: Mean gap between sampler and trainer that always raises a sign, in nats per token.
     """
@@ -190,7 +190,7 @@ def detect_prompt_mismatch(now: StepStats) -> RuleResult:
 
 
 def detect_repeated_keys(duplicates: Mapping[str, float]) -> RuleResult:
-    """Detect pairs of samples that stay identical although that is improbable."""
+    """Detect pairs of samples that stay identical, although that is improbable."""
     pair, nats = min(duplicates.items(), key=lambda item: item[1], default=("", 0.0))
     if nats > -30.0:
         return None
@@ -361,7 +361,7 @@ def detect_search_change(history: History) -> RuleResult:
 
 
 def detect_reward_drop(history: History, min_drop: float) -> RuleResult:
-    """Detect a mean reward far below the best mean reward."""
+    """Detect a mean reward far below the best mean reward so far."""
     now, best = history.compute_recent_mean("reward"), history.best
     if now is None or "reward" not in best:
         return None
@@ -449,7 +449,7 @@ _SHARE_SIGNS = {
 
 
 def detect_share_increase(history: History, name: str, share: float) -> RuleResult:
-    """Detect a rise of the statistic `name`, a fraction of bad responses."""
+    """Detect a rise in the statistic `name`, a fraction of bad responses."""
     now, prior = history.now[name], history.get_earlier(name)
     if now is None or len(prior) < MIN_PRIOR or now < share:
         return None
@@ -476,7 +476,7 @@ def detect_length_change(history: History) -> RuleResult:
 
 
 def detect_missing_signal(history: History) -> RuleResult:
-    """Detect groups without different rewards, although answers are wrong."""
+    """Detect groups in which all rewards are equal, although some answers are wrong."""
     now = history.now
     if now["signal"] is None or now["signal"] > 0 or (now["correct"] or 0.0) >= 0.9:
         return None

@@ -1,7 +1,7 @@
 """Command line: `python -m jaxrl.extras.serve RUN_OR_MODEL [--port=N] [--config.key=value]`.
 
 Serves the model of a run, a model folder or a Hub model over HTTP. Relative paths in a run's config
-are relative to the folder in which the run was started.
+are resolved from the folder in which the run was started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat prompts, built from the token ids of a session's earlier prompts and completions.
+"""Build chat prompts from the token ids of a session's earlier prompts and completions.
 
 The model's text is never tokenized again. Each completion is stored with its chat and all token
 ids. A later chat reuses the ids of its longest stored prefix; only the messages after the prefix
@@ -56,7 +56,7 @@ class ChatMessage:
         role: `system`, `user`, `assistant` or `tool`.
         content: Text of the message.
         calls: Tool calls of an assistant message.
-        extra: Further fields of the message, such as `tool_call_id`.
+        extra: Additional fields of the message, such as `tool_call_id`.
     """
 
     role: str
@@ -66,7 +66,7 @@ class ChatMessage:
 
     @property
     def match_key(self) -> str:
-        """Key that is equal for messages that match each other."""
+        """Key that is equal for messages that match."""
         extra = map_json(_convert_to_double, self.extra)
         if self.role == "assistant":
             # A client that returns the text may strip it, or separate the thoughts from it by line
@@ -133,7 +133,7 @@ def _convert_to_double(scalar: Any) -> Any:
 def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
     """Parse a completion into text and tool calls.
 
-    All calls stay text if any call cannot be parsed, or cannot be sent back unchanged.
+    If any call cannot be parsed, or could not be sent back unchanged, all calls are left as text.
     """
     calls = [_to_client_call(call) for call in parse_tool_calls(text).calls] if has_tools else []
     client_calls = tuple(call for call in calls if call is not None)
@@ -146,7 +146,7 @@ def parse_reply(text: str, *, has_tools: bool) -> ChatMessage:
 
 
 def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
-    """Convert a parsed call for clients; None if they could not send it back."""
+    """Convert a parsed call for clients; return None if they could not send it back unchanged."""
     if not isinstance(call, ParsedCall):
         return None
     try:
@@ -164,7 +164,7 @@ def _to_client_call(call: ParsedCall | MalformedCall) -> ToolCall | None:
 
 
 class ChatHistory:
-    """Store of the chats of all sessions with their token ids. Thread-safe."""
+    """Store of all sessions' chats and their token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_tokens: int, max_tokens: int = 2**24):
         """Create an empty history.
@@ -217,7 +217,7 @@ class ChatHistory:
             self._ids_by_digest[digest] = np.array(token_ids, np.int32)
 
     def _check_length(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
-        """Reject text that is certainly too long, before tokenization, which could take minutes.
+        """Reject text that is certainly too long before tokenizing it, which could take minutes.
 
         Tokens have a known maximum length in bytes, and each message takes at least one token.
         """
@@ -265,7 +265,7 @@ class ChatHistory:
         return ids[int(stored_ids[-1]) in eos_ids :]
 
     def _check_template(self, tools: str) -> None:
-        """Raise ValueError if the template ignores tools or uses another call format."""
+        """Raise a ValueError if the template ignores tools or uses a different call format."""
         chat = [{"role": "user", "content": "?"}]
         ids = self._tokenizer.render_prompt(chat, json.loads(tools))
         if CALL_TAG not in self._tokenizer.decode(ids):

@@ -1,11 +1,12 @@
-"""Engine for requests that arrive one at a time, with sampling settings per request.
+"""Engine for requests that arrive one at a time, with per-request sampling settings.
 
-Unlike `sampling/engine.py`, this engine stores temperature and `top_p` per request. Both and the
+Unlike `sampling/engine.py`, this engine stores temperature and `top_p` per request. These and the
 random key can change when a request resumes. A request can be cancelled at any time, or truncated
 to a prefix of its tokens; keys and values after the prefix are overwritten on resumption.
 
-The samples of a chunk that is in flight when its request is cancelled or truncated are ignored. The
-chunk writes to the cache before any later chunk, so the next owner of a page overwrites its writes.
+The samples of a chunk that is in flight when its request is cancelled or truncated are ignored.
+Such a chunk writes to the cache before any later chunk, so the next owner of a page overwrites what
+it wrote.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class ServedEngine(Engine):
 
         Args:
             request: ID of the request.
-            tokens: Token ids to prefill after the cached ones.
+            tokens: Token ids to prefill after the cached tokens.
             budget: Maximum number of tokens to sample.
             sample_key: Random key, uint32 [2].
             params: Temperature and `top_p`.
@@ -110,7 +111,7 @@ class ServedEngine(Engine):
 
     @property
     def max_total_tokens(self) -> int:
-        """Limit on the tokens of prompt and completion together."""
+        """Maximum number of prompt and completion tokens combined."""
         return self._max_total_tokens
 
     @property

@@ -68,7 +68,7 @@ class ContextLengthError(RequestError):
 
         Args:
             num_tokens: Lower bound on the length of the prompt.
-            max_total_tokens: Limit on the tokens of prompt and completion together.
+            max_total_tokens: Maximum number of prompt and completion tokens combined.
         """
         super().__init__(
             400,

@@ -1,4 +1,4 @@
-"""Completions, and a cache that serves repeated requests.
+"""Completions, with a cache for repeated requests.
 
 All code in this module runs on the event loop, which receives chunks from the worker's thread.
 """
@@ -48,7 +48,7 @@ class ServedModel:
         name: Model name in requests and responses.
         tokenizer: Tokenizer with the chat template.
         history: Chat history of all sessions.
-        max_total_tokens: Limit on the tokens of prompt and completion together.
+        max_total_tokens: Maximum number of prompt and completion tokens combined.
         stops: Default stop strings.
     """
 
@@ -203,8 +203,8 @@ class Completion:
     def parse_choice(self, choice: Choice) -> tuple[ChatMessage, str]:
         """Parse a finished sample of a chat, and store the chat with its token ids.
 
-        If parallel calls are off, the client gets only the first call. The client's next chat does
-        not match the stored chat if further calls were dropped.
+        If parallel calls are disabled, the client gets only the first call. If this drops any
+        calls, the client's next chat does not match the stored chat.
 
         Returns:
             The message and its finish reason.
@@ -250,8 +250,8 @@ class CompletionCache:
         Args:
             keys: Keys of the request; the first is the digest of its body.
             is_retry: True if the client marks the request as a retry.
-            is_recorded: True if a run trains on the response. Then an identical request is also a
-                repetition if the first response was not delivered.
+            is_recorded: True if a run trains on the response. An identical request then counts as a
+                repeat even if the first response was not delivered.
 
         Raises:
             RequestError: The Idempotency-Key was used with a different body.
@@ -275,7 +275,7 @@ class CompletionCache:
 
     @contextlib.contextmanager
     def attach_reader(self, completion: Completion, keys: Sequence[str]) -> Iterator[None]:
-        """Context in which a client reads a completion; incomplete samples run while any does.
+        """Attach a client to a completion. Incomplete samples run while any client is attached.
 
         Raises:
             RequestError: The queue is full, or the server is shutting down.

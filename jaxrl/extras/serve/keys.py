@@ -15,10 +15,10 @@ KEYS = {
         is_nested=True),
     "env.agents.processes": Key(1, "Processes that share the episodes.", above=0,
         restart=FREE),
-    "env.agents.max_concurrent": Key(0, "Episodes in flight at most. 0: `rollout.max_num_seqs`.",
+    "env.agents.max_concurrent": Key(0, "Maximum episodes in flight. 0: `rollout.max_num_seqs`.",
         at_least=0, restart=FREE),
-    "env.agents.deadline_s": Key(600.0, "Seconds per episode, without times in which nothing is "
-        "sampled; then it is an environment error.", above=0, restart=FREE),
+    "env.agents.deadline_s": Key(600.0, "Seconds per episode, not counting time in which nothing "
+        "is sampled; a longer episode is an environment error.", above=0, restart=FREE),
     "env.agents.host": Key("127.0.0.1", "Address of this machine at which agents reach the "
         "model.", restart=FREE),
     "env.agents.port": Key(0, "Port of that address. 0: any free port.", at_least=0, at_most=65535,

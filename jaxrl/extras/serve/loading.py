@@ -48,7 +48,7 @@ class LoadedModel:
         model: Policy.
         tokenizer: Tokenizer with the chat template.
         engine: Engine with the weights loaded.
-        stops: Default stop strings, which end a turn in the run.
+        stops: Default stop strings: those that end a turn in the run.
     """
 
     name: str
@@ -142,6 +142,6 @@ def load_model(
 
 
 def is_run(path: Path) -> bool:
-    """Return True if the folder's `config.json` is that of a run."""
+    """Return True if the folder's `config.json` belongs to a run."""
     file = path / "config.json"
     return file.is_file() and "rollout" in read_object(file)

@@ -1,6 +1,6 @@
 """Anthropic's Messages API, which shares the chat history with OpenAI's API.
 
-Streams send each content block as a whole when the completion ends.
+Streams send each content block in one piece when the completion ends.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class ChatBody(ReplyFields):
         return [message.to_message() for message in self.messages]
 
     def get_template_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template, or none if tool calls are off."""
+        """Return the tools for the chat template, or none if tool calls are disabled."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -324,7 +324,7 @@ class ToolResultBlock(Body):
 
 
 class AnthropicMessage(Body, extra="forbid"):
-    """Message of the user or the model, a list of content blocks."""
+    """Message from the user or the model, as a list of content blocks."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
@@ -346,7 +346,7 @@ class AnthropicMessage(Body, extra="forbid"):
         return self
 
     def to_messages(self) -> list[ChatMessage]:
-        """Convert to messages of the chat history, one per tool result or run of text."""
+        """Convert to chat-history messages, one per tool result or run of text blocks."""
         if self.role == "assistant":
             calls = tuple(
                 ToolCall(name=block.name, arguments=block.input, id=block.id)
@@ -387,7 +387,7 @@ class ClientTool(Body):
 
 
 class ToolChoice(Body):
-    """Options that turn tool calls, or several calls per response, on or off."""
+    """Options that enable or disable tool calls and multiple calls per response."""
 
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: bool = False
@@ -408,14 +408,14 @@ class CountTokensBody(ReplyFields):
         return not self.tool_choice.disable_parallel_tool_use
 
     def build_chat(self) -> list[ChatMessage]:
-        """Convert the messages for the chat history, starting with the system message."""
+        """Convert the messages for the chat history, with the system message first."""
         chat = [message for body in self.messages for message in body.to_messages()]
         if self.system is not None:
             chat.insert(0, ChatMessage(role="system", content=join_text(self.system)))
         return chat
 
     def get_template_tools(self) -> Sequence[Any]:
-        """Return the tools for the chat template, or none if tool calls are off."""
+        """Return the tools for the chat template, or none if tool calls are disabled."""
         is_off = self.tool_choice.type == "none"
         return [] if is_off else [tool.to_template() for tool in self.tools]
 

@@ -1,7 +1,7 @@
 """HTTP endpoint: Starlette application, access checks and server thread.
 
 Without a key, the server listens on the loopback interface only. On loopback, the `Host` header
-must name the server, because the host name of another site could resolve to it (DNS rebinding).
+must match the server, because another site's host name could resolve to it (DNS rebinding).
 Requests from web pages are rejected.
 """
 
@@ -516,7 +516,7 @@ class Server:
         return self._thread.is_alive() and self.endpoint.worker.is_alive
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Reject new requests, wait up to `timeout_s` seconds for running ones, then close.
+        """Reject new requests, wait up to `timeout_s` seconds for running requests, then close.
 
         Returns:
             True if all completions finished in time.

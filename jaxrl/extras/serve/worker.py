@@ -1,9 +1,9 @@
 """Engine thread that admits jobs between decoding chunks and forwards the sampled tokens.
 
 The row of a finished completion stays in the engine as a cached prefix. A request resumes the row
-with the longest cached prefix of its ids and prefills only the remaining ids. Least recently used
-rows are evicted if pages run out or there are more than `max_cached_rows`. Jobs that continue a
-cached row are admitted first.
+with the longest cached prefix of its ids and prefills only the remaining ids. The least recently
+used rows are evicted if pages run out or there are more than `max_cached_rows`. Jobs that continue
+a cached row are admitted first.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class GenerationJob:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Ids of the prompt and ids sampled so far."""
+        """Prompt ids and the ids sampled so far."""
         return (*self.request.prompt_ids, *self.token_ids)
 
 
@@ -174,7 +174,7 @@ class Worker:
 
     @property
     def num_queued(self) -> int:
-        """Number of jobs that wait for a row."""
+        """Number of jobs waiting for a row."""
         return len(self._queue) + self.engine.num_queued
 
     @property
@@ -273,7 +273,7 @@ class Worker:
             self._condition.wait_for(lambda: self._is_released or self._has_ended)
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Reject new jobs, wait up to `timeout_s` seconds for accepted jobs, cancel the rest.
+        """Reject new jobs, wait up to `timeout_s` seconds for accepted jobs, and cancel the rest.
 
         Returns:
             True if all jobs finished in time.
@@ -395,7 +395,7 @@ class Worker:
                 raise
 
     def _has_prefix(self, job: GenerationJob) -> bool:
-        """Return True if a prefix of the job is cached; only the first call searches for it."""
+        """Return True if a prefix of the job is cached. Only the first call searches for it."""
         if job.prefix is None:
             request = self._find_prefix(job.context_ids)
             job.prefix = () if request is None else (request, self._cached[request])
@@ -434,7 +434,7 @@ class Worker:
         return max(matches)[1] if matches else None
 
     def _evict(self) -> None:
-        """Evict the least recently used row, if possible one that no queued job continues."""
+        """Evict the least recently used row, preferring rows that no queued job continues."""
         with self._condition:
             needed_rows = {
                 job.prefix[0] for job in self._queue if self._has_prefix(job) and job.prefix
@@ -475,7 +475,7 @@ class Worker:
         )
 
     def _truncate_at_stop(self, job: GenerationJob, event: Event) -> tuple[list[int], str, int]:
-        """Return the ids up to the first stop, the finish reason, and the text length, in bytes."""
+        """Return the ids up to the first stop, the finish reason, and the text length in bytes."""
         stops = [stop.encode() for stop in job.request.stops]
         stop_ids = job.request.stop_ids | self._eos_ids
         longest = max(map(len, stops), default=1)

@@ -35,9 +35,9 @@ def dppo_policy_loss(
         tv   |p - q|
         kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A token beyond the bound has a gradient only if the gradient reduces the divergence. The other
-    tokens have the constant weight `min(p / q, cap)`. As in CISPO, only the gradient of the loss is
-    meaningful.
+    A token beyond the bound has a gradient only if the gradient reduces the divergence. All tokens
+    with a gradient have the constant weight `min(p / q, cap)`. As in CISPO, only the gradient of
+    the loss is meaningful.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
@@ -48,8 +48,8 @@ def dppo_policy_loss(
         clip_low: Bound on the divergence of tokens with a negative advantage.
         clip_high: Bound on the divergence of tokens with a positive advantage.
         divergence: `tv`, for which the paper uses bounds of 0.2, or `kl`, in nats.
-        anchor: Source of q, `old` or `rollout`. With `rollout`, the divergence includes the gap
-            between sampler and trainer.
+        anchor: Source of q, `old` or `rollout`. With `rollout`, the divergence includes the
+            sampler-trainer gap.
         cap: Maximum weight of a token.
 
     Returns:

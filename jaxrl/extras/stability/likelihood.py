@@ -28,9 +28,9 @@ def likelihood_loss(
     token with advantage >= 0. The token's loss is max(0, d) if the sum of d over the token's action
     is positive, else 0.
 
-    Loss and gradient are zero before the first optimizer step on a batch. `margin` ignores rounding
-    differences between old and current logprobs, which different programs compute. The paper's
-    code has no margin.
+    The loss and its gradient are zero before the first optimizer step on a batch. `margin` absorbs
+    rounding differences between old and current logprobs, which are computed by different programs.
+    The paper's code has no margin.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.
@@ -44,7 +44,7 @@ def likelihood_loss(
 
     Returns:
         The loss and per-token metrics: `llds_lost` is max(0, d); `llds_share` is 1 for tokens with
-        a loss.
+        a nonzero loss.
     """
     # Set d to 0 for other tokens, to exclude them from the sums.
     is_eligible = loss_mask & (advantages >= 0)

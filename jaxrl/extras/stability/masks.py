@@ -25,7 +25,7 @@ def off_policy_sequence_mask(
 
     DeepSeek-V3.2's sequence mask (https://arxiv.org/abs/2512.02556). Tokens with a negative
     advantage are masked if the trajectory's mean of rollout minus current logprobs exceeds `delta`.
-    The mean includes the gap between sampler and trainer and the updates on this batch.
+    The mean includes both the sampler-trainer gap and the effect of updates on this batch.
 
     Args:
         logprobs: Log-probabilities in nats under the parameters being trained.

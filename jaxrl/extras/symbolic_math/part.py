@@ -34,10 +34,10 @@ class WorkerLostError(RuntimeError):
 
 
 class MathVerify(AnswerPart):
-    """Reward part `math_verify`: 1 if the final answer equals an accepted one, else 0.
+    """Reward part `math_verify`: 1 if the final answer equals an accepted answer, else 0.
 
     An abstention scores 0. So does an answer that exceeds the time or memory limit or crashes the
-    worker, which the metric `undecided` counts. If it were an environment error, a policy could
+    worker; the metric `undecided` counts these. If they were environment errors, a policy could
     avoid a low reward with an answer that hangs. A worker that cannot start or does not respond is
     an environment error.
     """

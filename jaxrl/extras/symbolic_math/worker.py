@@ -1,4 +1,4 @@
-"""Comparison of mathematical expressions in a worker process."""
+"""Compare mathematical expressions in a worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_equal_to_any(
 ) -> bool:
     """Return True if an answer in LaTeX equals one of the accepted answers.
 
-    SIGPROF kills the process after `deadline_s` seconds of CPU time. An exception would not
+    SIGPROF kills the process after `deadline_s` seconds of CPU time. Raising an exception would not
     interrupt a single long operation on large integers.
     """
     _init_worker(memory_mib)

@@ -49,10 +49,10 @@ class Bleu(TextMetric):
 
 
 class RougeL(TextMetric):
-    """Reward part `rouge_l`: F measure of ROUGE-L with rouge-score's default tokenizer.
+    """Reward part `rouge_l`: ROUGE-L F-measure with rouge-score's default tokenizer.
 
-    The tokenizer drops all characters except a-z and 0-9, ignoring case, so that an answer in
-    another script scores 0.
+    The tokenizer lowercases and drops all characters except a-z and 0-9, so an answer in a
+    non-Latin script scores 0.
     """
 
     def __init__(self) -> None:
@@ -68,5 +68,5 @@ class RougeL(TextMetric):
         self._scorer = RougeScorer(["rougeL"])
 
     def compare(self, answer: str, truths: Sequence[str]) -> float:
-        """Return the F measure of an answer, maximized over `truths`."""
+        """Return the F-measure of an answer, maximized over `truths`."""
         return float(self._scorer.score_multi(truths, answer)["rougeL"].fmeasure)

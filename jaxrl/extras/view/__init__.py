@@ -2,5 +2,5 @@
 
 `reader` and `trajectories` read a workdir. `facts`, `responses` and `tokens` compute what the page
 shows. `viewer` responds to requests from the page (`page.js`), `server` serves the page, and
-`report` embeds the responses in it.
+`report` writes a static page with the responses embedded.
 """

@@ -110,7 +110,7 @@ def is_finished(run: RunReader) -> bool:
 
 
 def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
-    """Find the problems of a run; return (is_serious, text) for each."""
+    """Find problems with a run; return (is_serious, text) for each."""
     # Steps without a gradient, by cause.
     steps = [r for r in run.records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get("outcome/environment_error") == 1]
@@ -154,7 +154,7 @@ def find_warnings(run: RunReader) -> list[tuple[bool, str]]:
 
 
 def list_evaluations(run: RunReader) -> list[Evaluation]:
-    """List the evaluations up to the last logged step; later files are of a killed run."""
+    """List the evaluations up to the last logged step; later files are from an interrupted run."""
     end = run.records[-1]["step"] if run.records else math.inf
     return [evaluation for evaluation in run.evaluations if evaluation.step <= end]
 
@@ -261,7 +261,7 @@ def list_costs(run: RunReader) -> list[tuple[str, float]]:
 
 
 def compute_times(run: RunReader) -> list[dict[str, Any]]:
-    """Compute the seconds that each stage spent on each part of `TIMINGS`, and on the rest.
+    """Compute the seconds that each stage spent on each part of `TIMINGS`, and on everything else.
 
     Time between two records, for example for a checkpoint, counts toward the later record.
     """
@@ -298,8 +298,8 @@ def list_metric_names(run: RunReader) -> dict[str, list[str]]:
 def compute_curve(run: RunReader, stage: str, name: str, max_points: int) -> list[list[float]]:
     """Compute the steps and values of a metric in a stage.
 
-    More than `max_points` points are downsampled: neighbors are merged into mean step, mean,
-    minimum and maximum.
+    Curves with more than `max_points` points are downsampled: neighbors are merged into their mean
+    step and the mean, minimum and maximum value.
     """
     points = [
         [record["step"], value]
@@ -336,7 +336,7 @@ def group_runs(runs: Sequence[RunReader], ignore: Sequence[str] = ()) -> list[di
 
     Args:
         runs: Runs in the order of the command line.
-        ignore: Further keys or sections that may differ within a group.
+        ignore: Additional keys or sections that may differ within a group.
 
     Returns:
         A dict per group: `runs` (indices in the argument), `label`, and `settings` (values of the
@@ -378,7 +378,7 @@ def _shorten(text: str) -> str:
 
 
 def compare_runs(runs: Sequence[RunReader], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Build a table with a row per run, and a row of means per group of several runs.
+    """Build a table with a row per run, and a row of means for each group with several runs.
 
     Returns:
         `columns` and `rows`. A row has the indices of its `run` (None for means) and `group`, and

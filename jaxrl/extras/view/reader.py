@@ -1,4 +1,4 @@
-"""Readers of a workdir whose files may be missing, truncated, damaged or growing."""
+"""Readers for a workdir whose files may be missing, truncated, damaged or still growing."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Evaluation:
 
 
 class _CachedFile(NamedTuple):
-    """Parsed contents of a file, or the reason why the file is unreadable."""
+    """Parsed contents of a file, or the reason the file is unreadable."""
 
     identity: Identity | None
     value: Any
@@ -131,7 +131,7 @@ class RunReader:
         version: Number of refreshes with changes.
         config: Flat config; {} without `config.json`.
         evaluations: Evaluations in chronological order.
-        starts: Objects in `environment.json`, one per start of the run.
+        starts: Objects in `environment.json`, one per launch of the run.
         changes: Objects in `config_history.jsonl` with changed settings.
         index: Index of `trajectories/`.
     """
@@ -171,7 +171,7 @@ class RunReader:
         changed = [self.metrics.refresh(), self.signs.refresh()]
         readers: dict[Path, Callable[[Path], Any]] = {
             self.workdir / "config.json": read_flat_config,
-            self.workdir / "environment.json": _read_starts,
+            self.workdir / "environment.json": _read_launches,
         }
         readers |= dict.fromkeys(self.workdir.glob(HISTORY_FILE), _read_changes)
         paths = [path for path in self.workdir.glob("eval/*") if _EVALUATION.fullmatch(path.name)]
@@ -250,7 +250,7 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read_starts(path: Path) -> list[dict[str, Any]]:
+def _read_launches(path: Path) -> list[dict[str, Any]]:
     starts = as_list(parse_json(path.read_bytes(), path.name))
     return [start for start in starts if isinstance(start, dict)]
 
@@ -268,7 +268,7 @@ def _get_answer_records(content: dict[str, Any], suite: str) -> list[dict[str, A
 
 @lru_cache(maxsize=4)
 def _read_evaluation_json(path: Path, identity: Identity | None) -> dict[str, Any]:
-    """Read an evaluation file. As `identity` is in the cache key, changed files are reread."""
+    """Read an evaluation file. `identity` is in the cache key, so changed files are reread."""
     return read_object(path)
 
 

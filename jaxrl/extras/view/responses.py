@@ -1,4 +1,4 @@
-"""Segmentation of responses by tag, and classification of wrong answers."""
+"""Split responses into segments by tag, and classify wrong answers."""
 
 from __future__ import annotations
 

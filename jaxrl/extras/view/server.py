@@ -1,9 +1,9 @@
-"""HTTP server of the page, for browsers on this machine only.
+"""HTTP server for the page, for browsers on this machine only.
 
 A run's files contain text from models and web pages, and any page in the same browser can send
 requests to the server. The server therefore listens on the loopback address, checks the `Host`
 header (against DNS rebinding), accepts only GET, and opens no files named by requests. The
-Content-Security-Policy allows no other scripts or requests.
+Content-Security-Policy blocks all other scripts and requests.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Tokens:
         """Return the advantage of each token: as recorded, or else the trajectory's.
 
         Raises:
-            NotRecordedError: No token advantages are recorded, and the trajectory has no advantage,
-                or one per turn.
+            NotRecordedError: No token advantages are recorded, and the trajectory has no advantage
+                or has one per turn.
         """
         advantage = to_finite_float(self.record.get("advantage"))
         has_turns = bool(self.record.get("turn_advantages"))
@@ -105,7 +105,8 @@ class Tokens:
     def compute_sampler_gaps(self) -> Values:
         """Compute `old_logprobs - rollout_logprobs` in nats; None without a sampler logprob.
 
-        Observations, which are trained on if `loss.mask_observations` is False, have none.
+        Observations, which are trained on if `loss.mask_observations` is False, have no sampler
+        logprob.
         """
         return self.map_values(
             lambda old, rollout: old - rollout if rollout else None,
@@ -155,7 +156,7 @@ def compute_quantities(tokens: Tokens) -> list[dict[str, Any]]:
 def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[bytes], str]:
     """Load the bytes of each token id from `export/` or `model.path`, without downloads.
 
-    Relative paths are relative to the folder in which the run was started.
+    Relative paths are resolved from the folder in which the run was started.
 
     Returns:
         The vocabulary and "", or [] and the reason if there is no tokenizer.
@@ -177,7 +178,7 @@ def load_vocabulary(workdir: Path, config: Mapping[str, Any]) -> tuple[list[byte
 
 
 def decode_tokens(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """Decode each token. A character of several tokens belongs to the last of them."""
+    """Decode each token. A character that spans several tokens belongs to the last of them."""
     if not vocabulary:
         return [f"{id} " for id in ids]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,6 +1,6 @@
 """Index of a run's trajectories, with a short row and a byte offset for each.
 
-The files of a run can be gigabytes, so full records stay on disk. Each file is read once, newest
+A run's files can take gigabytes, so full records stay on disk. Each file is read once, newest
 first, and again only if it changes.
 """
 
@@ -126,7 +126,7 @@ class TrajectoryIndex:
                 offset += len(line)
 
     def _make_row(self, line: bytes, step: int, number: int) -> list[Any] | None:
-        record, num_tokens, num_sampled = parse_head(line)
+        record, num_tokens, num_sampled = parse_leading_fields(line)
         task_id, outcome = record.get("task_id"), record.get("outcome")
         if not isinstance(task_id, str) or not isinstance(outcome, str):
             return None
@@ -189,12 +189,12 @@ def get_identity(path: Path) -> Identity | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def parse_head(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
+def parse_leading_fields(line: bytes) -> tuple[dict[str, Any], int | None, int | None]:
     """Parse a line up to the lists of numbers, which make up the rest of the line.
 
     The elements of the lists are counted, not parsed, so damage in the lists is noticed only when
-    the trajectory is opened. The key that ends the head cannot occur in a string, where quotes are
-    escaped.
+    the trajectory is opened. The key that ends this part cannot occur inside a string, where quotes
+    are escaped.
 
     Returns:
         The fields before the lists ({} for a damaged line), the number of tokens and the number of

@@ -30,10 +30,10 @@ ARRAYS = (
 
 
 class Viewer:
-    """Responder to requests about runs.
+    """Handler for the page's requests about runs.
 
-    Methods in `ADDRESSES` raise LookupError for a missing item, and ValueError or OSError for an
-    unreadable file.
+    Methods in `ADDRESSES` raise a LookupError for a missing item, and a ValueError or OSError for
+    an unreadable file.
     """
 
     def __init__(self, runs: Sequence[RunReader], ignore: Sequence[str] = ()):

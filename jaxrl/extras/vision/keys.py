@@ -8,8 +8,8 @@ KEYS = {
         "`preprocessor_config.json`.", at_least=0),
     "images.max_pixels": Key(0, "Maximum pixels per image; larger images are reduced. 0: as in "
         "`preprocessor_config.json`.", at_least=0),
-    "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory, least recently "
-        "used ones evicted.", at_least=0, restart=FREE),
+    "images.cache_mib": Key(256.0, "MiB of preprocessed images kept in memory; the least "
+        "recently used are evicted.", at_least=0, restart=FREE),
 }
 # fmt: on
 

@@ -47,7 +47,7 @@ class Image:
 
     @cached_property
     def digest(self) -> bytes:
-        """Hash of the content, by which images are compared."""
+        """Hash of the content, used to compare images."""
         content = np.ascontiguousarray(self.patches, np.float32)
         shape = repr(self.grid).encode()
         return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
@@ -71,8 +71,10 @@ class HFImageProcessor:
 
         Args:
             folder: Model folder with the file.
-            min_pixels: Minimum pixels per image; smaller images are enlarged. 0: as in the file.
-            max_pixels: Maximum pixels per image; larger images are reduced. 0: as in the file.
+            min_pixels: Minimum pixels per image; smaller images are enlarged. 0 for the value in
+                the file.
+            max_pixels: Maximum pixels per image; larger images are reduced. 0 for the value in the
+                file.
             cache_mib: Maximum size of the image cache, in MiB.
 
         Raises:
@@ -117,7 +119,7 @@ class HFImageProcessor:
         return image.num_patches // self.patches_per_token
 
     def make_blank(self) -> BlankProcessor:
-        """Return a processor that replaces images with blank ones."""
+        """Return a processor that replaces images with blank images."""
         return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:
@@ -169,7 +171,7 @@ class HFImageProcessor:
 
 
 class BlankProcessor(HFImageProcessor):
-    """Processor that replaces each image with a blank image of equal size, as a control."""
+    """Processor that replaces each image with a blank image of the same size, as a control."""
 
     is_blank = True
 
@@ -186,7 +188,7 @@ class BlankProcessor(HFImageProcessor):
         return self._inner.num_tokens(picture)
 
     def __call__(self, picture: Picture) -> Image:
-        """Return patches of zeros, which represent the mean color of images."""
+        """Return patches of zeros, which represent the mean image color."""
         image = self._inner(picture)
         return dataclasses.replace(image, patches=np.zeros_like(image.patches))
 

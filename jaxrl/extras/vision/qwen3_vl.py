@@ -134,7 +134,7 @@ class Qwen3Vision(VisionTower):
         return len(self.deepstack_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the memory of attention and MLP, which are not split over devices."""
+        """Return the memory of attention and the MLP, which are not split across devices."""
         products = 4 * self.width + self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -153,8 +153,8 @@ class Qwen3Vision(VisionTower):
     def collate(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images.
 
-        The coords of a patch are the number of the image (from 1), the image's numbers of rows and
-        columns, and the index of the patch in the image.
+        A patch's coords are the image's number (from 1), its number of rows, its number of columns,
+        and the index of the patch in the image.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]
@@ -313,7 +313,7 @@ class Qwen3VLConfig(QwenVLConfig):
     ties_in_text = False
 
     def _pair_axes(self) -> np.ndarray:
-        """Return the axes in alternation: time, height, width. The remaining pairs use time."""
+        """Return alternating axes: time, height, width. The remaining pairs use time."""
         axes = np.zeros(self.head_dim // 2, np.int32)
         for axis in (1, 2):
             axes[axis : 3 * self.mrope_section[axis] : 3] = axis
@@ -329,5 +329,5 @@ class Qwen3VLConfig(QwenVLConfig):
         }
 
     def hf_prefix_map(self) -> dict[str, str]:
-        """Return {}, since tensor names have no other prefixes."""
+        """Return {}, since tensor names have no alternative prefixes."""
         return {}

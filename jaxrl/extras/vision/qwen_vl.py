@@ -1,8 +1,8 @@
 """Qwen2.5-VL: Qwen2.5's decoder, with image tokens embedded by a vision tower.
 
 In addition to the parameters of `models.qwen`, `vision` contains those of the tower. Rotary
-positions have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). They
-are equal for text, so text without images is computed as in Qwen2.5.
+positions have three axes: time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923). For
+text, all three are equal, so text without images is computed as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class QwenVLConfig(QwenConfig):
         """Return the fields of a text-only `config.json`, given either layout.
 
         Raises:
-            ValueError: A field that should be an object is not.
+            ValueError: A field that should be an object is not one.
         """
         text_fields = read_object_field(fields, "text_config", source)
         text = fill_hf_defaults(
@@ -209,7 +209,7 @@ class QwenVLConfig(QwenConfig):
     ) -> Float[Array, "... V"]:
         """Compute the logits, with image and video tokens masked out.
 
-        A sampled image token would have no image.
+        If the policy sampled an image token, it would have no image.
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         token_ids = jnp.arange(self.vocab_size)
@@ -239,8 +239,8 @@ def merge_image_embeds(
     """Replace the embeddings of image tokens with vision features from the same shard.
 
     Returns:
-        The embeddings, and the DeepStack features to add after the first decoder layers: zero for
-        text tokens, or None if the tower has none.
+        The embeddings, and the DeepStack features to add after the first decoder layers. The
+        features are zero for text tokens, and None if the tower has none.
     """
     shard_units = units.reshape(len(image_embeds), -1)
     vectors = jax.vmap(lambda image_embeds, units: image_embeds.at[units].get(mode="clip"))(

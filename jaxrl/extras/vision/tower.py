@@ -1,8 +1,8 @@
 """Common parts of Qwen's vision towers: image tokens, attention and config parsing.
 
 A tower encodes patches of images into embeddings of image tokens. Its parameter tree contains
-`patch`, stacked `blocks` and `merger`. `vision.py` defines that of Qwen2.5-VL, `qwen3_vl.py` that
-of Qwen3-VL.
+`patch`, stacked `blocks` and `merger`. `vision.py` defines the tower of Qwen2.5-VL, and
+`qwen3_vl.py` that of Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ATTENTION_AXES = {
 
 
 def make_linear_hf_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the HF names of kernel and bias for each linear layer in `names`."""
+    """Return the HF names of the kernel and the bias of each linear layer in `names`."""
     parts = (("kernel", "weight"), ("bias", "bias"))
     return {f"{ours}/{suffix}": f"{names[ours]}.{part}" for ours in names for suffix, part in parts}
 
@@ -259,7 +259,7 @@ class VisionTower(Tower):
             weights: Attention weights of the layer.
             x: Normalized states of all patches.
             angles: Rotary angles of the patches.
-            attend: Function from queries, keys and values `[S, P, N, H]` to outputs.
+            attend: Function that maps queries, keys and values `[S, P, N, H]` to outputs.
             num_rows: Number of rows S.
         """
         qkv = checkpoint_name(linear(weights["qkv"], x), "q")
@@ -306,7 +306,7 @@ class VisionTower(Tower):
 
 
 def raise_unsupported(problems: dict[str, bool], source: str) -> None:
-    """Raise ValueError for the first unsupported feature of a `vision_config`."""
+    """Raise a ValueError for the first unsupported feature of a `vision_config`."""
     for feature, is_present in problems.items():
         if is_present:
             raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
@@ -318,7 +318,7 @@ def attend_segments(
     v: Float[Array, "S P N H"],
     ids: Int[Array, "S P"],
 ) -> Float[Array, "S P N H"]:
-    """Compute bidirectional attention among the patches of a row with equal ids.
+    """Compute bidirectional attention among the patches of a row that have the same id.
 
     Only the scores of `QUERY_BLOCK` queries are in memory at a time; the backward pass recomputes
     them.

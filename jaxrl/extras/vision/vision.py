@@ -12,9 +12,9 @@ The parameter tree, with leading axis L over the tower's layers:
     merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
     merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
 
-Most layers attend within windows, the others over the complete image. The host sorts the patches of
-an image by window and labels each patch with its window, so the device permutes nothing.
-Source: https://arxiv.org/abs/2502.13923.
+Most layers attend within windows; the others attend over the complete image. The host sorts an
+image's patches by window and labels each patch with its window, so the device never permutes
+patches. Source: https://arxiv.org/abs/2502.13923.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Return the memory of attention and gated MLP, which are not split over devices."""
+        """Return the memory of attention and the gated MLP, which are not split across devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all matmuls except the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -122,14 +122,14 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Return the larger number of attention scores of full and windowed layers."""
+        """Return the larger of the numbers of attention scores in full and windowed layers."""
         block_scores = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(block_scores, 3 * self.window**2 * num_patches)
 
     def collate(self, images: Sequence[Image]) -> PatchBatch:
         """Concatenate the patches of images, sorted by window.
 
-        The coords of a patch are the number of the image (from 1), the window, row and column.
+        A patch's coords are the image's number (from 1), the window, the row and the column.
         """
         patches = [np.zeros((0, self.patch_values), np.float32)]
         coords = [np.zeros((0, 4), np.int32)]

@@ -37,8 +37,9 @@ class Provider:
         max_topk: Maximum number of results per query.
         make_headers: Function that returns the HTTP headers for an API key.
         build_request: Function that builds the request from URL, query and number of results.
-        extract_results: Function that extracts the raw results of a response, or raises ValueError.
-        parse_hit: Function that parses a raw result, or raises ValueError.
+        extract_results: Function that extracts the raw results of a response, or raises a
+            ValueError.
+        parse_hit: Function that parses a raw result, or raises a ValueError.
     """
 
     url: str
@@ -55,7 +56,7 @@ class Provider:
         """Parse a response into hits.
 
         Raises:
-            ValueError: The response is invalid, or all of its results are.
+            ValueError: The response is invalid, or all of its results are invalid.
         """
         if not isinstance(response, dict):
             raise ValueError(f"a {type(response).__name__}; expected an object")
@@ -66,8 +67,8 @@ class WebSearch(DocumentSearch):
     """Web search engine that sends one request per query to a provider, concurrently.
 
     Each result becomes a document with the URL as its id and the snippet as its text. Query
-    operators (quotes, `site:`) are passed to the provider. Results change over time, so a run is
-    reproducible only from its recording. The API key is read from the environment at construction
+    operators (quotes, `site:`) are passed to the provider. Results change over time, so a run can
+    be reproduced only from its recording. The API key is read from the environment at construction
     and never appears in configs or messages.
     """
 

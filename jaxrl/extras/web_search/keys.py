@@ -15,9 +15,9 @@ KEYS = {
         restart=FREE),
     "search.web.timeout_s": Key(30.0, "Seconds per request.",
         above=0, restart=FREE),
-    "search.web.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
-    "search.web.max_response_mib": Key(16.0, "MiB of a response at most; a larger one is a "
-        "failure.",
+    "search.web.connections": Key(8, "Maximum requests in flight.", above=0, restart=FREE),
+    "search.web.max_response_mib": Key(16.0, "Maximum size of a response in MiB; a larger response "
+        "is a failure.",
         above=0, restart=FREE),
 }
 # fmt: on

@@ -59,7 +59,7 @@ MAX_HEAD_DIM = 256
 def select_kernels(
     name: str, mesh: Mesh, model: Architecture, *, check_dtype: DTypeLike | None = None
 ) -> AttentionKernels:
-    """Select the attention kernels of training and sampler for a model on a mesh.
+    """Select the attention kernels of the trainer and the sampler for a model on a mesh.
 
     Args:
         name: Value of `config.model.attention`.
@@ -102,7 +102,7 @@ def select_kernels(
 def _select_cached(
     name: str, device: jax.Device, heads: tuple[int, int, int], dtype: Any, block: int
 ) -> tuple[SelectedKernel, SelectedKernel]:
-    """Select the kernels of training and sampler; cached for all meshes of a process."""
+    """Select the kernels of the trainer and the sampler; cached for all meshes of a process."""
     candidates = _list_candidates(name, device.platform, heads[2], dtype)
     config_key = "" if name == "auto" else "config.model.attention"
 
@@ -146,9 +146,9 @@ def prefill_block_tokens(platform: str, num_heads: int, num_kv_heads: int) -> in
     """Return the number of tokens of one row in a prefill block.
 
     Each block reads its past from the cache, so smaller blocks are bound by these reads; larger
-    ones compute more padding. A TPU v6e performs 460 operations per byte read and an H200 180, so a
-    TPU needs larger blocks if there are few query heads per KV head. With more than 16 heads, such
-    blocks and the pages would not fit in a v4's on-chip memory.
+    blocks compute more padding. A TPU v6e performs 460 operations per byte read and an H200 180, so
+    a TPU needs larger blocks if there are few query heads per KV head. With more than 16 heads,
+    such blocks and the pages would not fit in a v4's on-chip memory.
 
     Args:
         platform: JAX platform of the devices.
@@ -208,7 +208,7 @@ def shard_attention(attend_packed: AttendPacked, mesh: Mesh | AbstractMesh) -> A
     """Wrap `attend_packed` in `shard_map`: each device computes its pieces of rows and its heads.
 
     Queries, keys and values are pieces of rows, `[R * C, T / C, heads, H]`: for each device, the
-    first pieces of its rows, then the second ones, and so on; `reads` covers complete rows. Equal
+    first pieces of its rows, then the second pieces, and so on. `reads` covers complete rows. Equal
     arguments return the same function, so that compiled programs are reused.
     """
     return get_or_make(
@@ -236,8 +236,8 @@ def _attend_pieces(
     """Gather the keys and values of complete rows, and attend to them from a device's pieces.
 
     Rows are rotated so that the device's piece comes last, which makes the position of the queries
-    static. Later pieces wrap around to before the row's first token, where they are masked. The
-    backward pass sums the gradients of a device's keys over all devices.
+    static. Later pieces wrap around to a place before the row's first token, where they are masked.
+    The backward pass sums the gradients of a device's keys over all devices.
     """
     T, piece_tokens = reads.shape[2], q.shape[1]
     num_later_pieces = (

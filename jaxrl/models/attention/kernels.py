@@ -19,7 +19,7 @@ AttendPacked = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
-    """Attention functions of training and sampler.
+    """Attention functions of the trainer and the sampler.
 
     Attributes:
         name: Names of the selected kernels, for the log.
@@ -46,10 +46,10 @@ class AttentionKernels:
     def make_attend(
         self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
     ) -> Attend:
-        """Return the attention function of packed rows; see `find_reads` for the arguments.
+        """Return the attention function for packed rows; see `find_reads` for the arguments.
 
         Each row is split into `num_pieces`. A device holds the first pieces of all its rows, then
-        the second ones, and so on.
+        the second pieces, and so on.
         """
         reads = find_reads(segment_ids, positions)
         R, T = segment_ids.shape
@@ -76,7 +76,7 @@ Splash attention masks tokens by equal segment ids or at compile time.
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Return the tokens of its row that each token attends to, as three indices per token.
+    """Return the range of tokens that each token attends to, as three indices per token.
 
     The first index is the start of the token's context, to which it attends up to itself. The
     second and third are the start and end (exclusive) of the shared prompt, an empty range unless

@@ -190,7 +190,7 @@ def _forward_block(
 def _find_blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return how many earlier key blocks a query block attends to, and a map to their indices."""
+    """Return the number of earlier key blocks a query block reads, and a map to their indices."""
     shared, num_shared, local = find_key_blocks(reads, index, reads.shape[2])
     count = num_shared + index - local
     return count, lambda i: jnp.where(i < num_shared, shared + i, local - num_shared + i)
@@ -199,7 +199,7 @@ def _find_blocks_before(
 def _compute_scores(
     q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
-    """Compute masked scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
+    """Compute the masked, scaled scores of a query block and a key block, `[R, K, G * B, B]`."""
     offsets = jnp.arange(k.shape[2])
     mask = attention_mask(reads[..., None], key_block * len(offsets) + offsets)
     if is_diagonal:
@@ -359,8 +359,8 @@ def gather_past(
 
     On a CPU, a step takes 1.1 ms over contiguous arrays and 2.5 ms over pages, for 4 layers and 32
     rows of 128 tokens. The past is therefore copied once per chunk, with keys transposed, into
-    pieces that each double the length. A piece's sums do not depend on the total length, so a row's
-    result is bitwise independent of it.
+    pieces that each double the length. A piece's sums do not depend on the total length, so neither
+    does a row's result, bit for bit.
     """
     B, M = tables.shape
     K, page, H = keys.shape[1:]

@@ -22,7 +22,7 @@ class Skipping(QwenConfig):
     """
 
     @property
-    def recorded(self):
+    def recorded_specs(self):
         return {"skips": TokenArraySpec(shape=(self.num_layers,), dtype=np.dtype(np.uint8), fill=0)}
 
     def init_extra_state(self, aux, num_tokens):

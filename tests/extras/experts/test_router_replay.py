@@ -176,7 +176,7 @@ def test_training_computes_the_recorded_experts(renormalize):
     assert usage.differences.tolist() == [sum(differs[:-1])]
 
 
-def whole(trajectories, replayed=MOE.recorded, **changes):
+def whole(trajectories, replayed=MOE.recorded_specs, **changes):
     """One micro-batch, packed and its first axis gone."""
     sizes = {"num_micro": 1, "micro_rows": len(trajectories), "row_tokens": 64} | changes
     shape = BatchShape(**sizes, token_arrays=replayed)
@@ -205,7 +205,7 @@ def score(params, micro, dtype=jnp.float32):
 )
 def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, most):
     gaps = []
-    for replayed in (MOE.recorded, {}):
+    for replayed in (MOE.recorded_specs, {}):
         micro = first_micro(whole(sampled, replayed))
         mask = micro.loss_mask & (micro.positions > 0)
         found = np.asarray(score(params, micro, dtype))
@@ -246,12 +246,12 @@ def with_advantages(sampled):
 )
 @pytest.mark.parametrize("shares_prompts", [False, True])
 def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompts):
-    alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, token_arrays=MOE.recorded)
+    alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, token_arrays=MOE.recorded_specs)
     other = BatchShape(
         num_micro=2,
         micro_rows=2,
         row_tokens=208,
-        token_arrays=MOE.recorded,
+        token_arrays=MOE.recorded_specs,
         shares_prompts=shares_prompts,
     )
     balance_coef = 0.0 if shares_prompts else 0.5  # a shared prompt counts once for the balance
@@ -273,7 +273,11 @@ def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompt
 
 def test_prompts_of_other_experts_are_others(with_advantages):
     shape = BatchShape(
-        num_micro=2, micro_rows=1, row_tokens=208, shares_prompts=True, token_arrays=MOE.recorded
+        num_micro=2,
+        micro_rows=1,
+        row_tokens=208,
+        shares_prompts=True,
+        token_arrays=MOE.recorded_specs,
     )
     first, second, third = with_advantages[:3]
     experts = second.token_arrays[ROUTED_EXPERTS].copy()

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from jaxrl.extras.view.reader import JsonLines, RunReader
-from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_head
+from jaxrl.extras.view.trajectories import COLUMNS, TrajectoryIndex, parse_leading_fields
 from tests.extras.view.workdirs import (
     HOSTILE,
     make_run,
@@ -123,7 +123,7 @@ class TestTrajectoryIndex:
     def test_a_text_cannot_forge_the_lists(self):
         text = ', "token_ids": [1, 2], "loss_mask": [1]}' + HOSTILE
         record = trajectory(query=text, final_answer=text)
-        head, num_tokens, num_sampled = parse_head(json.dumps(record).encode())
+        head, num_tokens, num_sampled = parse_leading_fields(json.dumps(record).encode())
         assert (head["query"], head["final_answer"]) == (text, text)
         assert num_tokens == len(record["token_ids"])
         assert num_sampled == sum(record["loss_mask"])

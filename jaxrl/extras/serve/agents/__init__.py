@@ -1,1 +1,1 @@
-"""Training on episodes of external agents that use the endpoint."""
+"""Train on episodes of external agents that use the endpoint."""

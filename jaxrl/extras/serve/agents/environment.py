@@ -29,7 +29,7 @@ class AgentEnv(Env):
     """Environment whose tasks are run by external agents.
 
     An agent is a function or a program that implements the agent loop and its tools. The agent's
-    reward is the reward part `reward`; its `is_correct` is the part `exact_match`.
+    reward becomes the reward part `reward`, and its `is_correct` the part `exact_match`.
     """
 
     stop_strings = ()
@@ -40,7 +40,7 @@ class AgentEnv(Env):
         """Validate the settings.
 
         Args:
-            agents: Settings of the config section `env.agents`.
+            agents: Settings in the config section `env.agents`.
             max_turns: Maximum number of completions per episode.
             correct_by: Criterion for a correct answer: the agent's `is_correct` (`exact_match`), or
                 a positive reward (`reward`).

@@ -2,7 +2,7 @@
 
 Agents that exceed their deadline are stopped. A program is killed with all processes that it
 started. A synchronous function cannot be killed, so its thread is abandoned. A process with many
-abandoned threads gets no new episodes and is killed after its other episodes have ended.
+abandoned threads gets no new episodes, and is killed once its other episodes have ended.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EndCallback = Callable[[str, Any, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """Settings of the config section `env.agents`."""
+    """Settings in the config section `env.agents`."""
 
     function: str = ""
     command: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class AgentProcess(ChildProcess):
 
     Attributes:
         folder: Temporary folder. Its name marks all processes that the agents start.
-        episodes: Monotonic time at which each episode was stopped, by name; 0 if it runs.
+        episodes: Monotonic time at which each episode was stopped, by name; 0 while it is running.
         num_left: Number of running abandoned agents.
         is_ready: True if the agent is loaded and the process accepts episodes.
     """
@@ -188,7 +188,7 @@ class AgentProcesses:
                 )
 
     def start_episode(self, episode: Mapping[str, Any]) -> None:
-        """Start an episode, given its name (key `episode`) and the agent's input.
+        """Start an episode from its name (key `episode`) and the agent's input.
 
         Raises:
             ValueError: No process can be started.

@@ -55,9 +55,10 @@ class _RunningEpisode:
     Attributes:
         sample_index: Index of the sample in its group.
         elapsed_s: Seconds spent in earlier rollouts.
-        resumed_at: Monotonic time at which this rollout started or resumed it; None on hold.
+        resumed_at: Monotonic time at which this rollout started or resumed it; None while it is on
+            hold.
         is_started: True if the agent was started.
-        error: Reason why the episode has no result; "" if it has one.
+        error: Reason the episode has no result; "" if it has one.
         ended_at: Monotonic time at which the episode ended; None until then.
     """
 
@@ -117,7 +118,7 @@ class AgentRollout(BaseRollout):
             ValueError: The port or agent is not available, or a setting is not supported.
         """
         super().__init__(env, tokenizer, limits, schedule, pay, processor)
-        if engine.recorded or processor is not None or limits.context is not None:
+        if engine.recorded_specs or processor is not None or limits.context is not None:
             raise ValueError(
                 "config.env.name is 'agents'; expected a text-only model, with "
                 "config.model.replay=False and config.rollout.context.name='none', since agents "

@@ -1,8 +1,8 @@
 """Agent process: `PYTHON runner.py AGENT`, started by `processes.AgentProcesses`.
 
-The agent's interpreter may lack jaxrl, so this file imports only the standard library. Each line on
-stdin starts or stops an episode; each line on stdout reports the end of an episode. Agents' output
-goes to stderr. When stdin closes, the process stops all agents.
+jaxrl may not be installed in the agent's environment, so this file imports only the standard
+library. Each line on stdin starts or stops an episode; each line on stdout reports the end of an
+episode. Agents' output goes to stderr. When stdin closes, the process stops all agents.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def wrap_function(function: Callable[..., Any], settings: Mapping[str, Any]) -> RunAgent:
-    """Wrap an agent function as a `RunAgent`; a synchronous function runs in a thread."""
+    """Wrap an agent function as a `RunAgent`. A synchronous function runs in a thread."""
 
     async def run_agent(episode: Mapping[str, Any]) -> Any:
         arguments = {name: episode[name] for name in ("base_url", "api_key", "model")}
@@ -230,7 +230,7 @@ def _exit(folder: str) -> None:
 
 
 def _exit_with_parent(parent: int, folder: str) -> None:
-    """Exit after the parent process, even if an agent blocks the event loop."""
+    """Exit when the parent process exits, even if an agent blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
     time.sleep(PARENT_POLL_S)  # time for the loop to exit by itself
@@ -238,7 +238,7 @@ def _exit_with_parent(parent: int, folder: str) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Describe an error and its location, if possible the last line in the agent's files."""
+    """Describe an error and its location, preferably the last line in the agent's files."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     agent_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     frames = agent_frames or frames

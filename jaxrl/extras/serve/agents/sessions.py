@@ -2,8 +2,8 @@
 
 An agent may continue a chat, truncate its history, start over or run several conversations at once.
 A completion continues a context if its prompt starts with all ids of that context; otherwise it
-starts a new context. A trajectory therefore contains each sampled token exactly once as a sampled
-token, and possibly again as a prompt token of a later context.
+starts a new context. Each sampled token is therefore marked as sampled exactly once in a
+trajectory, although it may reappear as a prompt token in a later context.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class AgentSession:
         """Record a reward that was posted over HTTP.
 
         Raises:
-            RequestError: No key matches the reward key, or the reward is rejected.
+            RequestError: The reward key does not match, or the reward is rejected.
         """
         if not any(hmac.compare_digest(key.encode(), self.reward_key.encode()) for key in keys):
             self.warning = self.warning or "rejected a reward that was posted with a wrong key"
@@ -225,7 +225,7 @@ class AgentSession:
             return self._list_delivered_turns()
 
     def _list_delivered_turns(self, about_to_send: Completion | None = None) -> list[SampledTurn]:
-        """Return the delivered turns, including that of `about_to_send`."""
+        """Return the delivered turns, including the one in `about_to_send`."""
         turns = list(self._turns.values())
         return [
             turn

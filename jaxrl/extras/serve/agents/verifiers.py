@@ -2,8 +2,8 @@
 
 `play` runs one episode: verifiers renders the prompts, runs the environment's tools and computes
 the reward; its training client requests token ids from the endpoint. This file does not import
-jaxrl, so it runs in any Python environment with verifiers. As a command, it writes the tasks of an
-environment:
+jaxrl, so it runs in any Python environment with verifiers. Run as a script, it writes the tasks of
+an environment:
 
     python verifiers.py ENVIRONMENT [--arguments=JSON] [--num=N] > tasks.jsonl
 """
@@ -57,8 +57,8 @@ async def play(
 ) -> dict[str, Any]:
     """Run an episode of an environment and return its reward.
 
-    Episodes on an event loop share the environment and the tool processes of its taskset. Tools of
-    a task get a process per episode.
+    Episodes on an event loop share the environment and the tool processes of its taskset.
+    Task-specific tools get one process per episode.
 
     Args:
         task: Task record written by the command; `metadata["verifiers"]` is verifiers' task.
