@@ -594,7 +594,7 @@ class Trainer:
                 compiled once.
 
         Returns:
-            The metrics in docs/metrics.md. The most important ones are repeated as `loss`, `kl`,
+            The metrics in docs/metrics.md. The most important metrics are repeated as `loss`, `kl`,
             `reward`, `entropy` and `grad_norm` if the method computes them.
 
         Raises:

@@ -207,7 +207,7 @@ class Learner:
     def next_tasks(self, count: int = 0) -> list[Task]:
         """Return the next `count` tasks of the stream, by default `rollout.tasks_per_step`.
 
-        `rollout` takes these tasks and samples the groups that `collect` would filter.
+        `rollout` with these tasks samples the same groups as `collect`, which then filters them.
         """
         return self.stream.take(self._num_tasks_taken, count or self.method.tasks_per_step)
 
@@ -250,7 +250,7 @@ class Learner:
         return sampled.groups
 
     def sample(self, draws: Sequence[Draw], sampling: SamplingConfig) -> list[Group]:
-        """Sample groups outside of a step, with the current weights and without counting them."""
+        """Sample groups outside of a step with the current weights; do not count their usage."""
         self._load_weights()
         run_state = self.run_state
         groups = run_state.components.rollout(draws, sampling, should_stop=run_state.should_stop)
@@ -377,7 +377,7 @@ class Learner:
                 with interruptible(may_stop):
                     gradients = self._compute_gradients(pieces, update, method)
                     self.is_partial = True
-                    run_state.state, metrics = update.apply_sums(
+                    run_state.state, metrics = update.apply_gradients(
                         self.state, gradients.sums, lr_scale
                     )
                 update_metrics.append(metrics)
@@ -422,7 +422,7 @@ class Learner:
             raise ValueError("there are no gradients; call accumulate_gradients first.")
         policy_version, scale = int(self.state.num_updates), progress.watched.lr_scale
         self._accumulated, self.is_partial = None, True
-        self.run_state.state, metrics = self.stage.update.apply_sums(
+        self.run_state.state, metrics = self.stage.update.apply_gradients(
             self.state, accumulated.sums, None if scale == 1 else scale
         )
         packed = [piece.packed for piece in self._accumulated_pieces]
@@ -456,7 +456,7 @@ class Learner:
     def _prepare_update(
         self, groups: Sequence[Group], method: Method
     ) -> tuple[list[Group], list[list[Piece]]]:
-        """Pack groups into mini-batches. Large ones have several pieces of the stage's shape."""
+        """Pack groups into mini-batches, splitting large ones into pieces of the stage's shape."""
         run_state, mesh = self.run_state, self.run_state.components.mesh
         if run_state.is_stage_done:
             raise ValueError(

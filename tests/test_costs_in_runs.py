@@ -211,10 +211,10 @@ class InterruptedUpdate:
     def __init__(self, update):
         self._update, self._calls = update, iter(range(9))
 
-    def apply_sums(self, *arguments):
+    def apply_gradients(self, *arguments):
         if next(self._calls) == 1:
             raise Interrupted("the run was asked to stop")
-        return self._update.apply_sums(*arguments)
+        return self._update.apply_gradients(*arguments)
 
     def __getattr__(self, name):
         return getattr(self._update, name)

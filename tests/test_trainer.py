@@ -160,16 +160,16 @@ def test_half_an_update_is_not_saved(config, trained, tmp_path, monkeypatch):
     trainer = api.Trainer(config, tmp_path)
     step_through(trainer)
     update = trainer._learner.stage.update
-    apply_sums, calls = update.apply_sums, iter(range(4))
+    apply_gradients, calls = update.apply_gradients, iter(range(4))
 
     def fail(*arguments):
         if next(calls) == 2:
             raise RuntimeError("device lost")
-        return apply_sums(*arguments)
+        return apply_gradients(*arguments)
 
     groups = trainer.compute_advantages(trainer.rollout(trainer.next_tasks()))
     with monkeypatch.context() as patch:
-        patch.setattr(update, "apply_sums", fail)
+        patch.setattr(update, "apply_gradients", fail)
         with pytest.raises(RuntimeError, match="device lost"):
             trainer.update(groups)
     with pytest.raises(ValueError, match="halfway"):

@@ -59,7 +59,7 @@ def load_saved_run(
 
     Args:
         run: Workdir of the run.
-        model: Model folder whose weights replace the trained ones.
+        model: Model folder whose weights replace the trained weights.
         display: Progress display.
         step: Step of the checkpoint to load; by default the latest weights.
         keys: Values by dotted key that override the run's configuration.
@@ -109,7 +109,7 @@ def resolve_weights_folder(
     Args:
         config: Configuration of the run.
         run: Workdir of the run.
-        model: Model folder whose weights replace the trained ones.
+        model: Model folder whose weights replace the trained weights.
         step: Step of the checkpoint to load; by default the latest weights.
 
     Raises:

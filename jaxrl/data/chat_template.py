@@ -237,7 +237,7 @@ class ChatTemplate:
     def render_tool_turn(self, num_images: Sequence[int]) -> list[str]:
         """Return the template's text before, between and after tool results, including images.
 
-        The first text starts right after an assistant message. The last one ends right before the
+        The first text starts right after an assistant message. The last text ends right before the
         next assistant message.
 
         Args:

@@ -50,7 +50,7 @@ class MetricsLog:
             path: Path of `metrics.jsonl`, which need not exist; None to count records only.
             num_records: Number of records of the run up to the checkpoint that it resumes from.
             is_later: Function that returns True for records newer than that checkpoint. If records
-                were lost, newer ones may be among the first `num_records`.
+                were lost, newer records may be among the first `num_records`.
             log: Callback for warnings about damaged or lost records.
         """
         self._path = path

@@ -162,7 +162,7 @@ class Model:
         from the logits at t - 1. Tokens outside `loss_mask` and a trajectory's first token get 0.
 
         Args:
-            params: All parameters of the policy; trained ones are float32.
+            params: All parameters of the policy; the trained parameters are float32.
             batch: Micro-batch `[b, T]`.
             temperature: The distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: True to let gradients flow through the entropies.

@@ -59,7 +59,7 @@ CONTEXT_POLICIES: Mapping[str, ContextPolicy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRule:
-    """Settings that decide when a context ends and how the next one begins.
+    """Settings that decide when a context ends and how the next context begins.
 
     Attributes:
         name: Key of `CONTEXT_POLICIES`.

@@ -474,7 +474,7 @@ class Programs:
         attend_layer: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, dict[str, Array]]:
-        """Process the pending tokens; return hidden states, extended chunk and recorded arrays."""
+        """Process the pending tokens; return their states, the new chunk and recorded arrays."""
 
         def attend(
             layer: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array

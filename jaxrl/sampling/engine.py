@@ -460,7 +460,7 @@ class Engine:
             shard.reset_prefix_cache()
 
     def clear(self) -> None:
-        """Drop every request, including running ones, and free the cache."""
+        """Drop all requests, including running requests, and free the cache."""
         self._reset()
         delete_arrays((self._cache, self._state, self._zero_pages, self._attachment_embeds))
         self._cache = self._state = self._zero_pages = self._attachment_embeds = None

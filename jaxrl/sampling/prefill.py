@@ -136,7 +136,7 @@ class PrefillBatcher:
         """Build blocks from each shard's next pieces; also return (piece, block index) pairs.
 
         Args:
-            pieces: Pieces of each shard; the ones used are popped. Pass () for padding only.
+            pieces: Pieces of each shard; used pieces are popped. Pass () for padding only.
             num_tokens: Number of tokens per shard, including padding.
             tables: Block tables of all rows, by slot.
         """

@@ -98,7 +98,7 @@ def split_minibatches(
 
 
 def cut_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
-    """Cut groups into mini-batches of equal size; the last ones may be smaller."""
+    """Cut groups into mini-batches of equal size, except that the last may be smaller."""
     size = -(-len(groups) // num_minibatches)
     return [groups[size * i : size * (i + 1)] for i in range(num_minibatches)]
 

@@ -424,7 +424,7 @@ def balance_rows(
     largest differencing method; each device's rows are then distributed over the micro-batches.
 
     Returns:
-        Rows, including empty ones that complete a micro-batch, and the number of tokens by device.
+        Rows, including empty rows that complete a micro-batch, and the number of tokens by device.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
     sizes = [_count_tokens(items, row) for row in padded]

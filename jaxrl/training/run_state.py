@@ -89,7 +89,7 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """Sampler of the policy. Not available if a model behind an endpoint samples."""
+        """Sampler of the policy. Not available if the policy is behind an endpoint."""
         assert self.sampler is not None, f"{self.external} samples"
         return self.sampler
 

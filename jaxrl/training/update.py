@@ -531,9 +531,9 @@ class UpdateStep:
 
         `lr_scale` multiplies the learning rate.
         """
-        return self.apply_sums(state, self.gradient(state.params, batch, packed), lr_scale)
+        return self.apply_gradients(state, self.gradient(state.params, batch, packed), lr_scale)
 
-    def apply_sums(
+    def apply_gradients(
         self, state: TrainState, sums: GradAccumulator, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
         """Take an optimizer step with the gradient in `sums`; see `__call__`."""

@@ -252,7 +252,7 @@ def _parse_answers(field: str, cell: str, location: str) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Return True if the value is a number or a nonempty, possibly nested, collection of them."""
+    """Return True if the value is a number or a nonempty, possibly nested, list of numbers."""
     if isinstance(value, list | tuple | set):
         return len(value) > 0 and all(map(_is_numeric, value))
     return isinstance(value, int | float) and not isinstance(value, bool)

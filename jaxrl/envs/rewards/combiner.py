@@ -124,7 +124,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def replace_if_blocked(self) -> None:
-        """Abandon the loop if a coroutine blocks it; the next `submit` starts a new one."""
+        """Abandon the loop if a coroutine blocks it; the next `submit` starts a new loop."""
         if wait([self.submit(asyncio.sleep(0))], timeout=_RESPONSE_TIMEOUT_S).not_done:
             self._loop = None
 
@@ -219,7 +219,7 @@ class RewardCombiner:
                 )
 
     def _run_calls(self, calls: Sequence[_GroupCall]) -> list[list[PartResult] | BaseException]:
-        """Run the calls: async ones in the event loop, the others in threads."""
+        """Run async calls in the event loop, and all other calls in threads."""
         are_async = [self.custom_parts[call.part].is_async for call in calls]
         plain = [
             c.call.invoke for c, is_async in zip(calls, are_async, strict=True) if not is_async

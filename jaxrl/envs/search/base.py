@@ -117,7 +117,7 @@ def split_batches(queries: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 class HitReader:
-    """Parser of a server's hits that skips malformed ones and logs how many were skipped."""
+    """Parser for a server's hits that skips malformed hits and logs how many it skipped."""
 
     def __init__(self, server: str, log: Callable[[str], None]) -> None:
         self.count = 0

@@ -31,7 +31,7 @@ class IndexedPrefix:
 
     Attributes:
         num_bytes: Size of the prefix in bytes.
-        num_lines: Number of lines, including blank ones.
+        num_lines: Number of lines, including blank lines.
         ids: `hash_id` of each document's id.
     """
 

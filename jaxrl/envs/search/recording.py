@@ -25,8 +25,8 @@ class Recording:
 
     A key is the SHA-256 of engine, settings and query; a digest is the SHA-256 of key and result.
     Truncated lines, and lines with a wrong digest, are ignored with a warning. Lines from old
-    versions have no digest. If a query has several results, the first one is used. Each process
-    writes a separate file. Only the positions of results are kept in memory, not their text.
+    versions have no digest. If a query has several results, the first is used. Each process writes
+    a separate file. Only the positions of results are kept in memory, not their text.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Recording:
 
 
 def list_recorded_engines(folder: Path) -> list[dict[str, Any]]:
-    """Return the engine and settings of each recording in a folder; skip unreadable ones."""
+    """Return the engine and settings of each readable recording in a folder."""
     engines = []
     for path in sorted(folder.glob("*/engine.json")):
         with contextlib.suppress(OSError, ValueError):

@@ -19,7 +19,7 @@ from jaxrl.builders.saved_run import format_error_line
 from jaxrl.builders.validation import validate
 from jaxrl.config.loading import load_config_file, parse_overrides
 from jaxrl.envs.base import ToolError
-from jaxrl.extras.audit.figures import Figure, audit
+from jaxrl.extras.audit.statistics import Statistic, audit
 from jaxrl.logs.console import make_console
 from jaxrl.logs.display import Display
 from jaxrl.utils.files import open_atomic
@@ -51,35 +51,35 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.path.append(str(Path(arguments.config.partition(":")[0]).absolute().parent))
         config = load_config_file(arguments.config)
         config.update_from_flattened_dict(overrides)
-        figures = audit(
+        statistics = audit(
             validate(config),
             max_tasks=arguments.max_tasks,
             show=display.show_activity,
             log=display.log,
         )
         with open_atomic(arguments.out) as file:
-            file.write(json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
+            file.write(json.dumps(statistics, indent=2, ensure_ascii=False) + "\n")
     except (OSError, ValueError, ToolError) as error:
         sys.exit(format_error_line(error))
     finally:
         display.stop()
     console = make_console(highlight=False, soft_wrap=True)
-    console.print(format_table(figures))
+    console.print(format_table(statistics))
     console.print(f"the ids of these tasks are in {arguments.out}", markup=False, emoji=False)
 
 
-def format_table(figures: Mapping[str, Mapping[str, Figure]]) -> Table:
+def format_table(statistics: Mapping[str, Mapping[str, Statistic]]) -> Table:
     """Format the statistics as a table with a column per split."""
     table = Table()
     table.add_column("tasks")
-    for split in figures:
+    for split in statistics:
         table.add_column(split, justify="right")
-    for name in dict.fromkeys(name for split in figures.values() for name in split):
+    for name in dict.fromkeys(name for split in statistics.values() for name in split):
         cells = [
-            f"{figure['count']:,} of {figure['of']:,} ({figure['share']:.1%})"
-            if (figure := split.get(name))
+            f"{statistic['count']:,} of {statistic['of']:,} ({statistic['share']:.1%})"
+            if (statistic := split.get(name))
             else ""
-            for split in figures.values()
+            for split in statistics.values()
         ]
         table.add_row(name, *cells)
     return table

@@ -75,7 +75,7 @@ class Conversation:
         return trajectory, num_dropped
 
     def _build_messages(self, question: str) -> list[Message]:
-        """Build a chat that ends with the question. The first one uses the training template."""
+        """Build a chat that ends with the question. The first question uses the prompt template."""
         system = self._prompt.system
         system_messages = [{"role": "system", "content": system}] if system else []
         chat: list[Message] = [*system_messages, *self._prompt.examples]

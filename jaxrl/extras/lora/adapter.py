@@ -81,7 +81,7 @@ class Adapter(WrappedArchitecture):
         base_dtype: Dtype of the base. With int8, only its linear layers are int8.
         other_dtype: Dtype of the remaining weights of an int8 base.
         is_merged: True if the sampler uses the merged weights `W + s A B`.
-        path: Folder of the initial adapter in PEFT format; "" initializes a new one.
+        path: Folder of the initial adapter in PEFT format; "" initializes a new adapter.
     """
 
     model: Architecture

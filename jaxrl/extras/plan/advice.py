@@ -109,10 +109,10 @@ def choose_micro_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Suggested settings, and the memory the plan would need with them (`Plan.needed`)."""
+    """Suggested settings, and the memory the plan would need with them (`Plan.needed_bytes`)."""
 
     settings: dict[str, Any]
-    needed: int
+    needed_bytes: int
 
 
 def suggest_settings(
@@ -127,28 +127,30 @@ def suggest_settings(
 
     def compute_needed(settings: dict[str, Any]) -> int | None:
         try:
-            return make_plan(config.with_values(settings), model, target).needed
+            return make_plan(config.with_values(settings), model, target).needed_bytes
         except ValueError:
             return None  # the mesh does not divide the rows or heads
 
     usable = target.usable
     single: dict[str, Suggestion] = {}
-    combined = Suggestion(settings={}, needed=make_plan(config, model, target).needed)
+    combined = Suggestion(settings={}, needed_bytes=make_plan(config, model, target).needed_bytes)
     # Try each key alone. In the same pass, collect all changes that save memory.
     for options in _iter_options(config, model, target):
         for settings in options:
             size = compute_needed(settings)
             if size is not None and size <= usable:
-                single.setdefault(format_bytes(size), Suggestion(settings=settings, needed=size))
+                single.setdefault(
+                    format_bytes(size), Suggestion(settings=settings, needed_bytes=size)
+                )
                 break
         for settings in options:
-            if combined.needed <= usable:
+            if combined.needed_bytes <= usable:
                 break
             merged = {**combined.settings, **settings}
             size = compute_needed(merged)
-            if size is not None and size < combined.needed:
-                combined = Suggestion(settings=merged, needed=size)
-    return [*single.values()] or ([combined] if combined.needed <= usable else [])
+            if size is not None and size < combined.needed_bytes:
+                combined = Suggestion(settings=merged, needed_bytes=size)
+    return [*single.values()] or ([combined] if combined.needed_bytes <= usable else [])
 
 
 def find_num_devices(config: ResolvedConfig, model: Architecture, target: Target) -> int | None:

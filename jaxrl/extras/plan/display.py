@@ -55,7 +55,7 @@ def format_plan(plan: Plan, advice: Sequence[Suggestion], num_needed: int | None
     lines.append(f"largest terms, in {peak_phase.name}: {largest}")
     for option in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in option.settings.items())
-        lines.append(f"would fit with {settings}: {format_bytes(option.needed)}")
+        lines.append(f"would fit with {settings}: {format_bytes(option.needed_bytes)}")
     if not plan.fits and not advice:
         device_hint = (
             f"{num_needed} such devices would suffice (plan for them)"

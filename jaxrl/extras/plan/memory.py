@@ -176,7 +176,7 @@ class Plan:
         return max(phase.peak for phase in self.phases)
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Peak memory in bytes, excluding optional allocations (`Phase.spare`)."""
         return max(phase.peak - phase.spare for phase in self.phases)
 

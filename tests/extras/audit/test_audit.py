@@ -17,8 +17,8 @@ from jaxrl.envs.search.bm25 import LocalSearch
 from jaxrl.envs.search_env import SearchEnv
 from jaxrl.extras.audit.__main__ import main
 from jaxrl.extras.audit.coverage import find_phrases, find_unanswerable, make_phrases
-from jaxrl.extras.audit.figures import count_unrewarded_answers
 from jaxrl.extras.audit.startup import RECORD_FILE
+from jaxrl.extras.audit.statistics import count_unrewarded_answers
 from tests.helpers import build
 
 INJECTED = [

@@ -53,9 +53,9 @@ class TestAdvice:
         assert not plan(**{"optimizer.micro_rows": 256}).fits
         for suggestion in suggestions:
             changed = plan(**suggestion.settings)
-            assert (changed.needed, changed.fits) == (suggestion.needed, True)
+            assert (changed.needed_bytes, changed.fits) == (suggestion.needed_bytes, True)
             # The sampler's cache takes what is left, so what a plan needs leaves headroom.
-            assert suggestion.needed < NODE.usable
+            assert suggestion.needed_bytes < NODE.usable
 
     def test_rows_stay_multiples_of_what_the_mesh_divides(self):
         # A half and a quarter of 72 are 36 and 18, which eight devices would not divide.

@@ -42,13 +42,13 @@ ANSWER_FORMS = (
 
 _QUERY_BATCH = 256
 
-Figure = dict[str, Any]
+Statistic = dict[str, Any]
 """Count, total, fraction, and ids of the counted tasks."""
 
 
 def audit(
     c: ResolvedConfig, *, max_tasks: int, show: Callable[[str], None], log: Callable[[str], None]
-) -> dict[str, dict[str, Figure]]:
+) -> dict[str, dict[str, Statistic]]:
     """Compute the statistics by split and name, omitting those that do not apply to the run.
 
     Args:
@@ -78,7 +78,7 @@ def audit(
     samples = {
         name: sample_tasks(tasks, max_tasks, seed=c.seed) for name, tasks in splits.items() if tasks
     }
-    figures: dict[str, dict[str, Figure]] = {name: {} for name in samples}
+    statistics: dict[str, dict[str, Statistic]] = {name: {} for name in samples}
     phrases = {name: [make_phrases(task) for task in tasks] for name, tasks in samples.items()}
     # Coverage of the corpus, for all splits in one pass.
     found = None
@@ -89,7 +89,7 @@ def audit(
         found = find_phrases(set().union(*groups), read_corpus(Path(corpus)))
     engine = build_search(c, show, None, log).engine if c.needs_live_engine else None
     for name, tasks in samples.items():
-        add, is_checked = figures[name].__setitem__, [bool(group) for group in phrases[name]]
+        add, is_checked = statistics[name].__setitem__, [bool(group) for group in phrases[name]]
         add("no answer to look for", count_flags([not x for x in is_checked], tasks))
         if found is not None:
             flags = [is_missing(group, found) for group in phrases[name]]
@@ -122,12 +122,12 @@ def audit(
             add("prompt near the limit", count_flags(flags, tasks))
             flags = [length > limit for length in lengths]
             add("prompt over the limit", count_flags(flags, tasks))
-    return figures
+    return statistics
 
 
 def count_flags(
     flags: Sequence[bool], tasks: Iterable[Task], counts: Sequence[bool] | None = None
-) -> Figure:
+) -> Statistic:
     """Return the statistic for tasks with a flag, among the tasks that `counts` includes."""
     total = len(flags) if counts is None else sum(counts)
     ids = [task.id for task, flag in zip(tasks, flags, strict=True) if flag]
@@ -163,7 +163,7 @@ def get_question(task: Task) -> str:
     return texts[-1] if texts else ""
 
 
-def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Figure:
+def count_unrewarded_answers(env: Env, parts: Sequence[str], tasks: Sequence[Task]) -> Statistic:
     """Count the accepted answers that a reward part does not reward.
 
     Each answer is scored as the only accepted answer of its task, verbatim and normalized, in each
