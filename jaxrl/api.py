@@ -271,7 +271,7 @@ def _run(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         except Interrupted:
             is_interrupted = True
         del run_stages
-    # Raise here: a notebook keeps an error's frames alive, and thus the weights in them.
+    # Raise here: a notebook keeps an error's frames alive, including the weights in them.
     if is_interrupted:
         raise KeyboardInterrupt(f"completed steps are saved in {workdir}")
     return load_run(workdir)
@@ -389,7 +389,7 @@ class Trainer:
                 self._should_stop = lambda: False
             if is_interrupted:
                 self._save()
-        # Raise here: a notebook keeps an error's frames alive, and thus the weights in them.
+        # Raise here: a notebook keeps an error's frames alive, including the weights in them.
         if is_interrupted:
             raise KeyboardInterrupt(f"completed steps are saved in {self._workdir}")
 

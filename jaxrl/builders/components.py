@@ -107,7 +107,7 @@ def build(
         FileNotFoundError, ValueError: A file, the model or a combination of settings is invalid.
         OutageError: The search engine's server does not respond.
     """
-    # The model: local, or behind an endpoint and thus without weights.
+    # The model: local, or behind an endpoint and therefore without weights.
     clear_cache_if_edited()
     mesh = make_mesh(**c.mesh)
     external = _build_external_model(c, workdir, log)

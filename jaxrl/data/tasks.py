@@ -304,7 +304,7 @@ def split_holdout(
 ) -> tuple[Mixture[Task], Mixture[Task]]:
     """Split tasks into training tasks and held-out tasks.
 
-    A hash of the seed and the question ranks the tasks. The split thus does not depend on the
+    A hash of the seed and the question ranks the tasks. The split does not depend on the
     order of files and tasks, and tasks with the same question stay together.
 
     Args:

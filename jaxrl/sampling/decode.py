@@ -84,7 +84,7 @@ class ChunkReport:
     token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
     logprobs: Array  # float32 [r, C], nats
     entropies: Array  # float32 [r, C], nats
-    status: Array  # int32 [r], RUNNING or the reason why the row stopped
+    status: Array  # int32 [r], RUNNING or the reason the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, if the row is running
     # [r, C, ...] of `Programs.recorded_specs`. Values at step i belong to the token read in that
     # step, which precedes the sampled token.

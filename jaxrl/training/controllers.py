@@ -277,10 +277,10 @@ class EntropyThreshold:
     ) -> EntropyThreshold:
         """Move the threshold toward the median over samples of their window-entropy percentile.
 
-        The first estimate becomes the value. Later estimates update it to `decay * value + (1 -
-        decay) * estimate`. Samples that have no windows are ignored, as are samples with a
-        non-finite value, which would stay in the average forever. If no samples remain, nothing
-        changes.
+        The first estimate becomes the value. Later estimates update it to
+        `decay * value + (1 - decay) * estimate`. Samples that have no windows are ignored, as are
+        samples with a non-finite value, which would stay in the average forever. If no samples
+        remain, nothing changes.
 
         Args:
             window_entropies: Defined window entropies of each sample in nats, 1-D.

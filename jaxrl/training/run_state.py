@@ -56,7 +56,7 @@ class Stage:
     update: UpdateStep
 
     def last_lr(self, state: TrainState) -> float:
-        """Return the learning rate of the latest optimizer step, or of the first before any."""
+        """Return the latest optimizer step's learning rate; the first step's if none was taken."""
         # Pass an array, as the update does: a custom schedule may require it.
         return float(self.schedule(jax.numpy.int32(max(int(state.num_updates) - 1, 0))))
 

@@ -179,7 +179,7 @@ class _ChatEndpoint(EndpointTool):
 
     name = "policy"
     fatal_error = ""
-    """Reason why all requests fail; "" for none."""
+    """Reason all requests fail; "" if they do not."""
 
     def run(self, call: str, /) -> str:
         if self.fatal_error:

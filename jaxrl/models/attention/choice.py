@@ -236,8 +236,8 @@ def _attend_pieces(
     """Gather the keys and values of complete rows, and attend to them from a device's pieces.
 
     Rows are rotated so that the device's piece comes last, which makes the position of the queries
-    static. Later pieces wrap around to a place before the row's first token, where they are masked.
-    The backward pass sums the gradients of a device's keys over all devices.
+    static. Later pieces wrap around to positions before the row's first token, where they are
+    masked. The backward pass sums the gradients of a device's keys over all devices.
     """
     T, piece_tokens = reads.shape[2], q.shape[1]
     num_later_pieces = (

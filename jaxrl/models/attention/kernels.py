@@ -76,7 +76,7 @@ Splash attention masks tokens by equal segment ids or at compile time.
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Return the range of tokens that each token attends to, as three indices per token.
+    """Return the ranges of tokens that each token attends to, as three indices per token.
 
     The first index is the start of the token's context, to which it attends up to itself. The
     second and third are the start and end (exclusive) of the shared prompt, an empty range unless

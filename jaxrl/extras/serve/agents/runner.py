@@ -147,7 +147,7 @@ def wrap_program(command: list[str], folder: str) -> RunAgent:
             _kill_all(process.pid, marker)
         while not output_future.done():
             await asyncio.sleep(POLL_S)
-            kill_by_marker(marker)  # also kill processes that started meanwhile
+            kill_by_marker(marker)  # also kill processes started in the meantime
         value = _read_reward(file)
         if process.returncode:
             raise RuntimeError(
@@ -206,7 +206,7 @@ def kill_by_marker(marker: str) -> None:
 
     Does nothing on systems without `/proc`.
     """
-    for _ in range(20):  # processes may start others meanwhile
+    for _ in range(20):  # processes may start others in the meantime
         killed = []
         for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
             with contextlib.suppress(OSError):
