@@ -32,7 +32,7 @@ TIMINGS = {
 TOTALS = {
     "ledger/total/trajectories": "trajectories",
     "ledger/total/sampled_tokens": "sampled tokens",
-    "ledger/total/observation_tokens": "inserted tokens",
+    "ledger/total/observation_tokens": "observation tokens",
     "perf/ledger/total/cost": "cost",
 }
 """Labels of the metrics with a run's totals, by metric name."""
@@ -254,8 +254,8 @@ def list_costs(run: RunReader) -> list[tuple[str, float]]:
     record: dict[str, Any] = next(records, {})
     calls = "ledger/total/calls/"
     tools = [name.removeprefix(calls) for name in record if name.startswith(calls)]
-    labels = TOTALS | {calls + tool: f"calls of {tool}" for tool in tools}
-    labels |= {f"perf/ledger/total/attempts/{tool}": f"attempts of {tool}" for tool in tools}
+    labels = TOTALS | {calls + tool: f"{tool} calls" for tool in tools}
+    labels |= {f"perf/ledger/total/attempts/{tool}": f"{tool} requests sent" for tool in tools}
     totals = [(label, to_finite_float(record.get(name))) for name, label in labels.items()]
     return [(label, total) for label, total in totals if total]
 

@@ -66,8 +66,8 @@ function number(value, digits = 4) {
 
 function duration(seconds) {
   if (seconds < 60) return seconds < 1 ? `${number(1000 * seconds, 2)} ms` : `${number(seconds, 3)} s`;
-  const minutes = Math.round(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const total = Math.round(seconds), minutes = Math.floor(total / 60), two = (value) => String(value).padStart(2, "0");
+  return minutes < 60 ? `${minutes} min ${two(total % 60)} s` : `${Math.floor(minutes / 60)} h ${two(minutes % 60)} min`;
 }
 
 // A table: text in the first `numTexts` columns, numbers in the rest. Cells are values or [value, note].
@@ -170,6 +170,15 @@ function ticks(low, high, count) {
   return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * size);
 }
 
+// Use at least three digits, and more if rounding would move a label by a visible part of the gap.
+function tickLabels(values) {
+  const gap = values[1] - values[0] || Infinity;
+  let digits = 3;
+  const isOff = (value) => Math.abs(Number(value.toPrecision(digits)) - value) > 0.05 * gap;
+  while (digits < 12 && values.some(isOff)) digits += 1;
+  return values.map((value) => number(value, digits));
+}
+
 // Moving average. Near the ends the window shrinks and stays symmetric.
 function smooth(points) {
   const half = Math.max(2, Math.round(points.length * settings.smoothing / 200));
@@ -247,10 +256,10 @@ function chart({ title, unit, lines, signs = [], isScore = false }) {
   const style = ({ color, dash }) => `curve s${color % 8} d${(dash + Math.floor(color / 8)) % 4}`;
 
   const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
-  for (const tick of ticks(bottom, top, 4)) {
-    svg.append(el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: yOf(tick), y2: yOf(tick) }),
-      el("text", { x: LEFT - 6, y: yOf(tick) + 4, "text-anchor": "end" }, number(isLog ? 10 ** tick : tick, 3)));
-  }
+  const rows = ticks(bottom, top, 4), names = tickLabels(rows.map((tick) => (isLog ? 10 ** tick : tick)));
+  rows.forEach((tick, i) => svg.append(
+    el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: yOf(tick), y2: yOf(tick) }),
+    el("text", { class: "tick", x: LEFT - 6, y: yOf(tick) + 4, "text-anchor": "end" }, names[i])));
   for (const step of ticks(left, right, 5).filter(Number.isInteger)) {
     const anchor = x(step) > WIDTH - 25 ? "end" : "middle";
     svg.append(el("text", { x: x(step), y: HEIGHT - 4, "text-anchor": anchor }, integer(step)));
@@ -550,7 +559,7 @@ async function answersView(query, isCurrent) {
     keepHash("answers", [["run", run]], [suiteBox, text, showBox]);
     const shown = rows.filter((row) => isShown(row, showBox.value)
       && hasText([row.question, row.answer, row.task_id, ...row.accepted], text.value));
-    const part = total > rows.length ? `; this file has only the first of ${integer(total)}` : "";
+    const part = total > rows.length ? `; this file has only the first ${integer(rows.length)} of ${integer(total)}` : "";
     count.textContent = `${integer(shown.length)} of ${integer(rows.length)} answers${part}`;
     body.replaceChildren(...shown.slice(0, 500).map((row) => el("details",
       { ontoggle: (event) => openAnswer(event.target, row.addresses) },

@@ -1,6 +1,7 @@
 """The page in Chromium, live and static: what it draws, and that text stays text."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -111,3 +112,22 @@ def test_hostile_text_stays_text_and_in_its_place(tmp_path, open_page):
     assert browser.evaluate(refused)
     assert browser.evaluate("fetch('http://127.0.0.1:9/').then(() => false, () => true)")
     browser.errors.clear()  # the two that were provoked
+
+
+@needs_chromium
+def test_labels_stay_readable(tmp_path, open_page):
+    """Labels of a narrow range name their values, and names of views stay on one line."""
+    run = make_run(tmp_path / "run")
+    change_records(run, lambda record: record | {"actor/entropy": 6.28 + 0.002 * record["step"]})
+    browser = open_page(run)
+    labels = [float(text) for text in texts(browser, '[data-chart="Entropy"] .tick')]
+    gaps = [after - before for before, after in itertools.pairwise(labels)]
+    assert len(gaps) > 1
+    assert min(gaps) > 0
+    assert max(gaps) == pytest.approx(min(gaps), rel=0.2)
+    narrow = {"width": 390, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **narrow)
+    heights = browser.evaluate(
+        "[...document.querySelectorAll('nav a')].map((e) => e.getClientRects()[0].height)"
+    )
+    assert max(heights) < 50
