@@ -25,14 +25,20 @@ PORT = 8780
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve the page until a signal arrives or, with `--static`, write it to a file."""
     replace_unencodable_output()
+    is_report = "--static" in (sys.argv[1:] if argv is None else argv)  # `jaxrl report`
     parser = argparse.ArgumentParser(
-        prog="jaxrl view", description="Show runs in a browser on this machine, live."
+        prog="jaxrl report" if is_report else "jaxrl view",
+        description="Write the page of `jaxrl view` to an HTML file."
+        if is_report
+        else "Show runs in a browser on this machine, live.",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 for any free port")
-    add("--static", action="store_true", help="write the page to a file, like `jaxrl report`")
-    add("--out", type=Path, metavar="FILE", help="path of that file; default: RUN/report.html")
+    add("--static", action="store_true", help=argparse.SUPPRESS)
+    if is_report:
+        add("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
+    else:
+        add("--port", type=int, default=PORT, help=f"default: {PORT}; 0 for any free port")
     add(
         "--ignore",
         type=lambda text: text.split(","),

@@ -60,9 +60,9 @@ def write_report(
     """
     viewer = Viewer(open_runs(workdirs), ignore)
     viewer.refresh()
-    folders = [run.workdir.resolve() for run in viewer.runs]
     if out is None:
-        parents = [folder.parent for folder in folders]
+        folders = [run.workdir for run in viewer.runs]
+        parents = [folder.resolve().parent for folder in folders]
         folder = folders[0] if len(folders) == 1 else Path(os.path.commonpath(parents))
         out = folder / "report.html"
     page = render(collect_responses(viewer))
