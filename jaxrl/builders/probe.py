@@ -249,6 +249,10 @@ def _probe_tool(key: str, name: str, tool: Tool, example: str) -> None:
             return tool.run(example)
         except (CallError, ToolError) as error:
             return str(error)
+        except Exception as error:
+            text = f"config.{key} names {name!r}, which failed on the call {example!r}: "
+            hint = "; return an error message for calls that it rejects" * (key != "search.engine")
+            raise ValueError(f"{text}{format_failure(error)}{hint}.") from error
 
     probe(key, name, run_tool, expected="text", is_valid=lambda result: isinstance(result, str))
 

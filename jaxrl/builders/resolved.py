@@ -344,8 +344,8 @@ def resolve_names(config: ConfigDict, *, needs_data: bool = True) -> ResolvedCon
 
 
 def _resolve_env_class(config: ConfigDict) -> type[Env]:
-    check_settings("env", config.env, config.env.name)
     cls = resolve("env.name", config.env.name, ENVS, example="my_env.MyEnv")
+    check_settings("env", config.env, config.env.name)
     required = ("stop_strings", "reward_parts", "start", "step", "score")
     # Members inherited from `Env` are declarations without an implementation.
     missing = [name for name in required if getattr(cls, name, None) is getattr(Env, name, None)]
@@ -382,10 +382,11 @@ def _resolve_protocol(config: ConfigDict) -> tuple[Callable[[Sequence[str]], Pro
 
 def _resolve_engine_class(config: ConfigDict) -> type[Tool] | None:
     key, name = "search.engine", config.search.engine
+    entry = None if name == NO_ENGINE else resolve(key, name, ENGINES, example="my_engine.Engine")
     check_settings("search", config.search, name)
-    if name == NO_ENGINE:
+    if entry is None:
         return None
-    cls = _check_tool_class(key, name, resolve(key, name, ENGINES, example="my_engine.Engine"))
+    cls = _check_tool_class(key, name, entry)
     if cls.name != "search":
         raise ValueError(
             f"config.{key} is {name!r}, a tool named {cls.name!r}; expected one named 'search', "
@@ -425,10 +426,11 @@ def _check_tool_class(key: str, name: str, cls: Any) -> type[Tool]:
     is_tool = isinstance(cls, type) and issubclass(cls, Tool) and not inspect.isabstract(cls)
     strings = [text for text in ("name", "blank") if isinstance(getattr(cls, text, None), str)]
     if not is_tool or len(strings) < 2:
-        raise ValueError(
-            f"config.{key} names {name!r}; expected a subclass of jaxrl.envs.tools.base.Tool that "
-            "defines name, blank and run" + ", or a function." * (key == "env.search.tools")
-        )
+        expected = "a subclass of jaxrl.envs.tools.base.Tool that defines name, blank and run"
+        if key == "search.engine":
+            expected = "a subclass of jaxrl.envs.search.base.SearchEngine that defines run"
+        function = ", or a function" * (key == "env.search.tools")
+        raise ValueError(f"config.{key} names {name!r}; expected {expected}{function}.")
     return cls
 
 

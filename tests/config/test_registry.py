@@ -23,6 +23,7 @@ def test_names_resolve_by_table_or_dotted_path():
         ("env.name", "serch", "is 'serch' (did you mean 'search'?); expected one of search,"),
         ("env.name", "json.Env", "AttributeError: module 'json' has no attribute 'Env'"),
         ("env.search.tools", ("json.JSONDecoder",), "json.JSONDecoder"),
+        ("search.engine", "json.JSONDecoder", "a subclass of jaxrl.envs.search.base.SearchEngine"),
         ("env.settings", {"a": 1}, "expected {}"),
         ("reward.weights", {"math": 1.0}, "no reward part 'math'; did you mean 'format'?"),
         ("reward.weights", {"jaxrl.envs.rewards.rules.f1": 1.0}, "'f1'"),
@@ -33,6 +34,15 @@ def test_an_unknown_name_is_refused_with_its_key(key, value, message):
     config = debug_tiny.get_config()
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=f"^config.{key}.*{re.escape(message)}"):
+        validate(config)
+
+
+@pytest.mark.parametrize("section", ["env", "search"])
+def test_an_unknown_name_is_refused_before_the_settings_meant_for_it(section):
+    key = {"env": "env.name", "search": "search.engine"}[section]
+    config = debug_tiny.get_config()
+    config.update_from_flattened_dict({key: "mine", f"{section}.settings": {"a": 1}})
+    with pytest.raises(ValueError, match=f"^config.{key} is 'mine'"):
         validate(config)
 
 

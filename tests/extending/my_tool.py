@@ -2,7 +2,7 @@ from jaxrl.envs.tools.base import Tool
 
 
 class Clock(Tool):
-    """Tells when a train that leaves at noon arrives, given its minutes of travel."""
+    """Return when a train that leaves at noon arrives, given its travel time in minutes."""
 
     name = "clock"
     blank = "no minutes given"
