@@ -698,7 +698,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_quality(files)
     with open_people_search(people.values(), topk=args.topk) as engine:
         print_hit_rates(people, engine)
-    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+    print(f"\nwrote {args.out}: " + ", ".join(f"{name} ({len(files[name]):,})" for name in files))
 
 
 if __name__ == "__main__":

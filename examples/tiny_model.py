@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         chat_template=CHAT_TEMPLATE,
         max_tokens=MAX_TOKENS,
     )
-    print(f"wrote {options.out}: {tokenizer.get_vocab_size()} tokens of {len(texts)} texts")
+    num_tokens = tokenizer.get_vocab_size()
+    print(f"wrote {options.out}: a vocabulary of {num_tokens} tokens from {len(texts)} texts")
 
 
 if __name__ == "__main__":

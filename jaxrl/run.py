@@ -123,8 +123,10 @@ def describe_unsaved_work(run_state: RunState) -> str:
     replies = run_state.settings.replay_folder
     if run_state.components.external and replies is not None:
         folder = replies or run_state.workdir / "replies"
-        return f"responses so far are saved in {folder}. The same command requests only the rest"
-    return "there was nothing to save yet. The same command starts over"
+        return (
+            f"responses so far are saved in {folder}; repeat the command to request only the rest"
+        )
+    return "nothing to save yet; repeat the command to start over"
 
 
 def evaluate_step(
@@ -225,12 +227,12 @@ def run_stages(run_state: RunState) -> bool:
     except (*FATAL_ERRORS, UnsoundError, Interrupted) as error:
         run_state.save_progress()
         if isinstance(error, Interrupted):
-            saved = f"{progress.label} is saved. The same command resumes there"
+            saved = f"saved after {progress.label}; repeat the command to resume"
             nothing = describe_unsaved_work(run_state)
-            display.log(f"stopped; {saved if run_state.saved else nothing}")
+            display.log(f"stopped: {saved if run_state.saved else nothing}")
         if isinstance(error, BudgetSpentError):
-            saved = f"{progress.label} is saved" if run_state.saved else "nothing is saved yet"
-            display.log(f"stopped; {saved}; {error}")
+            saved = f"saved after {progress.label}" if run_state.saved else "nothing is saved yet"
+            display.log(f"stopped: {saved}; {error}")
         # Rendering the report takes seconds. Skip it for an interrupted run without any records.
         has_no_records = isinstance(error, Interrupted) and not run_state.metrics_log.num_records
         if not (has_no_records or isinstance(error, NotEnoughGroupsError | UserCodeError)):

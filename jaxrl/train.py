@@ -364,8 +364,9 @@ class Learner:
         # Pass None instead of 1.0: the compiled program then has no scale factor, and rounds as in
         # a run without a watch.
         lr_scale = None if scale == 1 else scale
+        num_updates = len(minibatches) * stage.settings.num_epochs
         run_state.display.show_activity(
-            f"update, {len(minibatches) * stage.settings.num_epochs} mini-batches"
+            f"update, {num_updates} mini-batch{'es' * (num_updates > 1)}"
         )
         for _ in range(stage.settings.num_epochs):
             for pieces in minibatches:

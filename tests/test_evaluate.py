@@ -324,7 +324,7 @@ def test_reward_parts_with_weight_come_first():
     start = rows.index(["reward", "part", "weight", "mean"])
     assert rows[start + 1] == ["all", "brevity", "0.5", "-0.200", "[-0.400,", "0.000]"]
     assert rows[start + 2][:4] == ["all", "a_judge", "0", "0.700"]
-    assert format_suite_line("greedy", suite).startswith("greedy: reward -0.100; exact match all 0")
+    assert format_suite_line("greedy", suite).startswith("greedy: reward -0.100; exact match 0")
 
 
 def test_failures_have_no_score():

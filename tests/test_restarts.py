@@ -143,7 +143,7 @@ def test_a_run_that_is_stopped_repeatedly_equals_one_that_is_not(
     ]
     for should_stop, step, label in stops:
         assert not play(config, workdir, should_stop)
-        assert f"stopped; {label} is saved." in capsys.readouterr().out
+        assert f"stopped: saved after {label};" in capsys.readouterr().out
         assert list_steps(workdir / "checkpoints")[-1] == step
         pending = position(workdir, step)["record"]
         assert (pending is not None) == (step == NUM_SFT + 2)

@@ -255,6 +255,4 @@ def load_weights(
     shardings = param_shardings(policy.mesh, policy.trained)
     target = make_restore_target(policy.trained.abstract_params(), shardings)
     loaded_step, params = restore_params(run / "checkpoints", target, step)
-    return params, f"checkpoint of step {loaded_step}" + ", in the middle of its stage" * (
-        step is None
-    )
+    return params, f"checkpoint of step {loaded_step}"

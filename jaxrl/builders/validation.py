@@ -579,14 +579,13 @@ def _find_unusual_settings(c: ResolvedConfig) -> Iterator[Finding]:
     for key in ("clip_low", "clip_high"):
         if is_training and c.loss.name == "clip" and not 0.1 <= c.loss[key] <= 0.3:
             yield f"loss.{key}", "0.1 to 0.3 with loss.name='clip'"
-    for stage, section, num_updates in (
-        ("train", "optimizer", "num_steps * optimizer.num_minibatches * optimizer.num_epochs"),
-        ("sft", "sft.optimizer", "sft.num_steps"),
-    ):
-        if stage in c.stages and 0 < c.count_updates(stage) < c[section].warmup_steps:
+    for stage, section in (("train", "optimizer"), ("sft", "sft.optimizer")):
+        num_updates = c.count_updates(stage) if stage in c.stages else 0
+        if 0 < num_updates < c[section].warmup_steps:
             yield (
                 f"{section}.warmup_steps",
-                f"at most {num_updates}: the learning rate does not reach its peak",
+                f"at most {num_updates}, the updates of this run: the learning rate does not "
+                "reach its peak",
             )
     if is_training and c.filter.unfinished_tasks > c.rollout.tasks_per_step:
         yield (

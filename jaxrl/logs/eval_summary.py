@@ -275,6 +275,8 @@ def format_suite_line(suite: str, summary: EvalSummary) -> str:
     by_set = ", ".join(
         f"{name} {'-' if math.isnan(score) else f'{score:.3f}'}" for name, score in scores.items()
     )
+    if "mean" not in scores:  # a single data set
+        by_set = by_set.partition(", ")[0].removeprefix("all ")
     weighted_parts = [
         part for part, weight in summary.weights.items() if weight and part != "exact_match"
     ]

@@ -22,7 +22,7 @@ def test_texts_of_records_become_whole_tokens(tmp_path, capsys):
     assert len(tokenizer.encode("Kerrigan")) == 1
     assert len(tokenizer.encode("Harrigan")) > 1  # in none of the texts
     assert tokenizer.render_prompt([{"role": "user", "content": "Who?"}])
-    assert capsys.readouterr().out.endswith(f"{tokenizer.num_tokens} tokens of 4 texts\n")
+    assert capsys.readouterr().out.endswith(f"{tokenizer.num_tokens} tokens from 4 texts\n")
     embedding = load_hf(tmp_path / "tiny")["embed"]["embedding"]
     assert embedding.shape[0] >= tokenizer.num_tokens
     tiny_model.main([f"--texts={texts}", f"--out={tmp_path / 'other'}", "--seed=1"])

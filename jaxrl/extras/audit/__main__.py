@@ -35,17 +35,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "table and writes a JSON file with the ids of the tasks. Reads the corpus once, at several "
         "minutes per million passages, and builds the search index if there is none.",
         epilog="--config.key=value sets a key. "
-        "Example: jaxrl audit --config=configs/quickstart.py --max-tasks=500",
+        "Example: jaxrl audit --config=configs/quickstart.py --max_tasks=500",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="FILE.py or FILE.py:ARGUMENT of the run")
-    add("--max-tasks", type=int, default=0, metavar="N", help="sampled per split; default: all")
+    add("--max_tasks", type=int, default=0, metavar="N", help="sampled per split; default: all")
     add("--out", type=Path, default=Path("audit.json"), metavar="FILE", help="default: audit.json")
     arguments, settings = parser.parse_known_args(argv)
     display = Display(is_enabled=True)
     try:
         if arguments.max_tasks < 0:
-            raise ValueError(f"--max-tasks is {arguments.max_tasks}; expected 0 or more.")
+            raise ValueError(f"--max_tasks is {arguments.max_tasks}; expected 0 or more.")
         overrides = parse_overrides(settings)
         # The config file and dotted names may import modules from the config's folder.
         sys.path.append(str(Path(arguments.config.partition(":")[0]).absolute().parent))

@@ -87,6 +87,9 @@ def audit(
         show(f"looking for answers in {corpus}")
         groups = [group for split in phrases.values() for group in split]
         found = find_phrases(set().union(*groups), read_corpus(Path(corpus)))
+    elif c.needs_live_engine:
+        engine_name = f"config.search.engine={c.search.engine!r}"
+        log(f"{engine_name} names no corpus file: answers are not looked up in documents")
     engine = build_search(c, show, None, log).engine if c.needs_live_engine else None
     for name, tasks in samples.items():
         add, is_checked = statistics[name].__setitem__, [bool(group) for group in phrases[name]]

@@ -121,7 +121,7 @@ def test_figures_equal_those_of_brute_force(name, config, request, tmp_path):
 def test_an_answer_that_reads_as_a_refusal_earns_only_its_normalized_form(quickstart, tmp_path):
     # "i dont know" is no refusal, and equals the answer after normalization.
     out = tmp_path / "audit.json"
-    main([f"--config=configs/debug_tiny.py:{quickstart}", f"--out={out}", "--max-tasks=5"])
+    main([f"--config=configs/debug_tiny.py:{quickstart}", f"--out={out}", "--max_tasks=5"])
     figures = json.loads(out.read_text())["training"]
     assert figures["answers that earn nothing"]["count"] == 0
     assert figures["no answer to look for"]["of"] == 5
