@@ -2,7 +2,7 @@ import jax.numpy as jnp
 
 
 def by_rank(rewards, group_ids, *, scale: float = 1.0):
-    """Share of its group that a trajectory beats, less the share that beats it."""
+    """Return the share of its group that a trajectory beats minus the share that beats it."""
     same = (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
     beaten = (same & (rewards[:, None] > rewards[None, :])).sum(axis=1)
     beating = (same & (rewards[:, None] < rewards[None, :])).sum(axis=1)

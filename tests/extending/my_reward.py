@@ -2,5 +2,5 @@ from collections.abc import Sequence
 
 
 def brevity(response: str, answers: Sequence[str]) -> float:
-    """1 for an empty response, a half for one of a hundred words, toward 0 for long ones."""
+    """Return 1 for an empty response, 0.5 for 100 words, and less for longer ones."""
     return 100 / (100 + len(response.split()))

@@ -2,7 +2,7 @@ import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """1 for an answer that is right, 0.1 for one that is not, 0 for none."""
+    """Return 1 for a right answer, 0.1 for a wrong one, and 0 without an answer."""
     answers = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     if not answers:
         return 0.0

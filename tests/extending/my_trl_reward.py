@@ -3,15 +3,15 @@ import re
 
 
 def economy(completions, completion_ids, **kwargs):
-    """1 for nothing, toward 0 for long completions."""
+    """Return 1 for an empty completion and less for longer ones."""
     return [20 / (20 + len(ids)) for ids in completion_ids]
 
 
 async def grounded(prompts, completions, answers, **kwargs):
-    """Whether a result holds an accepted answer; None for completions without a result."""
+    """Return whether a search result contains an accepted answer; None without results."""
 
     async def score(completion, accepted):
-        await asyncio.sleep(0)  # in place of a call of a server
+        await asyncio.sleep(0)  # stands in for a server call
         results = re.findall(r"<information>(.*?)</information>", completion, re.DOTALL)
         if not results:
             return None

@@ -2,7 +2,7 @@ from jaxrl.envs.rewards.attribution import shows_answer
 
 
 def progress(turns, answers, *, cost=0.1):
-    """1 for the first search that shows an accepted answer, less the cost of each search."""
+    """Return 1 for the first search that shows an accepted answer, minus a cost per search."""
     earned, is_found = [], False
     for turn in turns:
         holds = shows_answer(turn, answers)

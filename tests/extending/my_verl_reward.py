@@ -2,7 +2,7 @@ import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, partial=0.1):
-    """1 for a right answer, a little for another one."""
+    """Return 1 for a right answer and `partial` for a wrong one."""
     found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     if not found:
         return {"score": 0.0, "answered": False}
