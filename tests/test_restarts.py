@@ -134,7 +134,7 @@ def test_a_run_that_is_stopped_repeatedly_equals_one_that_is_not(
     stops = [
         (after_records(workdir, 9), 9, "sft 9"),  # in the supervised stage
         # In the evaluation before the first step.
-        (after_records(workdir, NUM_SFT), NUM_SFT, f"sft {NUM_SFT}"),
+        (after_records(workdir, NUM_SFT), NUM_SFT, "train 0"),
         (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1, "train 1"),  # in a rollout; not due
         (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2, "train 2"),  # in an evaluation
         # In a rollout right after a checkpoint.
